@@ -1,0 +1,228 @@
+"""How long to wait before the next digest or attempt, and when a whole consumer should rest. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf, nan
+from random import uniform
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from aiodigest.errors import InvalidArgument
+
+Strategy: TypeAlias = Callable[[int], float]
+"""From a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
+
+Uniform: TypeAlias = Callable[[float, float], float]
+"""Draws between two bounds, like :func:`random.uniform`; ``random.Random(seed).uniform`` is one for tests."""
+
+_TEN_YEARS = 315_360_000
+
+
+@runtime_checkable
+class Jittered(Protocol):
+    """A strategy that draws its wait, and says between which two bounds (seconds)."""
+
+    def __call__(self, n: int, /) -> float: ...
+
+    def window(self, n: int, /) -> tuple[float, float]: ...
+
+
+def seconds(value: float | timedelta, name: str, *, positive: bool = False) -> float:
+    """The duration ``value``, given in seconds or as a timedelta, in seconds.
+
+    Raises `InvalidArgument`, which calls it ``name``, unless it is from 0 (or above 0, if ``positive``) to ten years.
+    """
+    match value:
+        case timedelta():
+            number = value.total_seconds()
+        case int() | float() if not isinstance(value, bool):
+            number = value
+        case _:
+            number = nan
+    if not 0 <= number <= _TEN_YEARS or (positive and not number):
+        least = "more than 0" if positive else "at least 0"
+        raise InvalidArgument(
+            f"{name} must be {least} and at most {_TEN_YEARS} seconds (ten years), or such a timedelta, not {value!r}"
+        )
+    return float(number)
+
+
+def longest(strategy: Strategy, n: int) -> float:
+    """The longest wait (seconds) that ``strategy`` may answer for ``n``: the top of its window if it is `Jittered`,
+    its answer if not."""
+    return strategy.window(n)[1] if isinstance(strategy, Jittered) else strategy(n)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class IterationBackoff:
+    """Waits that double with each digest in a row: ``base * 2**min(n, steps)`` seconds.
+
+    The defaults give 300 (n = 0, the initial delay of the design), 600, 1200, 1200, ... as in Sentry's timelines of
+    2015: ``300 << min(iteration, 2)``. Raises `InvalidArgument` if the longest wait is over ten years.
+    """
+
+    base: float
+    steps: int
+
+    def __init__(self, base: float | timedelta = 300, steps: int = 2) -> None:
+        object.__setattr__(self, "base", seconds(base, "base"))
+        object.__setattr__(self, "steps", _whole(steps, "steps", least=0, most=32))
+        seconds(self(self.steps), "base * 2**steps")
+
+    def __call__(self, n: int, /) -> float:
+        return self.base * _power(2, min(n, self.steps))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class IntervalBackoff:
+    """A wait (seconds) for each count that ``intervals`` names, and ``default`` for every other.
+
+    ``IntervalBackoff({0: 30, 1: 300}, default=900)`` is the interval strategy of Sentry's digests (October 2015).
+    Raises `InvalidArgument` if a key is no whole number from 0, or a wait no duration.
+    """
+
+    intervals: Mapping[int, float] = field(hash=False)
+    default: float
+
+    def __init__(self, intervals: Mapping[int, float | timedelta], default: float | timedelta) -> None:
+        checked = {
+            _whole(n, "a key of intervals", least=0): seconds(wait, f"intervals[{n}]") for n, wait in intervals.items()
+        }
+        object.__setattr__(self, "intervals", checked)
+        object.__setattr__(self, "default", seconds(default, "default"))
+
+    def __call__(self, n: int, /) -> float:
+        return self.intervals.get(n, self.default)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DecorrelatedJitter:
+    """Waits drawn uniformly from ``[base, min(cap, base * 3**n)]`` seconds; n = 0 counts as 1.
+
+    This is decorrelated jitter (Brooker, "Exponential Backoff And Jitter", 2015) made stateless: the previous wait is
+    replaced by the most that it could have been. With the defaults, base 1 and cap 60, the windows are [1, 3], [1, 9],
+    [1, 27], then [1, 60]. ``random`` is the source of the draw. Raises `InvalidArgument` unless 0 < base <= cap.
+    """
+
+    base: float
+    cap: float
+    random: Uniform = field(repr=False, compare=False)
+
+    def __init__(self, base: float | timedelta = 1, cap: float | timedelta = 60, random: Uniform = uniform) -> None:
+        object.__setattr__(self, "base", seconds(base, "base", positive=True))
+        object.__setattr__(self, "cap", seconds(cap, "cap", positive=True))
+        object.__setattr__(self, "random", random)
+        if self.base > self.cap:
+            raise InvalidArgument(f"base must be at most cap, not {base!r} with a cap of {cap!r}")
+
+    def __call__(self, n: int, /) -> float:
+        return self.random(*self.window(n))
+
+    def window(self, n: int, /) -> tuple[float, float]:
+        """The shortest and the longest wait for ``n``."""
+        return self.base, min(self.cap, self.base * _power(3, max(n, 1)))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BackoffMode:
+    """When a process whose deliveries fail should take a rest: the settings of `ConsumerBackoff`.
+
+    It begins after ``threshold`` failures in a row of distinct timelines (default 5; 1 is NSQ's rule). At level n the
+    rest lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1 and 120), the formula of NSQ's
+    ``ExponentialStrategy`` and ``MaxBackoffDuration``. A ``maximum`` of 0 turns backoff mode off.
+    Raises `InvalidArgument` if ``threshold`` is below 1, ``multiplier`` not above 0, or ``maximum`` below 0.
+    """
+
+    threshold: int
+    multiplier: float
+    maximum: float
+
+    def __init__(self, threshold: int = 5, multiplier: float | timedelta = 1, maximum: float | timedelta = 120) -> None:
+        object.__setattr__(self, "threshold", _whole(threshold, "threshold", least=1))
+        object.__setattr__(self, "multiplier", seconds(multiplier, "multiplier", positive=True))
+        object.__setattr__(self, "maximum", seconds(maximum, "maximum"))
+
+    def wait(self, level: int) -> float:
+        """The rest at ``level`` in seconds, before jitter."""
+        return min(self.multiplier * _power(2, level), self.maximum)
+
+
+class ConsumerBackoff:
+    """Backoff mode of one process, after NSQ's consumer: pause, let one delivery through, step up or down.
+
+    A failure raises the level, up to where the wait is ``maximum``, and pauses; a success lowers it and pauses for
+    the wait of the lower level, or at zero returns to full concurrency. Only deliveries that started after the latest
+    pause count: the others tell of the trouble that is known already. Outcomes that say nothing of the receiver
+    (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`) are not reported, and let the next delivery through.
+
+    A pause is drawn from the upper half of its wait, so that processes do not return at once, and none returns after
+    no rest at all. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
+    """
+
+    def __init__(self, mode: BackoffMode, random: Uniform = uniform) -> None:
+        self._mode = mode
+        self._random = random
+        self._failing: set[str] = set()
+        self._level = 0
+        self._pause_end = -inf
+
+    @property
+    def level(self) -> int:
+        """How deep in backoff mode: 0 is full concurrency."""
+        return self._level
+
+    @property
+    def resumes_at(self) -> float | None:
+        """When the latest pause ends, or ended if one delivery is let through; None at full concurrency."""
+        return self._pause_end if self._level else None
+
+    def allowed(self, now: float, concurrency: int) -> int:
+        """How many deliveries may be in flight: none in a pause, then one, and ``concurrency`` out of backoff mode."""
+        if not self._level:
+            return concurrency
+        return 0 if now < self._pause_end else 1
+
+    def failed(self, key: str, now: float, *, started: float | None = None) -> None:
+        """A delivery of timeline ``key`` that began at ``started`` (default ``now``) failed."""
+        if not self._mode.maximum or not self._counts(now, started):
+            return
+        if self._level:
+            saturated = self._mode.wait(self._level) >= self._mode.maximum
+            self._pause(self._level if saturated else self._level + 1, now)
+            return
+        self._failing.add(key)
+        if len(self._failing) >= self._mode.threshold:
+            self._pause(1, now)
+
+    def succeeded(self, key: str, now: float, *, started: float | None = None) -> None:
+        """A delivery of timeline ``key`` that began at ``started`` (default ``now``) succeeded; any key counts."""
+        if not self._counts(now, started):
+            return
+        self._failing.clear()
+        if self._level > 1:
+            self._pause(self._level - 1, now)
+        else:
+            self._level = 0
+
+    def _counts(self, now: float, started: float | None) -> bool:
+        # Nothing starts in a pause, so what started before its end started before it.
+        return (now if started is None else started) >= self._pause_end
+
+    def _pause(self, level: int, now: float) -> None:
+        wait = self._mode.wait(level)
+        self._level = level
+        self._pause_end = now + self._random(wait / 2, wait)
+
+
+def _power(base: float, exponent: int) -> float:
+    # Past 600 the power overflows, while every wait has long reached its maximum.
+    return float(base) ** min(exponent, 600)
+
+
+def _whole(value: object, name: str, *, least: int, most: float = inf) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        allowed = f"from {least} to {most}" if most < inf else f"of at least {least}"
+        raise InvalidArgument(f"{name} must be a whole number {allowed}, not {value!r}")
+    return value

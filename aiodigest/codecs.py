@@ -1,0 +1,176 @@
+"""Values to bytes and back. The first byte is the version of the format, so that what is stored stays readable."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
+
+from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+from typing_extensions import TypeVar
+
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+JSON: TypeAlias = JsonValue
+"""Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+
+T = TypeVar("T", default=JSON)
+
+_PLAIN = b"\x01"
+_ZSTD = b"\x02"
+
+
+class Codec(Protocol[T]):
+    """How values of one type are stored. Both methods raise `CodecError` for what they cannot convert."""
+
+    def encode(self, value: T, /) -> bytes: ...
+
+    def decode(self, data: bytes, /) -> T: ...
+
+
+class JSONCodec(Generic[T]):
+    """Stores values as JSON by pydantic, compressed with zstd when they are large.
+
+    What is encoded comes back equal, or is refused. A value must be of its type already: nothing is coerced, so "5" is
+    no int and a dict is no model. Fields are stored under their names, whatever their aliases. What pydantic leaves
+    out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
+
+    Parameters
+    ----------
+    value_type : type[T], union or TypeAdapter[T], default JSON (any JSON value)
+        What pydantic knows: a model, a dataclass, a TypedDict, a plain type. mypy takes a union only as a TypeAdapter.
+    compress_above : int, default 1024
+        JSON of more bytes than this is compressed, if that makes it smaller.
+    max_size : int, default 1 MiB, at most 512 MiB
+        The most bytes of JSON, before compression, that are encoded, or decompressed: lowered, it makes stored values
+        that are larger unreadable.
+
+    Raises
+    ------
+    InvalidArgument
+        If an argument is out of its range, or pydantic has no schema for ``value_type``.
+    """
+
+    def __init__(
+        self,
+        value_type: TypeForm[T] | TypeAdapter[T] = JSON,
+        *,
+        compress_above: int = 1024,
+        max_size: int = 1_048_576,
+    ) -> None:
+        self._compress_above = _whole(compress_above, "compress_above", least=0)
+        self._max_size = _whole(max_size, "max_size", least=1)
+        self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)
+        try:
+            self._adapter: TypeAdapter[T] = (
+                value_type if isinstance(value_type, TypeAdapter) else TypeAdapter(value_type)
+            )
+        except (PydanticUserError, NameError) as error:
+            raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
+
+    def encode(self, value: T, /) -> bytes:
+        """The bytes of ``value``.
+
+        Raises `InvalidArgument` if it is not of the type, `LimitExceeded` if it is too large, and `CodecError` if JSON
+        cannot hold it: nan and infinity (unless the model's ``ser_json_inf_nan`` says how), bytes that are not UTF-8
+        (unless ``ser_json_bytes`` does), lone surrogates, more than 200 levels, integers of over 4,300 digits.
+        """
+        data = _json_or_none(value) if self._any_json else None
+        if data is None:
+            data = self._checked_json(value)
+        if len(data) > self._max_size:
+            raise LimitExceeded(f"a value may take at most {self._max_size:,} bytes as JSON, not {len(data):,}")
+        if len(data) > self._compress_above:
+            packed = _compress(data)
+            if len(packed) < len(data):
+                return _ZSTD + packed
+        return _PLAIN + data
+
+    def decode(self, data: bytes, /) -> T:
+        """The value of ``data``. Raises `CodecError`, whose message does not quote the value, if it is not one."""
+        version, body = data[:1], data[1:]
+        if version == _ZSTD:
+            body = _decompress(body, self._max_size)
+        elif version != _PLAIN:
+            raise CodecError(f"unknown format: the first byte is {version!r}, not {_PLAIN!r} or {_ZSTD!r}")
+        try:
+            return self._adapter.validate_json(body, by_alias=False, by_name=True)
+        except ValidationError as error:
+            raise CodecError(f"stored value does not fit its type: {_reason(error)}") from None
+        except Exception as error:  # a validator of the user's may raise anything
+            raise CodecError(f"stored value cannot be decoded: {_reason(error)}") from error
+
+    def _checked_json(self, value: T) -> bytes:
+        try:
+            valid = self._adapter.validate_python(value, strict=True)
+            data = self._adapter.dump_json(valid, by_alias=False, round_trip=True, warnings="error")
+            # Two ways in which pydantic writes what it would not read back: JSON too deep or an integer too long for
+            # its parser, and nan as null. Each is looked for only where it can be.
+            if len(data) > 4300 or data.count(b"[") + data.count(b"{") > 200:
+                from_json(data)
+            if b"null" in data:
+                plain = self._adapter.dump_python(valid, mode="json", by_alias=False, round_trip=True, warnings=False)
+                if to_json(plain, inf_nan_mode="constants").count(b"null") != data.count(b"null"):
+                    raise ValueError("nan and infinity are no JSON")
+        except ValidationError as error:
+            raise InvalidArgument(f"value is not of its type: {_reason(error)}") from None
+        except Exception as error:  # a serializer of the user's may raise anything
+            raise CodecError(f"value cannot be stored as JSON: {_reason(error)}") from error
+        return data
+
+
+def _json_or_none(value: object) -> bytes | None:
+    # What reads back equal is a JSON value: to try is three times as fast as pydantic's validation, which is left to
+    # say what is wrong with the rest.
+    try:
+        data = to_json(value, inf_nan_mode="null")
+        return data if from_json(data) == value else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _compress(data: bytes) -> bytes:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    return zstd.compress(data)
+
+
+def _decompress(data: bytes, max_size: int) -> bytes:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    # The window is memory too, and a frame chooses its own: 10 is the least that zstd accepts.
+    window_log = max(10, max_size.bit_length())
+    frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: window_log})
+    try:
+        body = frame.decompress(data, max_length=max_size + 1)
+    except zstd.ZstdError as error:
+        raise CodecError(f"corrupt zstd data: {_reason(error)}") from error
+    if len(body) > max_size:
+        raise CodecError(f"zstd data decompresses to more than {max_size:,} bytes")
+    if not frame.eof or frame.unused_data:
+        raise CodecError("corrupt zstd data: not exactly one frame")
+    return body
+
+
+def _reason(error: Exception) -> str:
+    # Never the value: it is somebody's mail, and errors end in logs. pydantic appends it in brackets.
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        text = f"{first['msg']} (at {place})" if place else first["msg"]
+    else:
+        text = str(error).partition(" [")[0]
+    return " ".join(text.split())[:200]
+
+
+def _whole(value: object, name: str, *, least: int, most: int = 536_870_912) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidArgument(f"{name} must be a whole number of bytes from {least} to {most}, not {value!r}")
+    return value

@@ -1,0 +1,93 @@
+"""Every exception of aiodigest, and the signals that a callback raises to say how its delivery ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Literal
+
+
+class AiodigestError(Exception):
+    """The base of every error that aiodigest raises."""
+
+
+class ConfigurationError(AiodigestError):
+    """The engine is set up or used in a way that cannot work; the message names the mend."""
+
+
+class InvalidArgument(AiodigestError, ValueError):
+    """An argument is not allowed; the message says what is, and what was given. Nothing was stored."""
+
+
+class InvalidState(AiodigestError):
+    """The timeline or dead letter is not in a state in which this can be done. Nothing was changed."""
+
+
+class LeaseLost(AiodigestError):
+    """Another worker holds the timeline now, or it was delivered: this worker's outcome changed nothing."""
+
+
+class LimitExceeded(AiodigestError):
+    """A value, a call or a timeline would be larger than its limit. Nothing was stored."""
+
+
+class CodecError(AiodigestError):
+    """A value could not be turned into bytes, or bytes into a value."""
+
+
+class BackendUnavailable(AiodigestError):
+    """The server could not be reached, or refuses writes at the moment.
+
+    ``record_id`` is the record of a failed add, else None. ``stored`` says what is known of it: ``"no"``, or
+    ``"unknown"`` when the call was sent and its answer was lost. Adding again under that id is harmless while
+    the record is held.
+    """
+
+    def __init__(
+        self, message: str, *, record_id: str | None = None, stored: Literal["no", "unknown"] = "no"
+    ) -> None:
+        super().__init__(message)
+        self.record_id = record_id
+        self.stored: Literal["no", "unknown"] = stored
+
+
+class PartialAdd(AiodigestError):
+    """Some entries of an ``add_many`` failed; ``results`` has an answer or an error for each, in order."""
+
+    def __init__(self, results: Sequence[bool | AiodigestError]) -> None:
+        self.results: list[bool | AiodigestError] = list(results)
+        failed = [result for result in self.results if isinstance(result, AiodigestError)]
+        super().__init__(f"{len(failed)} of {len(self.results)} entries were not added; the first: {failed[0]}")
+
+
+class DeliverySignal(Exception):
+    """The base of what a callback raises to end its delivery in a way of its own; none is an error."""
+
+
+class RetryAfter(DeliverySignal):
+    """Deliver this digest again after ``delay`` (seconds or a timedelta, from now); the attempt is given back,
+    for at most 24 hours a digest. With ``pause`` this process claims nothing meanwhile."""
+
+    def __init__(self, delay: float | timedelta, pause: bool = False) -> None:
+        super().__init__(f"retry after {delay}")
+        self.delay = delay
+        self.pause = pause
+
+
+class Reject(DeliverySignal):
+    """Never deliver this digest: it becomes a dead letter at once, with ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class PartialFailure(DeliverySignal):
+    """The records in ``failed`` (record id to reason) stay for the retry; the others were delivered.
+
+    If it names an id that the digest does not hold, all stay.
+    """
+
+    def __init__(self, failed: Mapping[str, str]) -> None:
+        super().__init__(f"{len(failed)} records failed")
+        self.failed = dict(failed)

@@ -1,0 +1,130 @@
+"""What users hold: records and digests, and views of what the store keeps. All are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Generic, Literal, TypeVar
+from uuid import uuid4
+
+T = TypeVar("T", covariant=True)
+
+State = Literal["waiting", "ready", "leased"]
+Result = Literal["delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Generic[T]):
+    """One notification, alert or event. ``timestamp`` (aware, UTC) orders records and never schedules."""
+
+    id: str
+    value: T
+    timestamp: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Digest(Generic[T]):
+    """The records of one delivery, ordered by timestamp, then by arrival.
+
+    ``id`` names these very contents: a digest that is delivered again because its outcome is unknown comes
+    with the same id, so that a receiver can use it as an idempotency key. ``attempt`` and ``iteration``
+    (digests in a row of this timeline) count from 1. ``dropped`` is how many records the timeline's capacity
+    trimmed since the last digest.
+    """
+
+    key: str
+    records: Sequence[Record[T]]
+    id: str = field(default_factory=lambda: uuid4().hex)
+    attempt: int = 1
+    dropped: int = 0
+    iteration: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """One add of ``add_many``; see ``DigestEngine.add`` for the fields."""
+
+    key: str
+    value: T
+    record_id: str | None = None
+    timestamp: datetime | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline(Generic[T]):
+    """A view of a timeline that holds records.
+
+    ``due`` is when it is due (waiting), was due (ready) or when its lease ends (leased). ``size`` counts the
+    entries held, a re-added id once for each add. ``attempt`` counts the tries of the digest under delivery or
+    in a retry wait, and 0 means that there is none. ``records`` is filled by ``peek`` alone: what is under
+    delivery, then what came since.
+    """
+
+    key: str
+    state: State
+    due: datetime
+    size: int = 0
+    attempt: int = 0
+    iteration: int = 0
+    dropped: int = 0
+    cool_until: datetime | None = None
+    digest_id: str | None = None
+    last_error: str | None = None
+    records: Sequence[Record[T | bytes]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter(Generic[T]):
+    """Records that will not be delivered unless they are replayed; kept for 30 days.
+
+    A value that cannot be decoded stands in ``records`` as its raw bytes.
+    """
+
+    id: str
+    key: str
+    reason: str
+    buried_at: datetime
+    attempt: int
+    digest_id: str
+    records: Sequence[Record[T | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What came of one attempt to deliver a digest, for those who watch; ``records`` is how many were delivered.
+
+    ``lateness`` is how long after its due time the attempt began, and ``duration`` how long it took, in seconds.
+    """
+
+    key: str
+    digest_id: str
+    attempt: int
+    result: Result
+    records: int
+    lateness: float
+    duration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Timelines by state, dead letters, and what happened since the namespace was made.
+
+    ``delivered``, ``dropped`` (by capacity), ``aged`` (by ``max_age``), ``expired`` (by ``ttl``) and ``buried``
+    (in dead letters) count records; ``digests`` counts deliveries, ``letters_dropped`` dead letters that made
+    room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that
+    waits or is ready.
+    """
+
+    waiting: int = 0
+    ready: int = 0
+    leased: int = 0
+    dead: int = 0
+    digests: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    aged: int = 0
+    expired: int = 0
+    buried: int = 0
+    letters_dropped: int = 0
+    oldest_due: datetime | None = None

@@ -1,0 +1,186 @@
+"""When a timeline is due and how large it may grow (Policy); how often a failed digest is tried (RetryPolicy)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from aiodigest.backoff import DecorrelatedJitter, Strategy, longest, seconds
+from aiodigest.errors import InvalidArgument
+
+DAY = 86_400.0
+MAX_CAPACITY = 10_000
+
+
+class Limits(NamedTuple):
+    """How large a timeline may grow and how long it may stay, in what the store counts in; 0 means none."""
+
+    capacity: int
+    max_size: int
+    max_age_ms: int
+    ttl_ms: int
+
+
+class Terms(NamedTuple):
+    """What a policy means for one transition in the store, in whole milliseconds."""
+
+    initial_ms: int
+    increment_ms: int
+    maximum_ms: int
+    limits: Limits
+
+
+def milliseconds(delay: float) -> int:
+    """Seconds as the whole milliseconds that the store counts in."""
+    return round(delay * 1000)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a digest whose callback raised is tried before it becomes a dead letter, and how far apart.
+
+    Parameters
+    ----------
+    max_attempts : int, default 12
+        Tries in all, the first included.
+    backoff : Strategy, default DecorrelatedJitter(base=1, cap=3600)
+        Seconds from a failed attempt n (1 first) to the next try. The default spans 2.5 hours on average, 5 at most.
+    """
+
+    max_attempts: int = 12
+    backoff: Strategy = field(default_factory=lambda: DecorrelatedJitter(base=1, cap=3600))
+
+    def __post_init__(self) -> None:
+        _whole("max_attempts", self.max_attempts, 1, 1000)
+
+    def delay_ms(self, attempt: int) -> int:
+        """Milliseconds from the failure of ``attempt`` to the next try; what a strategy returns is checked here."""
+        return milliseconds(seconds(self.backoff(attempt), f"the retry delay after attempt {attempt}"))
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time, in seconds, from the first attempt's failure to the last attempt."""
+        return sum(longest(self.backoff, attempt) for attempt in range(1, self.max_attempts))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a timeline is due and how large it may grow. Durations are seconds or timedeltas.
+
+    Parameters
+    ----------
+    initial_delay : default 0
+        From the add that opened the window; 0 means that the first record is due at once.
+    minimum_delay : default 300, or a strategy of the iteration
+        From the close of the last digest: the cool-down. A strategy is called with the number of the digest (in a
+        row, 1 first) and is clamped to ``maximum_delay``.
+    increment_delay : default 30
+        Each add to a waiting timeline pushes its due time by this much.
+    maximum_delay : default 1800
+        From the last digest, or else from the add that opened the window: no due time is later.
+    max_size : int or None, default None
+        This many distinct records are due at once, and no digest holds more.
+    capacity : int, default 1000, at most 10,000
+        The newest this many distinct records are kept, by arrival; what is dropped is counted.
+    max_age : default None
+        A record whose timestamp is older than this when its digest is opened is left out and counted.
+    ttl : default 7 days
+        From the last touch of the timeline (late by up to one part in 64, never early): the only thing that ends
+        records that nobody delivers.
+
+    Raises
+    ------
+    InvalidArgument
+        If a duration is negative, not finite or over ten years, a size is not a whole number in its range,
+        ``minimum_delay`` or ``initial_delay`` is above ``maximum_delay``, or ``ttl`` is not above it.
+    """
+
+    initial_delay: float | timedelta = 0.0
+    minimum_delay: float | timedelta | Strategy = 300.0
+    increment_delay: float | timedelta = 30.0
+    maximum_delay: float | timedelta = 1800.0
+    max_size: int | None = None
+    capacity: int = 1000
+    max_age: float | timedelta | None = None
+    ttl: float | timedelta = 7 * DAY
+
+    def __post_init__(self) -> None:
+        maximum = seconds(self.maximum_delay, "maximum_delay")
+        if not callable(self.minimum_delay) and seconds(self.minimum_delay, "minimum_delay") > maximum:
+            raise InvalidArgument(f"minimum_delay ({self.minimum_delay}) must not be above maximum_delay ({maximum:g} s)")
+        if seconds(self.initial_delay, "initial_delay") > maximum:
+            raise InvalidArgument(f"initial_delay ({self.initial_delay}) must not be above maximum_delay ({maximum:g} s)")
+        seconds(self.increment_delay, "increment_delay")
+        if self.max_age is not None and seconds(self.max_age, "max_age") < 0.001:
+            raise InvalidArgument(f"max_age must be at least 1 ms, or None; it is {self.max_age!r}")
+        _whole("capacity", self.capacity, 1, MAX_CAPACITY)
+        if self.max_size is not None:
+            _whole("max_size", self.max_size, 1, self.capacity)
+        self._ttl_above(maximum, "maximum_delay")
+
+    def check(self, retry: RetryPolicy) -> None:
+        """Raise InvalidArgument if records could expire while their digest is still being retried."""
+        self._ttl_above(retry.span, "the whole retry span")
+
+    def _ttl_above(self, bound: float, what: str) -> None:
+        ttl = seconds(self.ttl, "ttl")
+        if ttl <= bound or ttl < 0.001:
+            raise InvalidArgument(f"ttl must be longer than {what} ({bound:g} s); it is {ttl:g} s")
+
+    def cool_ms(self, iteration: int) -> int:
+        """The cool-down after the digest numbered ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
+        delay = self.minimum_delay(iteration) if callable(self.minimum_delay) else self.minimum_delay
+        return min(milliseconds(seconds(delay, "minimum_delay")), self.terms.maximum_ms)
+
+    @cached_property
+    def terms(self) -> Terms:
+        """This policy in the store's units."""
+
+        def whole(delay: float | timedelta, name: str) -> int:
+            return milliseconds(seconds(delay, name))
+
+        return Terms(
+            whole(self.initial_delay, "initial_delay"),
+            whole(self.increment_delay, "increment_delay"),
+            whole(self.maximum_delay, "maximum_delay"),
+            Limits(self.capacity, self.max_size or 0, whole(self.max_age or 0, "max_age"), whole(self.ttl, "ttl")),
+        )
+
+
+PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awaitable[Policy]]
+
+
+class Policies:
+    """The policies of an engine: one for all its timelines, or a function of the key."""
+
+    def __init__(self, source: PolicySource, retry: RetryPolicy) -> None:
+        self._source = source
+        self._retry = retry
+        base = source if isinstance(source, Policy) else Policy()
+        base.check(retry)
+        self.limits = base.terms.limits
+
+    async def of(self, key: str) -> Policy:
+        """The policy of a timeline. Raises whatever the function raises, and InvalidArgument for what is no Policy."""
+        if isinstance(self._source, Policy):
+            return self._source
+        policy = self._source(key)
+        if isinstance(policy, Awaitable):
+            policy = await policy
+        if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
+            raise InvalidArgument(f"the policy function must return a Policy, not {policy!r}")
+        policy.check(self._retry)
+        return policy
+
+    def own(self, policy: Policy) -> bool:
+        """Whether a timeline must keep its limits, since a claim would bring others."""
+        return policy.terms.limits != self.limits
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    # bool is an int to Python, and no number of anything to a reader
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
+        raise InvalidArgument(f"{name} must be a whole number from {low} to {high:,}; it is {value!r}")

@@ -1,0 +1,487 @@
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodigest.backoff import (
+    BackoffMode,
+    ConsumerBackoff,
+    DecorrelatedJitter,
+    IntervalBackoff,
+    IterationBackoff,
+    longest,
+    seconds,
+)
+from aiodigest.errors import InvalidArgument
+
+TEN_YEARS = 315_360_000
+counts = st.integers(0, 10**6)
+durations = st.floats(0.001, 100_000)
+
+
+def top(low: float, high: float) -> float:
+    """A source that always draws the longest wait."""
+    return high
+
+
+def bottom(low: float, high: float) -> float:
+    return low
+
+
+def untyped(call: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Calls as code without a type checker would."""
+    return call(*args, **kwargs)
+
+
+# durations
+
+
+@pytest.mark.parametrize(
+    ("given_value", "expected"),
+    [(0, 0.0), (30, 30.0), (0.25, 0.25), (timedelta(minutes=5), 300.0), (TEN_YEARS, float(TEN_YEARS))],
+)
+def test_a_duration_is_seconds_or_a_timedelta(given_value: float | timedelta, expected: float) -> None:
+    assert seconds(given_value, "delay") == expected
+    assert type(seconds(given_value, "delay")) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "5m",
+        "5",
+        b"5",
+        None,
+        True,
+        False,
+        [1],
+        1j,
+        math.nan,
+        math.inf,
+        -math.inf,
+        -1,
+        -0.001,
+        TEN_YEARS + 1,
+        10**400,
+        timedelta(seconds=-1),
+        timedelta.max,
+    ],
+)
+def test_what_is_no_duration_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"^delay must be at least 0 and at most 315360000 seconds") as caught:
+        untyped(seconds, value, "delay")
+    assert repr(value) in str(caught.value)
+
+
+def test_a_positive_duration_may_not_be_zero() -> None:
+    assert seconds(0.001, "delay", positive=True) == 0.001
+    with pytest.raises(InvalidArgument, match="delay must be more than 0"):
+        seconds(timedelta(0), "delay", positive=True)
+
+
+# iteration backoff
+
+
+def test_iteration_backoff_has_the_waits_of_sentry_timelines() -> None:
+    backoff = IterationBackoff()
+    assert [backoff(n) for n in range(5)] == [300 << min(n, 2) for n in range(5)] == [300, 600, 1200, 1200, 1200]
+
+
+@given(base=durations, steps=st.integers(0, 10), n=counts)
+def test_iteration_backoff_doubles_for_so_many_steps_and_stays(base: float, steps: int, n: int) -> None:
+    backoff = IterationBackoff(base, steps)
+    assert backoff(n) == base * 2 ** min(n, steps) <= backoff(n + 1) <= backoff(steps)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"base": -1},
+        {"base": "300"},
+        {"steps": -1},
+        {"steps": 33},
+        {"steps": 10**9},
+        {"steps": True},
+        {"steps": 2.0},
+        {"base": TEN_YEARS, "steps": 1},
+    ],
+)
+def test_iteration_backoff_refuses_what_it_cannot_use(arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        untyped(IterationBackoff, **arguments)
+
+
+# interval backoff
+
+
+def test_interval_backoff_has_the_waits_of_sentry_digests() -> None:
+    backoff = IntervalBackoff({0: 30, 1: 300}, default=900)
+    assert [backoff(n) for n in range(4)] == [30, 300, 900, 900]
+
+
+def test_interval_backoff_takes_timedeltas_and_keeps_its_own_copy() -> None:
+    intervals: dict[int, float | timedelta] = {0: timedelta(seconds=30)}
+    backoff = IntervalBackoff(intervals, default=timedelta(minutes=15))
+    intervals[0] = 1
+    assert (backoff(0), backoff(1)) == (30.0, 900.0)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "default"),
+    [({-1: 30}, 900), ({True: 30}, 900), ({"0": 30}, 900), ({0: math.nan}, 900), ({0: 30}, -1), ({0: "30"}, 900)],
+)
+def test_interval_backoff_refuses_what_it_cannot_use(intervals: object, default: object) -> None:
+    with pytest.raises(InvalidArgument):
+        untyped(IntervalBackoff, intervals, default)
+
+
+# decorrelated jitter
+
+
+def test_decorrelated_jitter_has_the_published_windows() -> None:
+    jitter = DecorrelatedJitter(base=1, cap=60)
+    assert jitter == DecorrelatedJitter()
+    assert [jitter.window(n) for n in range(1, 6)] == [(1, 3), (1, 9), (1, 27), (1, 60), (1, 60)]
+
+
+def test_attempt_0_counts_as_attempt_1() -> None:
+    assert DecorrelatedJitter().window(0) == DecorrelatedJitter().window(1) == (1, 3)
+
+
+def test_a_million_attempts_do_not_overflow() -> None:
+    assert DecorrelatedJitter().window(10**6) == (1, 60)
+    assert 1 <= DecorrelatedJitter()(10**6) <= 60
+
+
+def test_the_random_source_is_injectable() -> None:
+    assert DecorrelatedJitter(random=top)(2) == 9
+    assert DecorrelatedJitter(random=bottom)(2) == 1
+    one, other = (DecorrelatedJitter(random=Random(7).uniform) for _ in range(2))
+    assert [one(n) for n in range(9)] == [other(n) for n in range(9)]
+
+
+@given(base=durations, factor=st.floats(1, 1000), n=counts, seed=st.integers())
+def test_a_jittered_wait_lies_in_its_window(base: float, factor: float, n: int, seed: int) -> None:
+    cap = base * factor
+    jitter = DecorrelatedJitter(base, cap, Random(seed).uniform)
+    low, high = jitter.window(n)
+    assert low == base
+    assert base <= high <= cap
+    assert low <= jitter(n) <= math.nextafter(high, math.inf)  # uniform() rounds
+    assert jitter.window(n + 1)[1] >= high
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 100])
+def test_jittered_waits_are_uniform_over_their_window(n: int) -> None:
+    draws = 10_000
+    jitter = DecorrelatedJitter(random=Random(20_151_001 + n).uniform)
+    low, high = jitter.window(n)
+    sample = sorted((jitter(n) - low) / (high - low) for _ in range(draws))
+    distance = max(max((i + 1) / draws - x, x - i / draws) for i, x in enumerate(sample))
+    assert distance < 1.63 / math.sqrt(draws)  # Kolmogorov-Smirnov at the 1 % level
+
+
+def test_the_default_source_draws_different_waits() -> None:
+    jitter = DecorrelatedJitter()
+    assert len({jitter(4) for _ in range(100)}) > 90
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"base": 0}, {"base": -1}, {"base": 61}, {"cap": 0.5}, {"cap": math.inf}, {"base": True}, {"cap": "60"}],
+)
+def test_decorrelated_jitter_refuses_what_it_cannot_use(arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        untyped(DecorrelatedJitter, **arguments)
+
+
+# what all strategies share
+
+
+def test_longest_is_the_top_of_the_window_or_the_wait_itself() -> None:
+    assert [longest(DecorrelatedJitter(), n) for n in (0, 1, 2, 9)] == [3, 3, 9, 60]
+    assert longest(IterationBackoff(), 1) == 600
+    assert longest(lambda n: 7.0 * n, 3) == 21.0
+
+
+def test_the_default_retries_span_at_most_17_679_seconds() -> None:
+    backoff = DecorrelatedJitter(base=1, cap=3600)
+    windows = [backoff.window(n) for n in range(1, 12)]
+    assert sum(longest(backoff, n) for n in range(1, 12)) == sum(high for _, high in windows) == 17_679
+    assert sum((low + high) / 2 for low, high in windows) / 3600 == pytest.approx(2.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (IterationBackoff(timedelta(minutes=5)), "IterationBackoff(base=300.0, steps=2)"),
+        (IntervalBackoff({0: 30}, 900), "IntervalBackoff(intervals={0: 30.0}, default=900.0)"),
+        (DecorrelatedJitter(1, timedelta(hours=1), top), "DecorrelatedJitter(base=1.0, cap=3600.0)"),
+        (BackoffMode(), "BackoffMode(threshold=5, multiplier=1.0, maximum=120.0)"),
+    ],
+)
+def test_settings_read_back_as_written_in_seconds(strategy: object, text: str) -> None:
+    assert repr(strategy) == text
+    same: object = eval(text)
+    assert strategy == same
+    assert hash(strategy) == hash(same)
+
+
+@pytest.mark.parametrize(
+    "settings", [IterationBackoff(), IntervalBackoff({0: 1}, 2), DecorrelatedJitter(), BackoffMode()]
+)
+def test_settings_are_frozen_and_can_be_pickled(settings: object) -> None:
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    for name in ("base", "default", "threshold"):
+        if hasattr(settings, name):
+            with pytest.raises(FrozenInstanceError):
+                setattr(settings, name, 1)
+
+
+# backoff mode: the settings
+
+
+def test_the_wait_of_a_level_doubles_up_to_the_maximum() -> None:
+    assert [BackoffMode().wait(level) for level in range(9)] == [1, 2, 4, 8, 16, 32, 64, 120, 120]
+    assert BackoffMode(multiplier=timedelta(seconds=5), maximum=timedelta(minutes=1)).wait(3) == 40
+    assert BackoffMode().wait(10**6) == 120
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"threshold": 0},
+        {"threshold": True},
+        {"threshold": 1.5},
+        {"threshold": "5"},
+        {"multiplier": 0},
+        {"multiplier": math.nan},
+        {"maximum": -1},
+        {"maximum": "2m"},
+        {"maximum": math.inf},
+    ],
+)
+def test_backoff_mode_refuses_what_it_cannot_use(arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(arguments))):
+        untyped(BackoffMode, **arguments)
+
+
+# backoff mode: the consumer
+
+
+def failing_consumer(threshold: int = 1, maximum: float = 120) -> ConsumerBackoff:
+    """In backoff mode since second 0, at level 1, its pause of two seconds undrawn."""
+    backoff = ConsumerBackoff(BackoffMode(threshold, 1, maximum), top)
+    for number in range(threshold):
+        backoff.failed(f"timeline {number}", 0)
+    return backoff
+
+
+def fail(backoff: ConsumerBackoff, times: int) -> None:
+    for _ in range(times):
+        assert backoff.resumes_at is not None
+        backoff.failed("timeline", backoff.resumes_at)
+
+
+def test_a_new_consumer_works_at_full_concurrency() -> None:
+    backoff = ConsumerBackoff(BackoffMode())
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(0, 64)) == (0, None, 64)
+
+
+def test_a_failure_at_threshold_1_stops_the_consumer_as_in_nsq() -> None:
+    backoff = failing_consumer(threshold=1)
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(1.999, 64)) == (1, 2, 0)
+
+
+def test_after_the_pause_one_delivery_is_let_through() -> None:
+    assert failing_consumer().allowed(2, 64) == 1
+
+
+def test_a_failure_while_testing_raises_the_level_and_pauses() -> None:
+    backoff = failing_consumer()
+    backoff.failed("a", 10)
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(13.9, 64)) == (2, 14, 0)
+
+
+def test_a_success_steps_one_level_down_and_pauses_for_the_lower_wait() -> None:
+    backoff = failing_consumer()
+    fail(backoff, 2)
+    assert backoff.level == 3
+    backoff.succeeded("a", 100)
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(103.9, 64), backoff.allowed(104, 64)) == (2, 104, 0, 1)
+
+
+def test_a_success_at_level_1_returns_to_full_concurrency_without_a_pause() -> None:
+    backoff = failing_consumer()
+    backoff.succeeded("a", 2)
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(2, 64)) == (0, None, 64)
+
+
+def test_the_level_never_passes_the_one_whose_wait_is_the_maximum() -> None:
+    backoff = failing_consumer(maximum=120)
+    fail(backoff, 50)
+    assert backoff.level == 7
+    assert BackoffMode().wait(6) < BackoffMode().wait(7) == 120
+
+
+def test_a_maximum_below_the_first_wait_still_pauses_for_the_maximum() -> None:
+    backoff = failing_consumer(maximum=0.5)
+    fail(backoff, 3)
+    assert (backoff.level, backoff.resumes_at) == (1, 2.0)
+
+
+def test_a_maximum_of_0_turns_backoff_mode_off() -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=1, maximum=0))
+    for second in range(100):
+        backoff.failed(f"timeline {second}", second)
+    assert (backoff.level, backoff.resumes_at, backoff.allowed(100, 64)) == (0, None, 64)
+
+
+def test_signals_during_the_pause_do_not_count() -> None:
+    backoff = failing_consumer()
+    backoff.failed("a", 1)
+    backoff.succeeded("b", 1.999)
+    assert (backoff.level, backoff.resumes_at) == (1, 2)
+
+
+def test_results_of_deliveries_started_before_the_pause_do_not_count_after_it() -> None:
+    backoff = failing_consumer()
+    backoff.succeeded("a", 30, started=-5)
+    backoff.failed("b", 31, started=-5)
+    assert (backoff.level, backoff.resumes_at) == (1, 2)
+    backoff.failed("c", 32, started=2)
+    assert backoff.level == 2
+
+
+def test_stragglers_do_not_count_after_the_return_to_full_concurrency() -> None:
+    backoff = failing_consumer()
+    backoff.succeeded("a", 2)
+    backoff.failed("b", 3, started=-5)
+    assert backoff.level == 0
+    backoff.failed("b", 3, started=2)
+    assert backoff.level == 1
+
+
+def test_a_test_delivery_that_says_nothing_lets_the_next_one_through() -> None:
+    backoff = failing_consumer()
+    assert backoff.allowed(2, 64) == 1
+    # the delivery ends in a Reject, which nobody reports
+    assert backoff.allowed(3, 64) == 1
+    backoff.succeeded("a", 4, started=3)
+    assert backoff.allowed(4, 64) == 64
+
+
+def test_backoff_mode_begins_after_threshold_failures_of_distinct_timelines() -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=3))
+    for key in "aabab":
+        backoff.failed(key, 0)
+    assert (backoff.level, backoff.allowed(0, 64)) == (0, 64)
+    backoff.failed("c", 0)
+    assert (backoff.level, backoff.allowed(0, 64)) == (1, 0)
+
+
+def test_one_poisoned_timeline_never_stops_the_others() -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=2))
+    for second in range(1000):
+        backoff.failed("poison", second)
+    assert backoff.level == 0
+
+
+def test_a_success_begins_the_count_again() -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=3))
+    backoff.failed("a", 0)
+    backoff.failed("b", 0)
+    backoff.succeeded("a", 0)
+    backoff.failed("c", 0)
+    backoff.failed("d", 0)
+    assert backoff.level == 0
+    backoff.failed("a", 0)
+    assert backoff.level == 1
+
+
+def test_after_recovery_the_threshold_is_needed_again() -> None:
+    backoff = failing_consumer(threshold=2)
+    backoff.succeeded("a", 2)
+    backoff.failed("a", 3)
+    assert backoff.level == 0
+    backoff.failed("b", 3)
+    assert backoff.level == 1
+
+
+def test_a_pause_is_drawn_from_the_upper_half_of_its_wait() -> None:
+    asked: list[tuple[float, float]] = []
+
+    def draw(low: float, high: float) -> float:
+        asked.append((low, high))
+        return low
+
+    backoff = ConsumerBackoff(BackoffMode(threshold=1), draw)
+    backoff.failed("a", 100)
+    assert (asked, backoff.resumes_at) == ([(1, 2)], 101)
+
+
+def test_a_hundred_workers_do_not_return_at_once() -> None:
+    resumes: Counter[int] = Counter()
+    for _ in range(100):
+        backoff = ConsumerBackoff(BackoffMode(threshold=1))
+        backoff.failed("a", 0)
+        fail(backoff, 6)
+        start = backoff.resumes_at
+        assert start is not None
+        resumes[round(start)] += 1
+    assert max(resumes.values()) < 20
+
+
+signals = st.lists(st.tuples(st.sampled_from("+-"), st.sampled_from("abcdef"), st.floats(0, 200), st.floats(0, 300)))
+
+
+@given(
+    mode=st.builds(BackoffMode, st.integers(1, 4), st.floats(0.1, 100), st.floats(0, 500)),
+    seed=st.integers(),
+    steps=signals,
+)
+def test_whatever_happens_the_consumer_rests_no_longer_than_its_maximum_and_then_tests(
+    mode: BackoffMode, seed: int, steps: list[tuple[str, str, float, float]]
+) -> None:
+    backoff = ConsumerBackoff(mode, Random(seed).uniform)
+    now = 0.0
+    for signal, key, gap, age in steps:
+        now += gap
+        before = backoff.level, backoff.resumes_at
+        report = backoff.succeeded if signal == "+" else backoff.failed
+        report(key, now, started=now - age)
+
+        assert abs(backoff.level - before[0]) <= 1
+        if backoff.level == 0:
+            assert backoff.resumes_at is None
+            assert backoff.allowed(now, 64) == 64
+            continue
+        resumes_at = backoff.resumes_at
+        assert resumes_at is not None
+        assert mode.maximum > 0
+        assert resumes_at <= now + mode.maximum * (1 + 1e-9)
+        assert backoff.allowed(resumes_at, 64) == 1
+        assert backoff.level == 1 or mode.wait(backoff.level - 1) < mode.maximum
+        if (backoff.level, resumes_at) != before:
+            assert resumes_at - now >= mode.wait(backoff.level) / 2 - 1e-9
+            assert before[1] is None or now - age >= before[1]
+
+
+@given(st.integers(0, 30), st.integers())
+def test_as_many_successes_as_levels_lead_back_to_full_concurrency(failures: int, seed: int) -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=1), Random(seed).uniform)
+    backoff.failed("a", 0)
+    fail(backoff, failures)
+    for _ in range(backoff.level):
+        assert backoff.resumes_at is not None
+        backoff.succeeded("a", backoff.resumes_at)
+    assert (backoff.level, backoff.allowed(0, 64)) == (0, 64)

@@ -1,0 +1,558 @@
+from __future__ import annotations
+
+import enum
+import math
+import subprocess
+import sys
+import timeit
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import PurePosixPath
+from typing import Annotated, Generic, Literal, TypeVar, assert_type
+from uuid import UUID, uuid4
+
+import pytest
+from backports import zstd
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter, computed_field
+from typing_extensions import TypedDict
+
+from aiodigest.codecs import JSON, Codec, JSONCodec
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
+
+T = TypeVar("T")
+
+MIB = 1_048_576
+json_values: st.SearchStrategy[JSON] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner),
+)
+
+
+class Level(enum.Enum):
+    INFO = "info"
+    ALERT = "alert"
+
+
+class Event(BaseModel):
+    id: UUID
+    at: datetime
+    cost: Decimal
+    body: bytes
+    level: Level = Level.INFO
+    note: str | None = None
+
+
+@dataclass
+class Point:
+    x: float
+    label: str
+
+
+class Row(TypedDict):
+    name: str
+    day: date
+    took: timedelta
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = Field("cat", alias="petKind")
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = Field("dog", alias="petKind")
+
+
+class Ratio(BaseModel):
+    value: float | None = None
+    other: float | None = None
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+pets: TypeAdapter[Cat | Dog] = TypeAdapter(Pet)
+numbers_or_text: TypeAdapter[float | str | None] = TypeAdapter(int | float | str | None)
+
+utf8 = st.text(st.characters(exclude_categories=["Cs"]))
+instants = st.datetimes(timezones=st.just(UTC))
+events = st.builds(
+    Event,
+    id=st.uuids(),
+    at=instants,
+    cost=st.decimals(allow_nan=False, allow_infinity=False),
+    body=utf8.map(str.encode),
+    level=st.sampled_from(Level),
+    note=st.none() | utf8,
+)
+
+
+def untyped(call: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Calls as code without a type checker would."""
+    return call(*args, **kwargs)
+
+
+def reason_not_to_decode(codec: JSONCodec[T], data: bytes) -> str:
+    try:
+        codec.decode(data)
+    except CodecError as error:
+        return str(error)
+    return ""
+
+
+def nested(depth: int) -> JSON:
+    value: JSON = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def same(one: object, other: object) -> bool:
+    """Equal, and of the same types all the way down: True is not 1, nor 1.0."""
+    return repr(one) == repr(other) and one == other
+
+
+# round trips
+
+
+@given(json_values, st.sampled_from([0, 20, 1024]))
+def test_any_json_value_comes_back_the_same(value: JSON, compress_above: int) -> None:
+    codec = JSONCodec(compress_above=compress_above)
+    assert same(codec.decode(codec.encode(value)), value)
+
+
+@given(json_values)
+def test_an_adapter_of_any_json_stores_the_same_bytes_as_the_default(value: JSON) -> None:
+    adapter: TypeAdapter[JSON] = TypeAdapter(JSON)
+    assert JSONCodec(adapter).encode(value) == JSONCodec(JSON).encode(value) == JSONCodec().encode(value)
+
+
+@given(events)
+def test_a_model_comes_back_equal(event: Event) -> None:
+    codec = JSONCodec(Event, compress_above=100)
+    assert codec.decode(codec.encode(event)) == event
+
+
+@given(st.builds(Point, st.floats(allow_nan=False, allow_infinity=False), utf8))
+def test_a_dataclass_comes_back_equal(point: Point) -> None:
+    codec = JSONCodec(Point)
+    assert codec.decode(codec.encode(point)) == point
+
+
+@given(utf8, st.dates(), st.timedeltas(timedelta(days=-10_000), timedelta(days=10_000)))
+def test_a_typed_dict_comes_back_equal(name: str, day: date, took: timedelta) -> None:
+    codec = JSONCodec(Row)
+    row: Row = {"name": name, "day": day, "took": took}
+    assert codec.decode(codec.encode(row)) == row
+
+
+@given(st.integers() | st.floats(allow_nan=False, allow_infinity=False) | utf8 | st.none())
+def test_a_member_of_a_union_comes_back_as_the_same_member(value: float | str | None) -> None:
+    codec = JSONCodec(numbers_or_text)
+    assert same(codec.decode(codec.encode(value)), value)
+
+
+def test_a_tagged_union_with_an_aliased_tag_comes_back_as_the_same_member() -> None:
+    codec = JSONCodec(pets)
+    dog = Dog(petKind="dog")
+    assert codec.decode(codec.encode(dog)) == dog
+
+
+@given(instants)
+def test_a_datetime_comes_back_equal(value: datetime) -> None:
+    codec = JSONCodec(datetime)
+    assert codec.decode(codec.encode(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value_type", "value"),
+    [
+        (UUID, uuid4()),
+        (Decimal, Decimal("1.10")),
+        (bytes, b"text"),
+        (datetime, datetime(2015, 10, 1, 12, tzinfo=timezone(timedelta(hours=2)))),
+        (Level, Level.ALERT),
+        (PurePosixPath, PurePosixPath("/a/b")),
+        (set[int], {1, 2, 3}),
+        (tuple[int, str], (1, "a")),
+        (dict[int, Point], {1: Point(1.0, "a")}),
+        (type(None), None),
+        (list[Event], []),
+    ],
+)
+def test_a_value_of_a_common_type_comes_back_the_same(value_type: type[object], value: object) -> None:
+    codec = JSONCodec(value_type)
+    back = codec.decode(codec.encode(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_equal_members_of_a_subclass_of_a_json_type_are_stored_as_json() -> None:
+    counts: defaultdict[str, JSON] = defaultdict(int, {"a": 1})
+    assert JSONCodec().decode(JSONCodec().encode(counts)) == {"a": 1}
+
+
+def test_fields_are_stored_by_name_so_that_no_alias_can_lose_them() -> None:
+    class Aliased(BaseModel):
+        written: int = Field(serialization_alias="out")
+        read: int = Field(validation_alias="in")
+
+    codec = JSONCodec(Aliased)
+    value = Aliased.model_validate({"written": 1, "in": 2})
+    assert codec.encode(value) == b'\x01{"written":1,"read":2}'
+    assert codec.decode(codec.encode(value)) == value
+
+
+def test_fields_whose_aliases_are_the_names_of_others_are_not_swapped() -> None:
+    class Swapped(BaseModel):
+        a: int = Field(alias="b")
+        b: int = Field(alias="a")
+
+    codec = JSONCodec(Swapped)
+    value = Swapped(b=1, a=2)
+    assert codec.decode(codec.encode(value)) == value
+
+
+def test_computed_fields_are_not_stored() -> None:
+    class Square(BaseModel, extra="forbid"):
+        side: int
+
+        @computed_field
+        @property
+        def area(self) -> int:
+            return self.side**2
+
+    codec = JSONCodec(Square)
+    assert codec.decode(codec.encode(Square(side=3))).area == 9
+
+
+def test_a_schema_that_grew_a_default_reads_what_was_stored_before() -> None:
+    class Before(BaseModel):
+        name: str
+
+    class After(BaseModel):
+        name: str
+        level: int = 3
+
+    assert JSONCodec(After).decode(JSONCodec(Before).encode(Before(name="a"))) == After(name="a", level=3)
+
+
+# the format
+
+
+def test_the_first_byte_is_the_version_of_the_format() -> None:
+    assert JSONCodec().encode({"a": [1, 2.5, None]}) == b'\x01{"a":[1,2.5,null]}'
+
+
+def test_json_above_the_threshold_is_compressed() -> None:
+    codec = JSONCodec(compress_above=10)
+    assert codec.encode("a" * 8) == b'\x01"aaaaaaaa"'
+    packed = codec.encode("a" * 1000)
+    assert packed[:1] == b"\x02"
+    assert len(packed) < 100
+    assert zstd.decompress(packed[1:]) == b'"' + b"a" * 1000 + b'"'
+    assert codec.decode(packed) == "a" * 1000
+
+
+def test_json_that_would_not_become_smaller_stays_plain() -> None:
+    codec = JSONCodec(compress_above=0)
+    assert codec.encode(1) == b"\x011"
+    assert codec.decode(b"\x011") == 1
+
+
+def test_a_codec_reads_both_formats_whatever_its_threshold() -> None:
+    assert JSONCodec(compress_above=MIB).decode(JSONCodec(compress_above=0).encode("a" * 100)) == "a" * 100
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x03{}", b"{}", b"\x80\x04]\x94."])
+def test_an_unknown_format_is_a_codec_error(data: bytes) -> None:
+    with pytest.raises(CodecError, match="unknown format"):
+        JSONCodec().decode(data)
+
+
+# what encode refuses
+
+
+@pytest.mark.parametrize(
+    ("value_type", "value", "reason"),
+    [
+        (int, "5", "valid integer"),
+        (int, True, "valid integer"),
+        (str, 5, "valid string"),
+        (datetime, "2015-10-01T12:00:00Z", "valid datetime"),
+        (Point, {"x": 1.0, "label": "a"}, "instance of Point"),
+        (Row, {"name": "a", "day": date(2015, 10, 1)}, r"Field required \(at took\)"),
+        (list[int], (1, 2), "valid list"),
+        (JSON, (1, 2), "not a valid JSON value"),
+        (JSON, {"a": [1, {2}]}, r"\(at dict.a.list.1\)"),
+        (JSON, {1: "a"}, "valid string"),
+        (JSON, b"bytes", "not a valid JSON value"),
+        (JSON, datetime(2015, 10, 1), "not a valid JSON value"),
+        (JSON, Point(1.0, "a"), "not a valid JSON value"),
+        (JSON, object(), "not a valid JSON value"),
+        (JSON, nested(100_000), "Recursion"),
+    ],
+)
+def test_a_value_that_is_not_of_the_type_is_an_invalid_argument(
+    value_type: type[object], value: object, reason: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=reason):
+        JSONCodec(value_type).encode(value)
+
+
+def test_a_dict_is_no_model_and_nothing_is_coerced() -> None:
+    with pytest.raises(InvalidArgument, match=r"valid decimal|instance of|UUID"):
+        untyped(JSONCodec(Event).encode, {"id": 1, "at": 0, "cost": "1", "body": ""})
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_are_refused_and_never_become_null(number: float) -> None:
+    refused = pytest.raises(CodecError, match="nan and infinity")
+    with refused:
+        JSONCodec().encode(number)
+    with refused:
+        JSONCodec().encode({"null": ["null", None, number]})
+    with refused:
+        JSONCodec(float).encode(number)
+    with refused:
+        JSONCodec(Ratio).encode(Ratio(value=number))
+    with refused:
+        JSONCodec(list[Point]).encode([Point(number, "null")])
+
+
+@pytest.mark.parametrize("mode", ["constants", "strings"])
+def test_a_model_that_says_how_to_write_nan_may_hold_it(mode: Literal["constants", "strings"]) -> None:
+    class Measured(BaseModel):
+        model_config = ConfigDict(ser_json_inf_nan=mode)
+        value: float | None = None
+        other: float | None = None
+
+    codec = JSONCodec(Measured)
+    back = codec.decode(codec.encode(Measured(value=math.nan)))
+    assert back.value is not None
+    assert math.isnan(back.value)
+    assert back.other is None
+
+
+@given(st.none() | st.floats(allow_nan=False, allow_infinity=False), st.none() | st.just("null") | utf8)
+def test_none_is_not_taken_for_nan(value: float | None, text: str | None) -> None:
+    codec = JSONCodec(dict[str, float | str | None])
+    assert codec.decode(codec.encode({"null": value, "b": text})) == {"null": value, "b": text}
+
+
+@pytest.mark.parametrize("value_type", [JSON, TypeAdapter[JSON](JSON)])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("\ud800", "surrogate"), (nested(230), "recursion limit"), (10**5000, "number out of range")],
+    ids=["a lone surrogate", "too deep", "too long a number"],
+)
+def test_what_could_not_be_read_back_is_refused(value_type: TypeAdapter[JSON], value: JSON, reason: str) -> None:
+    with pytest.raises(CodecError, match=reason):
+        JSONCodec(value_type).encode(value)
+
+
+def test_200_levels_are_stored() -> None:
+    assert JSONCodec().decode(JSONCodec().encode(nested(200))) == nested(200)
+
+
+def test_bytes_that_are_not_utf8_are_refused_unless_the_model_says_how_to_write_them() -> None:
+    class Blob(BaseModel):
+        model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+        data: bytes
+
+    with pytest.raises(CodecError, match="utf-8"):
+        JSONCodec(bytes).encode(b"\xff")
+    codec = JSONCodec(Blob)
+    assert codec.decode(codec.encode(Blob(data=b"\xff"))) == Blob(data=b"\xff")
+
+
+def test_a_model_built_without_validation_is_refused_without_quoting_it() -> None:
+    with pytest.raises(CodecError, match="Expected `float`") as caught:
+        JSONCodec(Ratio).encode(Ratio.model_construct(value="secret"))
+    assert "secret" not in str(caught.value)
+
+
+def test_an_error_in_a_serializer_is_a_codec_error() -> None:
+    def broken(_: int) -> int:
+        raise KeyError("no such thing")
+
+    adapter: TypeAdapter[int] = TypeAdapter(Annotated[int, PlainSerializer(broken)])
+    with pytest.raises(CodecError, match="no such thing"):
+        JSONCodec(adapter).encode(1)
+
+
+def test_a_value_larger_than_max_size_is_over_the_limit_however_well_it_compresses() -> None:
+    codec = JSONCodec(max_size=1000)
+    assert codec.decode(codec.encode("a" * 998)) == "a" * 998
+    with pytest.raises(LimitExceeded, match="at most 1,000 bytes as JSON, not 1,001"):
+        codec.encode("a" * 999)
+
+
+def test_max_size_is_a_mebibyte_and_counts_bytes_not_characters() -> None:
+    codec = JSONCodec()
+    assert codec.decode(codec.encode("é" * (MIB // 2 - 1))) == "é" * (MIB // 2 - 1)
+    with pytest.raises(LimitExceeded):
+        codec.encode("é" * (MIB // 2))
+
+
+def test_an_error_of_encode_does_not_quote_the_value_and_is_short() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        untyped(JSONCodec(dict[str, int]).encode, {"k" * 10_000: "secret"})
+    assert "secret" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+# what decode refuses
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nul", b"\xff\xfe", b"[1,]", b"{} {}", b'"\xed\xa0\x80"', b"[" * 100_000, b"1" * 5000]
+)
+def test_corrupt_json_is_a_codec_error(body: bytes) -> None:
+    with pytest.raises(CodecError, match="does not fit its type") as caught:
+        JSONCodec().decode(b"\x01" + body)
+    assert len(str(caught.value)) < 250
+
+
+@given(st.binary())
+def test_bytes_of_any_origin_give_a_value_or_a_codec_error(data: bytes) -> None:
+    codec = JSONCodec()
+    for version in (b"", b"\x01", b"\x02"):
+        assert len(reason_not_to_decode(codec, version + data)) < 250
+
+
+@given(st.data())
+def test_a_damaged_compressed_value_gives_a_value_or_a_codec_error(data: st.DataObject) -> None:
+    codec = JSONCodec(compress_above=0)
+    packed = bytearray(codec.encode([{"id": n, "name": "x" * n} for n in range(20)]))
+    packed[data.draw(st.integers(1, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
+    assert len(reason_not_to_decode(codec, bytes(packed))) < 250
+
+
+def test_a_value_of_another_schema_is_a_codec_error_that_says_where_and_does_not_quote_it() -> None:
+    with pytest.raises(CodecError, match=r"valid number, unable to parse.* \(at value\)") as caught:
+        JSONCodec(Ratio).decode(JSONCodec().encode({"value": "secret"}))
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_an_error_in_a_validator_is_a_codec_error() -> None:
+    def broken(_: int) -> int:
+        raise KeyError("no such thing")
+
+    adapter: TypeAdapter[int] = TypeAdapter(Annotated[int, AfterValidator(broken)])
+    with pytest.raises(CodecError, match="no such thing"):
+        JSONCodec(adapter).decode(b"\x011")
+
+
+@pytest.mark.parametrize("size", [1, 999, 1000])
+def test_compressed_values_up_to_max_size_are_read(size: int) -> None:
+    body = b'"' + b"a" * (size - 2) + b'"' if size > 1 else b"1"
+    assert JSONCodec(max_size=1000).decode(b"\x02" + zstd.compress(body)) is not None
+
+
+@pytest.mark.parametrize("size", [1001, 100_000])
+def test_a_compressed_value_over_max_size_is_a_codec_error(size: int) -> None:
+    # a frame that does not tell its size, as a stream is written
+    compressor = zstd.ZstdCompressor()
+    stream = compressor.compress(b" " * size) + compressor.flush()
+    for packed in (zstd.compress(b" " * size), stream):
+        with pytest.raises(CodecError, match=r"more than 1,000 bytes|corrupt zstd data"):
+            JSONCodec(max_size=1000).decode(b"\x02" + packed)
+
+
+def test_a_zstd_bomb_is_refused_without_the_memory_it_asks_for() -> None:
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 15})
+    bomb = b"\x02" + b"".join(compressor.compress(b" " * MIB) for _ in range(256)) + compressor.flush()
+    assert len(bomb) < 50_000
+    codec = JSONCodec()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError, match="more than 1,048,576 bytes"):
+            codec.decode(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_frame_with_a_window_larger_than_any_value_is_refused() -> None:
+    compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+    frame = compressor.compress(b"1") + compressor.flush(zstd.ZstdCompressor.FLUSH_BLOCK) + compressor.flush()
+    assert zstd.decompress(frame) == b"1"
+    with pytest.raises(CodecError, match="corrupt zstd data"):
+        JSONCodec().decode(b"\x02" + frame)
+
+
+def test_truncated_or_trailing_zstd_data_is_a_codec_error() -> None:
+    frame = zstd.compress(b'"aaaaaaaaaaaaaaaaaaaaaaaa"')
+    for damaged in (b"", frame[:5], frame[:-1], frame + b"x", frame + frame):
+        with pytest.raises(CodecError, match="corrupt zstd data"):
+            JSONCodec().decode(b"\x02" + damaged)
+
+
+# building, typing, cost
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"compress_above": -1},
+        {"compress_above": True},
+        {"compress_above": "1k"},
+        {"max_size": 0},
+        {"max_size": 1.5},
+        {"max_size": 536_870_913},
+    ],
+)
+def test_a_size_that_is_no_number_of_bytes_is_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(arguments))):
+        untyped(JSONCodec, **arguments)
+
+
+class Opaque:
+    """pydantic has no schema for it."""
+
+
+def test_a_type_that_pydantic_does_not_know_is_refused_when_built() -> None:
+    with pytest.raises(InvalidArgument, match=r"value_type .*Opaque"):
+        JSONCodec(Opaque)
+
+
+class Box(Generic[T]):
+    def __init__(self, codec: Codec[T]) -> None:
+        self.codec = codec
+
+
+def test_the_value_type_reaches_the_type_checker() -> None:
+    assert_type(JSONCodec(), JSONCodec[JSON])
+    assert_type(JSONCodec(JSON), JSONCodec[JSON])
+    assert_type(JSONCodec(Event), JSONCodec[Event])
+    assert_type(JSONCodec(list[Event]), JSONCodec[list[Event]])
+    assert_type(JSONCodec(pets), JSONCodec[Cat | Dog])
+    assert_type(JSONCodec(int | str), JSONCodec[int | str])
+    assert_type(Box(JSONCodec(Event)), Box[Event])
+    assert_type(JSONCodec().decode(b"\x011"), JSON)
+
+
+def test_zstd_is_imported_only_when_it_is_needed() -> None:
+    program = (
+        "import sys; from aiodigest.codecs import JSONCodec\n"
+        "codec = JSONCodec(); codec.decode(codec.encode(1)); print([m for m in sys.modules if 'zstd' in m])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout == "[]\n"
+
+
+def test_encoding_a_small_dict_takes_microseconds() -> None:
+    value: JSON = {"id": 1, "kind": "build", "title": "x" * 110, "tags": ["a", "b"], "ok": True, "by": {"name": "bob"}}
+    codec = JSONCodec()
+    seconds = min(timeit.repeat(lambda: codec.encode(value), number=1000, repeat=5)) / 1000
+    assert seconds < 100e-6  # 3 to 6 on a quiet machine
