@@ -1,0 +1,307 @@
+"""What the scheduler and the engine ask of a store, and the words in which it answers.
+
+Times are integer milliseconds of the server's clock. Calls on a shard's timelines take several at once, so that a
+store can answer them in one round trip; each item has an answer of its own, in order, and one that fails, fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
+from aiodigest.models import State
+from aiodigest.policy import Limits, Policy, Terms
+from aiodigest.wire import distinct
+
+LETTER_TTL_MS = 30 * 86_400_000
+LETTER_LIMIT = 10_000
+GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
+SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines promoted
+
+
+class Add(NamedTuple):
+    """A record to append; ``own`` says that its timeline has other limits than its engine's default."""
+
+    key: str
+    entry: bytes
+    terms: Terms
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to deliver one digest, until the lease's end on the server's clock.
+
+    ``entries`` are the first of the ``size`` entries under delivery; the others are paged with ``Backend.read``.
+    ``part`` (0: no bound) is how many of them one digest may hold, and those older than ``cut_ms`` (0: none) are
+    left out. ``due_ms`` is when the timeline was due.
+    """
+
+    key: str
+    token: str
+    digest_id: str
+    attempt: int
+    iteration: int
+    dropped: int
+    due_ms: int
+    size: int
+    part: int = 0
+    cut_ms: int = 0
+    last_error: str = ""
+    entries: Sequence[bytes] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """The answer of a claim: leases, what to sleep on, and what was met on the way.
+
+    ``wait_ms`` is how long until something is due (0: there is more now; None: nothing is held). ``broken`` names
+    timelines whose keys could not be read, set aside for one lease; ``expired`` pairs a key with the number of its
+    records that outlived their ttl.
+    """
+
+    leases: Sequence[Lease] = ()
+    bell: str = "0-0"
+    wait_ms: int | None = None
+    now_ms: int = 0
+    broken: Sequence[tuple[str, str]] = ()
+    expired: Sequence[tuple[str, int]] = ()
+
+
+class Letter(NamedTuple):
+    """Records to set aside as a dead letter: those with these ids, or all of the part (None)."""
+
+    reason: str
+    ids: Sequence[bytes] | None = None
+
+
+class Close(NamedTuple):
+    """A delivery that ended for good: of the first ``taken`` entries, what is in no letter was delivered.
+
+    ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down.
+    """
+
+    lease: Lease
+    taken: int
+    delivered: int
+    cool_ms: int
+    limits: Limits
+    lease_ms: int
+    aged: int = 0
+    counts: bool = True
+    letters: Sequence[Letter] = ()
+
+
+class Closed(NamedTuple):
+    """``part``: ``left`` entries remain under the same lease, as ``digest_id``; ``deleted``: the timeline was."""
+
+    status: Literal["closed", "part", "deleted", "lost"]
+    digest_id: str = ""
+    left: int = 0
+
+
+class Retry(NamedTuple):
+    """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` and is tried again.
+
+    ``failed`` are the ids that stay of the first ``taken`` entries (None: all). ``give_back`` returns the attempt.
+    """
+
+    lease: Lease
+    delay_ms: int
+    error: str
+    limits: Limits
+    taken: int = 0
+    failed: Sequence[bytes] | None = None
+    delivered: int = 0
+    give_back: bool = False
+    unknown: bool = False
+
+
+class Move(NamedTuple):
+    """Where ``reschedule`` moves a waiting timeline.
+
+    ``at_ms``, or ``delay_ms`` from now; or neither: from the terms, with the ``gap_ms`` that the policy gives after
+    ``iteration``, if that is still the timeline's.
+    """
+
+    terms: Terms
+    at_ms: int | None = None
+    delay_ms: int | None = None
+    gap_ms: int = 0
+    iteration: int = 0
+
+
+class Window(NamedTuple):
+    """A timeline as the store sees it; see ``models.Timeline``."""
+
+    key: str
+    state: State
+    due_ms: int
+    logged: int = 0
+    opened: int = 0
+    attempt: int = 0
+    iteration: int = 0
+    dropped: int = 0
+    cool_ms: int = 0
+    digest_id: str = ""
+    last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RawLetter:
+    """A dead letter as the store keeps it."""
+
+    id: str
+    key: str
+    reason: str
+    buried_ms: int
+    attempt: int
+    digest_id: str
+    entries: Sequence[bytes] = field(default=(), repr=False)
+
+
+class Backend(Protocol):
+    """A store of timelines. Each transition happens whole or not at all.
+
+    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless.
+    """
+
+    @property
+    def shards(self) -> int:
+        """How many schedules there are; known once connected."""
+        ...
+
+    def shard_of(self, key: str) -> int:
+        """The shard that holds a timeline."""
+        ...
+
+    async def connect(self) -> None:
+        """Make or check the layout; ``ConfigurationError`` if it is another's."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        """Append records; True for the add that made its timeline ready."""
+        ...
+
+    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+        """Recover ended leases, promote what is due, and open up to ``slots`` digests, oldest due first."""
+        ...
+
+    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+        """A page of the entries under delivery; ``LeaseLost`` if the lease is another's."""
+        ...
+
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+        """Extend leases to ``lease_ms`` from now; False for one that is lost."""
+        ...
+
+    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
+        """End deliveries that are known to have ended for good."""
+        ...
+
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
+        """Let deliveries that failed wait for their next attempt; False for one whose lease is lost."""
+        ...
+
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+        """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
+        ...
+
+    async def wait(self, shard: int, bell: str) -> None:
+        """Return when the shard's doorbell has rung since ``bell``, or after a while."""
+        ...
+
+    async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
+        """Promote what is due by the deadline (None: now), up to a slice a shard; the keys with their due times."""
+        ...
+
+    async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
+        """Recover leases that ended by the deadline (None: now), up to a slice a shard."""
+        ...
+
+    async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
+        """Claim one timeline if it is ready."""
+        ...
+
+    @asynccontextmanager
+    async def digest(self, key: str, policy: Policy, lease_ms: int = 60_000) -> AsyncGenerator[Lease, None]:
+        """Open a ready timeline, and close it on leaving; ``InvalidState`` if it is not ready.
+
+        The lease is not renewed. An exception inside keeps every record: the timeline is ready again, and its
+        digest comes with the same id. What is over ``max_size`` is left ready.
+        """
+        shard, limits = self.shard_of(key), policy.terms.limits
+        lease = await self.open(shard, key, lease_ms, limits)
+        if lease is None:
+            raise InvalidState(f"timeline {key!r} is not ready")
+        taken = min(lease.part or lease.size, lease.size)
+        try:
+            entries = list(lease.entries[:taken])
+            while len(entries) < taken:
+                entries += await self.read(shard, lease, len(entries), taken - len(entries))
+            yield replace(lease, entries=tuple(entries))
+        except BaseException:
+            await self.release(shard, [lease], started=True)
+            raise
+        cool_ms = policy.cool_ms(lease.iteration)
+        [closed] = await self.close(shard, [Close(lease, taken, distinct(entries), cool_ms, limits, lease_ms)])
+        if closed.status == "lost":
+            raise LeaseLost(f"the lease on timeline {key!r} ended before its digest was closed")
+        if closed.status == "part":
+            rest = replace(lease, digest_id=closed.digest_id, size=closed.left)
+            await self.release(shard, [rest], started=False)
+
+    async def delete(self, key: str) -> bool:
+        """Drop a timeline, its cool-down included; whether it held records."""
+        ...
+
+    async def flush(self, key: str) -> bool:
+        """Make a timeline ready now, or after the delivery under way; whether it holds records."""
+        ...
+
+    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+        """Drop a record that is not under delivery; whether one went."""
+        ...
+
+    async def reschedule(self, key: str, move: Move) -> int | None:
+        """Move the due time of a waiting timeline; the new one, or None if ``iteration`` is outdated."""
+        ...
+
+    async def look(self, key: str) -> Window | None:
+        """A timeline, or None if it holds no records (its iteration is 0 then)."""
+        ...
+
+    async def entries(self, key: str) -> list[bytes]:
+        """All entries of a timeline: under delivery first, then what came since."""
+        ...
+
+    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
+        """Timelines of a state, the earliest due first."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """Set sizes and counters, summed over the shards, under the names of ``models.Stats``."""
+        ...
+
+    async def letters(self, shard: int, start: int, count: int) -> list[str]:
+        """Ids of dead letters, the oldest first."""
+        ...
+
+    async def letter(self, letter_id: str) -> RawLetter | None:
+        """A dead letter, or None."""
+        ...
+
+    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
+        """Put a dead letter's records before newer ones, and schedule as an add would."""
+        ...
+
+    async def discard(self, letter_id: str) -> bool:
+        """Drop a dead letter; whether there was one."""
+        ...

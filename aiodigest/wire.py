@@ -1,0 +1,76 @@
+"""One record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
+
+An entry is a byte of version (low four bits) and flags (high four), the timestamp in microseconds, the length of
+the id, the id, and the encoded value. The latest entry of an id wins.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from aiodigest.errors import CodecError
+
+VERSION = 1
+UNSTAMPED = 0x10  # the server fills in the time of arrival
+HEADER = struct.Struct(">BqH")
+
+
+class RawRecord(NamedTuple):
+    """An entry taken apart; ``value`` is still encoded."""
+
+    timestamp_us: int
+    id: bytes
+    value: bytes
+
+
+def pack(record_id: bytes, timestamp_us: int | None, value: bytes) -> bytes:
+    """The entry of a record; without a timestamp it gets the server's at arrival."""
+    flags = VERSION if timestamp_us is not None else VERSION | UNSTAMPED
+    return HEADER.pack(flags, timestamp_us or 0, len(record_id)) + record_id + value
+
+
+def stamp(entry: bytes, now_ms: int) -> bytes:
+    """The entry with its time of arrival filled in, if it has no timestamp."""
+    flags, _, length = HEADER.unpack_from(entry)
+    if not flags & UNSTAMPED:
+        return entry
+    return HEADER.pack(flags ^ UNSTAMPED, now_ms * 1000, length) + entry[HEADER.size :]
+
+
+def unpack(entry: bytes) -> RawRecord:
+    """Take an entry apart; ``CodecError`` if another version of aiodigest, or another program, wrote it."""
+    if len(entry) >= HEADER.size and entry[0] & 0x0F == VERSION:
+        _, timestamp, length = HEADER.unpack_from(entry)
+        end = HEADER.size + length
+        if len(entry) >= end:
+            return RawRecord(timestamp, entry[HEADER.size : end], entry[end:])
+    raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
+
+
+def identity(entry: bytes) -> bytes:
+    """The id of an entry; an entry that cannot be read stands for itself, so that none hides another."""
+    try:
+        return unpack(entry).id
+    except CodecError:
+        return entry
+
+
+def latest(entries: Sequence[bytes]) -> list[bytes]:
+    """The last entry of each id, in order of arrival."""
+    last = {identity(entry): index for index, entry in enumerate(entries)}
+    return [entries[index] for index in sorted(last.values())]
+
+
+def aged(entry: bytes, cut_ms: int) -> bool:
+    """Whether a record is older than a cut-off (0: none)."""
+    try:
+        return cut_ms > 0 and unpack(entry).timestamp_us < cut_ms * 1000
+    except CodecError:
+        return False
+
+
+def distinct(entries: Iterable[bytes]) -> int:
+    """How many records the entries stand for."""
+    return len({identity(entry) for entry in entries})
