@@ -1,0 +1,311 @@
+"""The keeper: a small program that owns one embedded server, and is gone when the last user of the server is.
+
+``embedded.py`` runs this file in a bare interpreter, because what ends with the last of several processes must be a
+process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it however the
+user ends. The keeper tells each user in lines how the server is: ``starting PID``, ``up PID`` or ``down REASON``.
+
+Arguments: server binary, data folder, folder of the sockets, descriptor of the locked file, descriptor of the door.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
+STEADY = 10.0  # a server that was up for so long did not keep crashing
+SILENCE = 30.0  # a server that answers nothing for so long after its start hangs
+GRACE = 10.0  # to end after SIGTERM; later it is killed, which loses nothing that was acknowledged
+LOG_SIZE = 1 << 20  # of the log, and of the one before it
+
+# A write, because a server on a full disk starts and answers, and dies of the first write. (While it loads its data it
+# answers too, that it loads.)
+PROBE = b"EVAL \"redis.call('set', KEYS[1], 1) return redis.call('del', KEYS[1])\" 1 aiodigest:probe\r\n"
+
+
+def load_prctl() -> Callable[[int, int], int] | None:
+    """The call that binds the server's life to the keeper's. It exists on Linux; elsewhere the next user sends an
+    orphaned server away. It is bound to the *thread* that makes the child: the keeper has only one."""
+    if sys.platform != "linux":
+        return None
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+        return prctl
+    return None
+
+
+class Keeper:
+    def __init__(self, binary: str, folder: str, sockets: str, lock: int, door: socket.socket) -> None:
+        self.binary = binary
+        self.folder = folder
+        self.sockets = sockets
+        self.lock = lock
+        self.door = door
+        self.prctl = load_prctl()
+        self.selector = selectors.DefaultSelector()
+        self.users: set[socket.socket] = set()
+        self.departed: list[socket.socket] = []
+        self.dismissed = False
+        self.server: int | None = None
+        self.output = -1  # the reading end of what the server prints
+        self.tail = b""  # the last of what it printed before it was up, or since
+        self.up = False
+        self.answered = False
+        self.since = 0.0  # when it was started, or came up
+        self.backoff = SHORTEST_BACKOFF
+        self.due: float | None = time.monotonic()  # when to do the next step; None: when something happens
+        self.status = b"starting 0\n"
+
+    def run(self) -> None:
+        self.watch_signals()
+        self.door.setblocking(False)
+        self.selector.register(self.door, selectors.EVENT_READ, self.accept)
+        self.accept()  # whoever launched this keeper came to the door before
+        while self.users and not self.dismissed:
+            timeout = None if self.due is None else max(0.0, self.due - time.monotonic())
+            for key, _ in self.selector.select(timeout):
+                happened: Callable[[], None] = key.data
+                happened()
+            self.reap()
+            if not self.users:
+                self.accept()  # a user who is at the door now would find nobody in a moment
+            if self.users:
+                self.release_departed()
+                if self.due is not None and time.monotonic() >= self.due:
+                    self.step()
+
+    def watch_signals(self) -> None:
+        wake, waker = socket.socketpair()
+        wake.setblocking(False)
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.wakers = wake, waker
+        self.selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(4096))
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """The selector wakes up in any case; a server that ended is seen by ``reap``."""
+        if number == signal.SIGTERM:
+            self.dismissed = True
+
+    # Users
+
+    def accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                user, _ = self.door.accept()
+                user.setblocking(False)
+                self.users.add(user)
+                self.selector.register(user, selectors.EVENT_READ, lambda user=user: self.listen(user))
+                self.tell(user)
+
+    def listen(self, user: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            try:
+                if user.recv(4096):
+                    return
+            except ConnectionError:
+                pass
+            self.selector.unregister(user)
+            self.users.discard(user)
+            self.departed.append(user)
+
+    def release_departed(self) -> None:
+        """A user who leaves waits for the end of its connection: now, or once the server that it used last is gone."""
+        for user in self.departed:
+            user.close()
+        self.departed.clear()
+
+    def tell(self, user: socket.socket) -> None:
+        with suppress(OSError):  # it left, or has not listened for long: then it hears the next line
+            user.send(self.status)
+
+    def publish(self, status: str) -> None:
+        line = status.encode() + b"\n"
+        if line == self.status:
+            return
+        self.status = line
+        for user in self.users:
+            self.tell(user)
+
+    # The server
+
+    def step(self) -> None:
+        now = time.monotonic()
+        if self.server is None:
+            self.launch()
+            self.publish(f"starting {self.server}")
+            self.since, self.up, self.answered = now, False, False
+            self.due = now + 0.01
+            return
+        answer = self.ask(PROBE)
+        self.answered |= bool(answer)
+        self.due = now + (0.1 if self.answered else 0.01)
+        if answer == b":1\r\n":
+            self.up, self.since, self.due, self.tail = True, now, None, b""
+            self.publish(f"up {self.server}")
+        elif answer.startswith(b"-") and not answer.startswith(b"-LOADING"):
+            self.publish(f"down it refuses writes: {answer[1:].decode().strip()}")
+        elif not self.answered and now - self.since > SILENCE:
+            self.log(f"the server did not answer for {SILENCE:.0f} s: killed\n".encode())
+            os.kill(self.server, signal.SIGKILL)
+            self.due = None
+
+    def launch(self) -> None:
+        keeper = os.getpid()
+        self.output, printed = os.pipe()
+        os.set_blocking(self.output, False)
+        os.set_blocking(printed, False)  # a stopped keeper must not stop the server
+        self.selector.register(self.output, selectors.EVENT_READ, self.read_output)
+        self.tail = b""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the keeper's
+        self.server = os.fork()
+        if self.server == 0:
+            self.become_server(keeper, printed)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.close(printed)
+
+    def become_server(self, keeper: int, printed: int) -> NoReturn:
+        """In the new process. SIGXFSZ stays ignored, as Python has it: so a file-size limit is an error that the
+        server can log. The lock is left open: it is held exactly as long as the keeper or the server lives."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            if self.prctl is not None:
+                self.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != keeper:
+                os._exit(1)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            os.set_inheritable(self.lock, True)
+            os.execv(self.binary, [self.binary, *self.options()])
+        except BaseException as error:
+            os.write(2, f"cannot run {self.binary}: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+    def options(self) -> list[str]:
+        return [
+            *("--port", "0", "--unixsocket", self.server_socket, "--unixsocketperm", "700"),
+            *("--dir", self.folder, "--appendonly", "yes", "--appendfsync", "always"),
+            *("--aof-load-truncated", "yes", "--save", "", "--maxmemory-policy", "noeviction"),
+            *("--daemonize", "no", "--logfile", ""),
+        ]
+
+    @property
+    def server_socket(self) -> str:
+        return os.path.join(self.sockets, "server.sock")
+
+    def ask(self, command: bytes) -> bytes:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1)
+            connection.connect(self.server_socket)
+            connection.sendall(command)
+            return connection.recv(1024)
+        return b""
+
+    def reap(self) -> None:
+        if self.server is None:
+            return
+        pid, status = os.waitpid(self.server, os.WNOHANG)
+        if pid == 0:
+            return
+        now = time.monotonic()
+        if self.up and now - self.since > STEADY:
+            self.backoff = SHORTEST_BACKOFF
+        self.close_output()
+        self.server, self.up = None, False
+        self.due = now + self.backoff
+        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
+        reason = self.reason(status)
+        self.log(f"the server ended: {reason}\n".encode())
+        self.publish(f"down {reason}")
+
+    def reason(self, status: int) -> str:
+        """Why the server ended: how, and its last warnings (lines of the level ``#``), or else its last lines."""
+        code = os.waitstatus_to_exitcode(status)
+        ended = f"exit status {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
+        warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
+        text = ": ".join([ended, *([" / ".join((warnings or lines)[-3:])] if lines else [])])
+        if "AOF" in text:
+            with suppress(OSError):
+                disk = os.statvfs(self.folder)
+                text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.folder})"
+        return text
+
+    # The log: the keeper writes it, so that it is bounded, and the last lines are known also when the disk is full.
+
+    def read_output(self) -> None:
+        with suppress(BlockingIOError, KeyError):
+            while printed := os.read(self.output, 65536):
+                self.tail = (self.tail + printed)[-4096:]
+                self.log(printed)
+            self.selector.unregister(self.output)  # the server closed it
+
+    def close_output(self) -> None:
+        self.read_output()
+        with suppress(KeyError):  # another child of the server may still hold it open
+            self.selector.unregister(self.output)
+        os.close(self.output)
+
+    def log(self, text: bytes) -> None:
+        path = os.path.join(self.folder, "server.log")
+        with suppress(OSError), open(path, "ab") as file:
+            if file.tell() > LOG_SIZE:
+                os.replace(path, path + ".1")
+            file.write(text)
+
+    # The end
+
+    def leave(self) -> None:
+        """End the server, then what leads to it. Users who come meanwhile find the door closed, and the lock held
+        until this process ends."""
+        self.door.close()
+        if self.server is not None:
+            self.ask(b"SHUTDOWN NOSAVE\r\n")  # it flushes its file; as on SIGTERM, at which it looks every 0.1 s only
+            os.kill(self.server, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE
+            while os.waitpid(self.server, os.WNOHANG)[0] == 0:
+                if time.monotonic() > deadline:
+                    os.kill(self.server, signal.SIGKILL)
+                time.sleep(0.005)
+            self.close_output()
+        with suppress(OSError):
+            os.unlink(self.server_socket)  # a server that was killed leaves it
+        with suppress(OSError):
+            os.unlink(os.path.join(self.sockets, "keeper.sock"))
+            os.rmdir(self.sockets)
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)  # no child of the user who launched it: it has not to be waited for, nor ends with a tree
+    binary, folder, sockets, lock, door = sys.argv[1:]
+    os.set_inheritable(int(lock), False)
+    os.set_inheritable(int(door), False)
+    keeper = Keeper(binary, folder, sockets, int(lock), socket.socket(fileno=int(door)))
+    try:
+        keeper.run()
+    except BaseException:
+        import traceback
+
+        keeper.log(traceback.format_exc().encode())
+    finally:
+        keeper.leave()
+
+
+if __name__ == "__main__":
+    main()

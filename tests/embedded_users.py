@@ -1,0 +1,174 @@
+"""Users of embedded servers, as processes of their own, and a look at the processes and files behind a server."""
+
+# pyright: reportUnknownMemberType=false
+# (redis-py leaves the types of its **kwargs out)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import redis.asyncio
+
+from aiodigest import embedded
+from aiodigest.embedded import EmbeddedServer
+
+USER = """
+import asyncio, os, sys, types
+from pathlib import Path
+
+# Without the rest of the package, whose import would take most of a test's time.
+sys.modules["aiodigest"] = package = types.ModuleType("aiodigest")
+package.__path__ = [os.environ["AIODIGEST_PACKAGE"]]
+
+from aiodigest.embedded import EmbeddedServer
+
+async def main():
+    server = EmbeddedServer(Path(sys.argv[1]))
+    try:
+        await server.start()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+        return
+    {then}
+    print(server.pid, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop()
+
+{before}
+asyncio.run(main())
+"""
+
+
+class User:
+    """Another process that uses the server of a folder: until its standard input ends, or it is killed."""
+
+    def __init__(self, folder: Path, then: str = "", before: str = "", **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", USER.format(then=then or "pass", before=before), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parent), **environment},
+            start_new_session=True,
+            text=True,
+        )
+
+    async def says(self) -> str:
+        assert self.process.stdout
+        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    async def server(self) -> int:
+        said = await self.says()
+        assert said.isdigit(), said
+        return int(said)
+
+    def leave(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        if self.process.stdin and self.process.stdout:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+
+
+NewUser = Callable[..., User]
+
+
+async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"this did not come true within {seconds} s"
+        await asyncio.sleep(0.005)
+
+
+def status(pid: int) -> dict[str, str]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {"State": "Z (gone)", "PPid": "0"}
+
+
+def lives(pid: int) -> bool:
+    return not status(pid)["State"].startswith("Z")
+
+
+def keeper_of(pid: int) -> int:
+    return int(status(pid)["PPid"])
+
+
+def opened_by(pid: int) -> set[str]:
+    opened: set[str] = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            opened.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return opened
+
+
+def processes_of(server: EmbeddedServer) -> list[int]:
+    """Every process that names the folder or the socket in its command line, but for this one and its own children."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if os.fsencode(server.folder) in command or os.fsencode(server.socket) in command:
+                found.append(int(entry.name))
+    return [pid for pid in found if keeper_of(pid) != os.getpid()]
+
+
+@contextmanager
+def data_folder() -> Generator[Path]:
+    """A data folder. After the test no process may be left that has to do with it."""
+    parent = Path(tempfile.mkdtemp(prefix="aiodigest-test-"))
+    try:
+        yield parent / "data"
+    finally:
+        server = EmbeddedServer(parent / "data")
+        deadline = time.monotonic() + 5
+        while (left := processes_of(server)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(parent)
+        assert not left, "processes were left behind"
+
+
+@contextmanager
+def users_of(folder: Path) -> Generator[NewUser]:
+    """What starts a user; at the end all of them are killed."""
+    users: list[User] = []
+
+    def new_user(then: str = "", before: str = "", **environment: str) -> User:
+        users.append(User(folder, then, before, **environment))
+        return users[-1]
+
+    try:
+        yield new_user
+    finally:
+        for each in users:
+            each.end()
+
+
+@asynccontextmanager
+async def started(folder: Path) -> AsyncGenerator[tuple[EmbeddedServer, redis.asyncio.Redis]]:
+    server = EmbeddedServer(folder)
+    client = redis.asyncio.Redis.from_url(await server.start(), decode_responses=True)
+    try:
+        yield server, client
+    finally:
+        await client.aclose()
+        await server.stop()

