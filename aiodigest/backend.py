@@ -198,19 +198,21 @@ class Backend(Protocol):
         """A page of the entries under delivery; ``LeaseLost`` if the lease is another's."""
         ...
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
         """Extend leases to ``lease_ms`` from now; False for one that is lost."""
         ...
 
-    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
+    async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
         """End deliveries that are known to have ended for good."""
         ...
 
-    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
         """Let deliveries that failed wait for their next attempt; False for one whose lease is lost."""
         ...
 
-    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+    async def release(
+        self, shard: int, leases: Sequence[Lease], started: bool
+    ) -> Sequence[bool | AiodigestError]:
         """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
         ...
 
@@ -252,6 +254,8 @@ class Backend(Protocol):
             raise
         cool_ms = policy.cool_ms(lease.iteration)
         [closed] = await self.close(shard, [Close(lease, taken, distinct(entries), cool_ms, limits, lease_ms)])
+        if isinstance(closed, AiodigestError):
+            raise closed
         if closed.status == "lost":
             raise LeaseLost(f"the lease on timeline {key!r} ended before its digest was closed")
         if closed.status == "part":

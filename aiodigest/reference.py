@@ -391,7 +391,9 @@ class Shard:
         existed = self.state(key) is not None
         self.leave(key)
         if held.delivery and held.delivery.token:
-            self.held[key] = Held(done=(held.delivery.token, held.delivery.digest_id, Closed("deleted")))
+            held.done = (held.delivery.token, held.delivery.digest_id, Closed("deleted"))
+        if held.done:  # also of an earlier outcome, so that a repeated call hears what the first one did
+            self.held[key] = Held(done=held.done)
         return existed
 
     def remove(self, key: str, record_id: bytes, limits: Limits, now: int, nonce: str) -> bool:

@@ -1,0 +1,383 @@
+"""How a Redis or Valkey server is reached: URLs and clients, a few connections, script calls, and what errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias, cast
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from redis import exceptions
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.connection import AbstractConnection, Connection, parse_url
+
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.scripts import Argument, load_script
+
+Source: TypeAlias = "str | Redis"
+
+CONNECTIONS = 8  # coalesced calls need no more
+BLOCK_MS = 60_000  # how long the doorbell is listened to in one go
+OLDEST = (6, 2)
+ALLOWED = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, or a redis.asyncio.Redis client"
+
+# what is taken over from a client: where and who, never how replies are read, repeated or timed
+COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
+
+UNAVAILABLE = {
+    "LOADING": "it is loading its data",
+    "MISCONF": "it cannot save its data and refuses writes",
+    "NOREPLICAS": "it has too few replicas and refuses writes",
+    "READONLY": "it is a replica and refuses writes",
+    "OOM": "its memory is full (maxmemory)",
+    "BUSY": "it is busy running a script",
+    "MASTERDOWN": "its primary is down",
+    "CLUSTERDOWN": "its cluster is down",
+    "TRYAGAIN": "its slots are being moved",
+    "UNKILLABLE": "it is busy running a script",
+}
+FORBIDDEN = {"NOAUTH", "WRONGPASS", "NOPERM"}
+# redis-py takes the code from the message of an error that has a class of its own
+CODES: Sequence[tuple[type[Exception], str]] = (
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.NoPermissionError, "NOPERM"),
+    (exceptions.AuthenticationError, "WRONGPASS"),
+    (exceptions.AuthorizationError, "NOAUTH"),
+    (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
+    (exceptions.MovedError, "MOVED"),
+    (exceptions.AskError, "ASK"),
+    (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
+)
+CLUSTERED = {"MOVED", "ASK", "CROSSSLOT"}
+
+
+class LayoutMismatch(Exception):
+    """A script met another layout than its caller's, and did nothing."""
+
+    def __init__(self, stored: str) -> None:
+        super().__init__(stored)
+        self.stored = stored
+
+
+class Wire(Protocol):
+    """What is used of redis-py's connections."""
+
+    @property
+    def is_connected(self) -> bool: ...
+    async def connect(self) -> None: ...
+    async def disconnect(self, nowait: bool = ...) -> None: ...
+    async def can_read(self) -> bool: ...
+    async def send_command(self, *args: Argument, check_health: bool = ...) -> None: ...
+    async def read_response(self) -> object: ...
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown: with ``***`` for its password, wherever it stands."""
+    url = re.sub(r"(?<=[?&])(password|[^=&]*secret[^=&]*)=[^&#]*", r"\1=***", url)
+    return re.sub(r"^([^:/?#]*://[^/?#]*?):[^/?#]*@", r"\1:***@", url)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, and how to make a connection to it."""
+
+    url: str
+    make: Callable[..., Wire]
+    settings: Mapping[str, object]
+    pool: object = None  # of the client that was given: engines with the same one share their connections
+
+    def connection(self, timeout: float) -> Wire:
+        return self.make(**self.settings, socket_connect_timeout=timeout)
+
+    def __repr__(self) -> str:
+        return f"Target({self.url!r})"
+
+
+def find_target(source: object) -> Target:
+    """Where a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
+    if isinstance(source, Redis):
+        pool = source.connection_pool
+        given = cast("dict[str, object]", pool.connection_kwargs)
+        return replace(_target(pool.connection_class, given, None), pool=pool)
+    if isinstance(source, RedisCluster):
+        raise ConfigurationError("this version does not speak to clusters yet; use a single server")
+    if not isinstance(source, str):
+        hint = " (is a variable unset?)" if source is None else ""
+        raise ConfigurationError(f"the URL is {type(source).__name__}{hint}; allowed is {ALLOWED}")
+    shown = hide_password(source)
+    scheme = source.partition("://")[0].lower()
+    if scheme.endswith(("+cluster", "+sentinel")):
+        kind = scheme.partition("+")[2]
+        raise ConfigurationError(f"{shown!r}: this version does not speak to {kind}s yet; use a single server")
+    try:
+        parts = urlsplit(source)
+        _ = parts.port  # parsed here; a bad one raises
+        reason = _fault(scheme if "://" in source else "", parts.path)
+        given = {} if reason else dict(cast("dict[str, object]", parse_url(source)))
+    except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
+        reason, given = "it does not parse", {}
+    if reason:
+        raise ConfigurationError(f"{shown!r} is no URL of a server: {reason}; allowed is {ALLOWED}")
+    make = cast("type[AbstractConnection]", given.pop("connection_class", Connection))
+    return _target(make, given, shown)
+
+
+def _fault(scheme: str, path: str) -> str:
+    if scheme not in ("redis", "rediss", "unix"):
+        return "the scheme is not known"
+    if scheme == "unix":
+        return "" if path else "it names no socket"
+    return "" if re.fullmatch(r"(/\d*)?", path) else "the database is not a number"
+
+
+def _target(make: type[AbstractConnection], given: Mapping[str, object], url: str | None) -> Target:
+    settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
+    if url is None:
+        where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+        url = f"{'unix' if 'path' in settings else 'redis'}://{where}"
+    # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
+    settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
+    if issubclass(make, Connection):
+        settings["socket_keepalive"] = True
+    return Target(url, cast("Callable[..., Wire]", make), settings)
+
+
+def code_of(error: Exception | str) -> str:
+    """The code of an error reply, as in ``OOM``; '' if it has none."""
+    text = str(error)
+    # before Redis 7 the error of a command in a script stands inside another one
+    inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
+    if inner:
+        return inner.group(1)
+    # redis-py wraps what a server answers while it is connected to by a unix socket
+    cause = error.__cause__ if isinstance(error, Exception) else None
+    for kind, code in CODES:
+        if isinstance(error, kind) or isinstance(cause, kind):
+            return code
+    outer = re.match(r"-?([A-Z]{3,})\b", text)
+    return outer.group(1) if outer else ""
+
+
+def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no") -> AiodigestError:
+    """An error of redis-py, or the text of an error reply, as one of ours."""
+    code, text = code_of(error), str(error).strip().removeprefix("-")
+    if code in UNAVAILABLE:
+        return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
+    if code in FORBIDDEN or "can't run this command" in text:
+        return ConfigurationError(f"{where} refuses access: {text}")
+    if code in CLUSTERED:
+        return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
+    if code == "WRONGTYPE":
+        return InvalidState(f"a key has been written by another program: {text}")
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError)):
+        # OSError: what asyncio raises, its TimeoutError included
+        reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+        return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
+    return AiodigestError(f"{where} answered: {text}")
+
+
+class Link:
+    """A few connections to one server, for one event loop; made when they are needed. Errors of redis-py end here."""
+
+    def __init__(self, target: Target, timeout: float) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._idle: list[Wire] = []
+        self._busy: set[Wire] = set()
+        self._ears: dict[str, Wire] = {}
+        self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
+        self.users = 1
+
+    async def leave(self) -> None:
+        """End one user's share; the last one's end closes every connection, and calls under way fail."""
+        self.users -= 1
+        if self.users:
+            return
+        self._room = None
+        wires = [*self._idle, *self._busy, *self._ears.values()]
+        self._idle.clear()
+        self._ears.clear()
+        for wire in wires:
+            await drop(wire)
+
+    async def run(
+        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
+    ) -> object:
+        """Run a script, and wait until so many replicas have what it wrote.
+
+        ``repeat`` says that doing so twice is harmless: then a dead connection is replaced once.
+        """
+        script = load_script(name)
+        try:
+            return await self._exchange(("EVALSHA", script.sha, 1, key, *arguments), repeat, script.source, replicas)
+        except exceptions.ResponseError as error:
+            text = str(error)
+            if text.startswith("LAYOUT "):
+                raise LayoutMismatch(text.removeprefix("LAYOUT ")) from None
+            raise explain(error, self.target.url) from error
+
+    async def command(self, *command: Argument) -> object:
+        """Send a command that may be repeated."""
+        try:
+            return await self._exchange(command, repeat=True)
+        except exceptions.ResponseError as error:
+            raise explain(error, self.target.url) from error
+
+    async def _exchange(
+        self, command: Sequence[Argument], repeat: bool, source: str = "", replicas: int = 0
+    ) -> object:
+        """Send a command and read its reply on one connection, which is dropped if either is not whole."""
+        room = self._room
+        if room is None:
+            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
+        async with room:
+            wire, fresh = await self._take()
+            while True:
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        reply = await converse(wire, command, source)
+                        if replicas:
+                            await self._replicated(wire, replicas)
+                except exceptions.ResponseError:
+                    self._put(wire)
+                    raise
+                except (exceptions.RedisError, OSError) as error:
+                    await self._discard(wire)
+                    if repeat and not fresh and not isinstance(error, TimeoutError) and self._room is room:
+                        wire, fresh = await self._connected(), True
+                        continue
+                    raise explain(error, self.target.url, "unknown") from error
+                except BackendUnavailable:  # too few replicas
+                    self._put(wire)
+                    raise
+                except BaseException:
+                    await self._discard(wire)
+                    raise
+                self._put(wire)
+                return reply
+
+    async def _replicated(self, wire: Wire, replicas: int) -> None:
+        patience = int(self._timeout * 900)  # ms: a tenth of the time is left for the answer to come
+        have = await converse(wire, ("WAIT", replicas, patience))
+        if not isinstance(have, int) or have < replicas:
+            raise BackendUnavailable(
+                f"{have} replicas of {self.target.url} have it, not {replicas}; it is stored unless the primary is lost",
+                stored="unknown",
+            )
+
+    async def _take(self) -> tuple[Wire, bool]:
+        """An idle connection that is still alive, or a new one, and whether it is new. Nothing has been sent yet."""
+        while self._idle:
+            wire = self._idle.pop()
+            self._busy.add(wire)
+            if not await is_stale(wire):
+                return wire, False
+            await self._discard(wire)
+        return await self._connected(), True
+
+    async def _connected(self) -> Wire:
+        wire = self.target.connection(self._timeout)
+        self._busy.add(wire)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await wire.connect()
+        except BaseException as error:
+            await self._discard(wire)
+            if isinstance(error, (exceptions.RedisError, OSError)):
+                raise explain(error, self.target.url) from error
+            raise
+        return wire
+
+    def _put(self, wire: Wire) -> None:
+        if wire in self._busy:  # else the link was closed meanwhile
+            self._busy.discard(wire)
+            if self._room is not None and wire.is_connected:
+                self._idle.append(wire)
+
+    async def _discard(self, wire: Wire) -> None:
+        self._busy.discard(wire)
+        await drop(wire)
+
+    async def listen(self, stream: str, last: str) -> None:
+        """Return when a stream has an entry after ``last``, or after a minute; may be cancelled at any time."""
+        if self._room is None:
+            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
+        wire = self._ears.pop(stream, None)
+        if wire is None or await is_stale(wire):
+            if wire is not None:
+                await drop(wire)
+            wire = await self._connected()
+        self._busy.add(wire)
+        command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
+        try:
+            async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
+                await converse(wire, command)
+        except BaseException as error:
+            await self._discard(wire)
+            if isinstance(error, (exceptions.RedisError, OSError)):
+                raise explain(error, self.target.url) from error
+            raise
+        if wire in self._busy:
+            self._busy.discard(wire)
+            self._ears[stream] = wire
+
+    async def check_version(self) -> None:
+        """Refuse a server that is too old; one that may not tell is taken as it is."""
+        try:
+            info = await self.command("INFO", "server")
+        except ConfigurationError:
+            return  # the user may not ask; a password that is wrong will be told by the next command
+        found = re.search(rb"redis_version:(\d+)\.(\d+)", info) if isinstance(info, bytes) else None
+        if found and (int(found[1]), int(found[2])) < OLDEST:
+            version = found[0].decode().partition(":")[2]
+            raise ConfigurationError(f"{self.target.url} is version {version}; 6.2 is the oldest that works")
+
+
+_links: WeakKeyDictionary[object, dict[tuple[asyncio.AbstractEventLoop, float], Link]] = WeakKeyDictionary()
+
+
+def join_link(target: Target, timeout: float) -> Link:
+    """Connections for the running loop: those of others who were given the same client, or new ones."""
+    if target.pool is None:
+        return Link(target, timeout)
+    links = _links.setdefault(target.pool, {})
+    place = (asyncio.get_running_loop(), timeout)
+    link = links.get(place)
+    if link is not None and link.users:
+        link.users += 1
+    else:
+        link = links[place] = Link(target, timeout)
+    return link
+
+
+async def converse(wire: Wire, command: Sequence[Argument], source: str = "") -> object:
+    """One command and its reply; a script that the server does not know is sent whole."""
+    await wire.send_command(*command, check_health=False)
+    try:
+        return await wire.read_response()
+    except exceptions.NoScriptError:
+        await wire.send_command("EVAL", source, *command[2:], check_health=False)
+        return await wire.read_response()
+
+
+async def is_stale(wire: Wire) -> bool:
+    """Whether the server has closed an idle connection, or something is left to read on it."""
+    try:
+        return not wire.is_connected or await wire.can_read()
+    except (exceptions.RedisError, OSError):
+        return True
+
+
+async def drop(wire: Wire) -> None:
+    """Close a connection without waiting for its other end."""
+    with suppress(exceptions.RedisError, OSError):
+        await wire.disconnect(nowait=True)

@@ -1,0 +1,132 @@
+-- close: end deliveries that are known to have ended for good, bury what failed, schedule what came since.
+--
+-- ARGV[3]  nonce for the names of the next digest and of dead letters
+-- ARGV[4]  number of the first close in the caller's request, from 1
+-- then     for each: key, token, digest id, entries taken, records delivered, records aged, 1 if it counts as a
+--          digest, cool-down (ms), lease (ms), max_size, number of letters; for each letter: reason, number of ids
+--          (-1: all records of the part), ids
+-- Returns  for each: {status, digest id, entries left}, or the text of an error; fewer than asked for if much had to
+--          be read, the rest was not looked at
+
+call('PERSIST', layout)
+
+local LETTER_TTL = 30 * 24 * HOUR
+local LETTER_LIMIT = 10000
+local dead = tag .. 'dead'
+
+-- Letters over the limit or out of their time make room, a few at each burial.
+local function prune()
+  local excess = call('ZCARD', dead) - LETTER_LIMIT
+  local oldest = call('ZRANGE', dead, 0, 9, 'WITHSCORES')
+  for index = 1, #oldest, 2 do
+    if (index - 1) / 2 < excess or tonumber(oldest[index + 1]) <= now - LETTER_TTL then
+      call('ZREM', dead, oldest[index])
+      call('UNLINK', tag .. 'letter:' .. oldest[index], tag .. 'remains:' .. oldest[index])
+      count('letters_dropped', 1)
+    end
+  end
+end
+
+local function is_aged(entry, cut)
+  return cut > 0 and identity(entry) ~= entry and struct.unpack('>i8', entry, 2) < cut * 1000
+end
+
+-- Set aside the records of a part (newest first) that are `wanted` (nil: all).
+local function bury(id, reason, wanted, held, part)
+  local records = {}
+  for _, entry in ipairs(part) do
+    if not is_aged(entry, held.cut) and (not wanted or wanted[identity(entry)]) then
+      records[#records + 1] = entry
+    end
+  end
+  if #records == 0 then
+    return
+  end
+  rewrite(tag .. 'remains:' .. id, records, #records, LETTER_TTL)
+  call('HSET', tag .. 'letter:' .. id, 'key', held.key, 'reason', reason, 'buried', whole(now),
+    'attempt', whole(held.attempts), 'digest', held.id)
+  call('PEXPIRE', tag .. 'letter:' .. id, whole(LETTER_TTL))
+  call('ZADD', dead, whole(now), id)
+  count('buried', #records)
+  prune()
+end
+
+local function close(item, nonce)
+  local held, problem = load_all(item.key)
+  if not held then
+    return problem
+  end
+  local status, next_id, left = fenced(held, item.token, item.digest_id)
+  if status ~= 'held' then
+    return {status, next_id, left}
+  end
+  if #item.letters > 0 then
+    local part = collect({}, {}, open_of(held.key), math.min(item.taken, held.opened))
+    for index, letter in ipairs(item.letters) do
+      bury(nonce .. '-' .. index, letter.reason, letter.wanted, held, part)
+    end
+  end
+  count('digests', item.delivered > 0 and 1 or 0)
+  count('delivered', item.delivered)
+  count('aged', item.aged)
+  if held.opened > item.taken then
+    status, next_id, left = 'part', nonce, held.opened - item.taken
+    call('LTRIM', open_of(held.key), item.taken, -1)
+    held.id, held.attempts, held.open_dropped, held.since = nonce, 1, 0, 0
+    held.frozen, held.error = nil, nil
+    held.parted = (held.parted or item.counts) and '1' or nil
+    leave(held.key)
+    call('ZADD', leased, whole(now + item.lease), held.key)
+  else
+    status, next_id, left = 'closed', '', 0
+    if item.counts or held.parted then
+      held.iteration = held.iteration + 1
+      held.last, held.cool = now, now + item.cool
+    end
+    end_delivery(held)
+    settle(held, item.max_size)
+  end
+  answer(held, item.token, item.digest_id, status, next_id, left)
+  save(held)
+  return {status, next_id, left}
+end
+
+local cursor = 5
+local function next_argument()
+  cursor = cursor + 1
+  return ARGV[cursor - 1]
+end
+
+local function next_letter()
+  local letter = {reason = next_argument()}
+  local ids = tonumber(next_argument())
+  if ids >= 0 then
+    letter.wanted = {}
+    for _ = 1, ids do
+      letter.wanted[next_argument()] = true
+    end
+  end
+  return letter
+end
+
+local function next_item()
+  local item = {
+    key = next_argument(), token = next_argument(), digest_id = next_argument(), taken = tonumber(next_argument()),
+    delivered = tonumber(next_argument()), aged = tonumber(next_argument()), counts = next_argument() == '1',
+    cool = tonumber(next_argument()), lease = tonumber(next_argument()), max_size = tonumber(next_argument()),
+    letters = {},
+  }
+  for index = 1, tonumber(next_argument()) do
+    item.letters[index] = next_letter()
+  end
+  return item
+end
+
+local answers = {}
+local number = tonumber(ARGV[4])
+while cursor <= #ARGV and scanned < SLICE do
+  answers[#answers + 1] = close(next_item(), ARGV[3] .. '-' .. whole(number))
+  number = number + 1
+end
+finish()
+return answers

@@ -1,0 +1,18 @@
+-- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted.
+--
+-- ARGV[3]  key
+-- Returns  1 if it was scheduled, else 0
+
+local key = ARGV[3]
+local held = load(key) or thaw(key, {})
+local existed = leave(key)
+call('UNLINK', log_of(key), open_of(key), tag .. 'meta:' .. key)
+if held.id and held.token then
+  answer(held, held.token, held.id, 'deleted', '', 0)
+end
+if held.done then -- also of an earlier outcome, so that a repeated call hears what the first one did
+  local grave = thaw(key, {})
+  grave.done = held.done
+  save(grave)
+end
+return existed and 1 or 0

@@ -1,0 +1,75 @@
+-- Shared by claim and open: opening a digest under a lease.
+
+local INLINE_BYTES = 262144
+local room_entries, room_bytes = SLICE, INLINE_BYTES -- for the entries that one answer may hold
+
+-- The first entries of a list, as many as there is room for; read a few at a time, since a value may be large.
+local function inline(list, length)
+  local entries = {}
+  while #entries < length and room_entries > 0 do
+    local page = call('LRANGE', list, #entries, math.min(#entries + 32, #entries + room_entries, length) - 1)
+    if #page == 0 then
+      break
+    end
+    for _, entry in ipairs(page) do
+      room_bytes = room_bytes - #entry
+      if room_bytes < 0 then
+        room_entries = 0
+        return entries
+      end
+      entries[#entries + 1] = entry
+      room_entries = room_entries - 1
+    end
+  end
+  return entries
+end
+
+-- Open the log as a new digest, or merge it into one that failed; either way the contents are new.
+local function fold(held, limits, digest_id)
+  local log, open = log_of(held.key), open_of(held.key)
+  local merging = held.id ~= nil
+  local size = held.opened + held.logged
+  held.id = digest_id
+  held.part = limits.max_size
+  held.cut = limits.max_age > 0 and now - limits.max_age or 0
+  if merging or size > limits.capacity or (limits.max_size > 0 and size > limits.max_size) then
+    local seen = {}
+    local kept = collect(collect({}, seen, log, held.logged), seen, open, held.opened)
+    local left = math.min(#kept, limits.capacity)
+    if merging or left < size then
+      rewrite(open, kept, left, lifetime(held, limits.ttl))
+      call('UNLINK', log)
+    else
+      call('RENAME', log, open)
+    end
+    held.dropped = held.dropped + #kept - left
+    count('dropped', #kept - left)
+    size = left
+  else
+    call('RENAME', log, open)
+  end
+  held.open_dropped = held.open_dropped + held.dropped
+  held.dropped, held.logged, held.opened = 0, 0, size
+end
+
+-- Charge an attempt and take the timeline from `ready` to `leased`; answers the fields of backend.Lease.
+local function take(held, due, lease, limits, token)
+  local key = held.key
+  limits = held.own and parse_limits(held.own) or limits
+  if held.token then
+    held.frozen = '1' -- nobody knows what became of the last attempt
+  end
+  if not held.id or (held.logged > 0 and not held.frozen) then
+    fold(held, limits, token)
+  end
+  held.attempts = held.attempts + 1
+  held.token = token
+  touch(held, limits.ttl)
+  call('ZREM', ready, key)
+  call('ZADD', leased, whole(now + lease), key)
+  save(held)
+  return {
+    key, token, held.id, held.attempts, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
+    held.error or '', inline(open_of(key), held.opened),
+  }
+end

@@ -1,0 +1,25 @@
+-- renew: extend leases, also those that have ended and were not claimed by another.
+--
+-- ARGV[3]  lease, ms
+-- then     for each: key, token, digest id
+-- Returns  for each: 1, 0 if the lease is lost, or the text of an error
+
+call('PERSIST', layout)
+
+local lease = tonumber(ARGV[3])
+local answers = {}
+watch_gap(lease)
+for cursor = 4, #ARGV, 3 do
+  local key, token, digest_id = ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2]
+  local held, problem = load(key)
+  if not held then
+    answers[#answers + 1] = problem
+  elseif fenced(held, token, digest_id) == 'held' then
+    leave(key)
+    call('ZADD', leased, whole(now + lease), key)
+    answers[#answers + 1] = 1
+  else
+    answers[#answers + 1] = 0
+  end
+end
+return answers

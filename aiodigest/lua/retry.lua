@@ -1,0 +1,93 @@
+-- retry: let deliveries that failed, or may have, wait for their next attempt.
+--
+-- ARGV[3]  nonce for the name of a digest whose contents change
+-- ARGV[4]  number of the first retry in the caller's request, from 1
+-- then     for each: key, token, digest id, delay (ms), error, ttl (ms), entries taken, records delivered, 1 to give
+--          the attempt back, 1 if the outcome is unknown, number of ids that stay (-1: all), ids
+-- Returns  for each: 1, 0 if the lease is lost, or the text of an error; fewer than asked for if much had to be read,
+--          the rest was not looked at
+
+call('PERSIST', layout)
+
+local GIVE_BACK = 24 * HOUR
+
+-- Keep of the first `taken` entries only those that failed. An empty choice would leave nothing to try: all stay.
+local function keep(held, item, nonce)
+  local open = open_of(held.key)
+  local kept = {}
+  for _, entry in ipairs(collect({}, {}, open, math.min(item.taken, held.opened))) do
+    if item.failed[identity(entry)] then
+      kept[#kept + 1] = entry
+    end
+  end
+  if #kept == 0 then
+    return
+  end
+  call('LTRIM', open, item.taken, -1)
+  push_front(open, kept)
+  call('PEXPIRE', open, whole(lifetime(held, item.ttl)))
+  held.id, held.parted = nonce, '1'
+  count('digests', 1)
+  count('delivered', item.delivered)
+end
+
+local function retry(item, nonce)
+  local held, problem = load_all(item.key)
+  if not held then
+    return problem
+  end
+  local status = fenced(held, item.token, item.digest_id)
+  if status ~= 'held' then
+    return status == 'lost' and 0 or 1
+  end
+  if item.failed and not held.frozen then
+    keep(held, item, nonce)
+  end
+  if item.unknown then
+    held.frozen = '1'
+  end
+  if item.give_back then
+    held.since = held.since > 0 and held.since or now
+    if now - held.since <= GIVE_BACK then
+      held.attempts = math.max(0, held.attempts - 1)
+    end
+  end
+  held.error, held.token = item.error, nil
+  touch(held, item.ttl)
+  leave(held.key)
+  place(held.key, now + item.delay)
+  answer(held, item.token, item.digest_id, 'closed', '', 0)
+  save(held)
+  return 1
+end
+
+local cursor = 5
+local function next_argument()
+  cursor = cursor + 1
+  return ARGV[cursor - 1]
+end
+
+local function next_item()
+  local item = {
+    key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = tonumber(next_argument()),
+    error = next_argument(), ttl = tonumber(next_argument()), taken = tonumber(next_argument()),
+    delivered = tonumber(next_argument()), give_back = next_argument() == '1', unknown = next_argument() == '1',
+  }
+  local ids = tonumber(next_argument())
+  if ids >= 0 then
+    item.failed = {}
+    for _ = 1, ids do
+      item.failed[next_argument()] = true
+    end
+  end
+  return item
+end
+
+local answers = {}
+local number = tonumber(ARGV[4])
+while cursor <= #ARGV and scanned < SLICE do
+  answers[#answers + 1] = retry(next_item(), ARGV[3] .. '-' .. whole(number))
+  number = number + 1
+end
+finish()
+return answers

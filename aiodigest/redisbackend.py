@@ -1,0 +1,255 @@
+"""``RedisBackend``: timelines in Redis or Valkey, each transition one script in ``aiodigest/lua``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retry, Window
+from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
+from aiodigest.models import State
+from aiodigest.namespace import BATCH, Namespace
+from aiodigest.policy import Limits, Terms
+from aiodigest.scripts import (
+    number,
+    pack_adds,
+    pack_close,
+    pack_delays,
+    pack_limits,
+    pack_names,
+    pack_retry,
+    text,
+    unpack_closed,
+    unpack_lease,
+    unpack_window,
+)
+from aiodigest.wire import identity
+
+Fields = Sequence[bytes | int]
+
+
+def done(answer: object) -> bool | AiodigestError:
+    """A script's 1 or 0, or the error of a timeline."""
+    return answer if isinstance(answer, AiodigestError) else answer == 1
+
+
+class RedisBackend(Namespace, Backend):
+    """Timelines of a namespace on one server; see ``Namespace`` for the parameters."""
+
+    # Adding
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        results: list[bool | AiodigestError] = []
+        now = self._time()
+        while len(results) < len(adds):
+            batch = adds[len(results) : len(results) + BATCH]
+            try:
+                statuses = cast(
+                    "list[int | bytes]", await self._call("add", shard, *pack_adds(batch), repeat=False, now=now)
+                )
+            except BackendUnavailable as error:
+                if not results:
+                    raise
+                # what was stored before stays told; of the rest only this call may have arrived
+                results += [self._unstored(add, str(error), error.stored) for add in batch]
+                results += [self._unstored(add, str(error)) for add in adds[len(results) :]]
+                break
+            for add, status in zip(batch, statuses, strict=False):
+                results.append(status == 1 if isinstance(status, int) else self._refused(add, text(status)))
+        return results
+
+    def _unstored(self, add: Add, message: str, stored: str = "no") -> BackendUnavailable:
+        known = "unknown" if stored == "unknown" else "no"
+        return BackendUnavailable(message, record_id=identity(add.entry).decode(errors="replace"), stored=known)
+
+    def _refused(self, add: Add, problem: str) -> AiodigestError:
+        error = self._broken(add.key, problem)
+        return self._unstored(add, str(error)) if isinstance(error, BackendUnavailable) else error
+
+    # Delivering
+
+    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+        reply = await self._call("claim", shard, slots, lease_ms, pack_limits(limits), self._nonce(), repeat=False)
+        now, wait, bell, leases, broken, expired = cast(
+            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
+        )
+        return Claims(
+            [unpack_lease(lease) for lease in leases],
+            text(bell),
+            None if wait < 0 else wait,
+            now,
+            [(text(key), text(problem)) for key, problem in zip(broken[::2], broken[1::2], strict=True)],
+            [(text(key), number(size)) for key, size in zip(expired[::2], expired[1::2], strict=True)],
+        )
+
+    async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
+        reply = await self._call("open", shard, key, lease_ms, pack_limits(limits), self._nonce(), repeat=False)
+        if isinstance(reply, bytes):
+            raise self._broken(key, text(reply))
+        return None if reply is None else unpack_lease(cast("Sequence[object]", reply))
+
+    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+        return await self._read(shard, lease.key, lease.token, lease.digest_id, start, count)
+
+    async def _read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
+        entries: list[bytes] = []
+        while len(entries) < count:
+            size = min(SLICE, count - len(entries))
+            page = await self._call("read", shard, key, token, digest_id, start + len(entries), size)
+            if page == b"lost":
+                raise LeaseLost(f"the lease on timeline {key!r} is lost")
+            if not page:
+                break
+            entries += cast("list[bytes]", page)
+        return entries
+
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool | AiodigestError]:
+        return [done(answer) for answer in await self._each("renew", shard, [lease_ms], pack_names(leases), False)]
+
+    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
+        answers = await self._each("close", shard, [self._nonce()], [pack_close(close) for close in closes], True)
+        return [answer if isinstance(answer, AiodigestError) else unpack_closed(answer) for answer in answers]
+
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
+        items = [pack_retry(retry) for retry in retries]
+        return [done(answer) for answer in await self._each("retry", shard, [self._nonce()], items, True)]
+
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
+        items = pack_names(leases)
+        return [done(answer) for answer in await self._each("release", shard, [int(started)], items, False)]
+
+    async def wait(self, shard: int, bell: str) -> None:
+        link = await self._connected()
+        await link.listen(self._key(shard, "wake"), bell)
+
+    # By hand
+
+    async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
+        return await self._promote("schedule", deadline_ms)
+
+    async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
+        return [key for key, _ in await self._promote("maintenance", deadline_ms)]
+
+    async def _promote(self, name: str, deadline_ms: int | None) -> list[tuple[str, int]]:
+        moved: list[tuple[str, int]] = []
+        deadline, now = "" if deadline_ms is None else deadline_ms, self._time()
+        for shard in await self._all_shards():
+            reply = cast("list[bytes]", await self._call(name, shard, deadline, now=now))
+            moved += [(text(key), int(due)) for key, due in zip(reply[::2], reply[1::2], strict=True)]
+        return moved
+
+    async def delete(self, key: str) -> bool:
+        return await self._call("delete", self.shard_of(key), key, repeat=False) == 1
+
+    async def flush(self, key: str) -> bool:
+        return await self._call("flush", self.shard_of(key), key) == 1
+
+    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+        arguments = (key, record_id, pack_limits(limits), self._nonce())
+        reply = await self._call("remove", self.shard_of(key), *arguments, repeat=False)
+        if isinstance(reply, bytes):
+            raise self._broken(key, text(reply))
+        return reply == 1
+
+    async def reschedule(self, key: str, move: Move) -> int | None:
+        if move.at_ms is not None:
+            mode, value = "at", move.at_ms
+        elif move.delay_ms is not None:
+            mode, value = "delay", move.delay_ms
+        else:
+            mode, value = "policy", move.gap_ms
+        delays = pack_delays(move.terms)
+        reply = await self._call("reschedule", self.shard_of(key), key, mode, value, move.iteration, delays)
+        if isinstance(reply, bytes):
+            raise self._broken(key, text(reply))
+        match cast("Fields", reply):
+            case [b"due", int(due)]:
+                return due
+            case [b"outdated"]:
+                return None
+            case [b"retry"]:
+                raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
+            case _:
+                raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
+
+    async def look(self, key: str) -> Window | None:
+        found = cast("list[Fields]", await self._call("look", self.shard_of(key), "", key, ""))
+        return unpack_window(found[0]) if found else None
+
+    async def entries(self, key: str) -> list[bytes]:
+        entries: list[bytes] = []
+        shard = self.shard_of(key)
+        while page := await self._read(shard, key, "", "", len(entries), SLICE):
+            entries += page
+        return entries
+
+    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
+        windows: list[Window] = []
+        while len(windows) < count:
+            size = min(BATCH, count - len(windows))
+            found = cast("list[Fields]", await self._call("look", shard, state, start + len(windows), size))
+            windows += [unpack_window(fields) for fields in found]
+            if len(found) < size:
+                break
+        return windows
+
+    async def counts(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        oldest: list[int] = []
+        for shard in await self._all_shards():
+            reply = cast("list[bytes | int]", await self._call("counts", shard))
+            for name, value in zip(reply[::2], reply[1::2], strict=True):
+                if name == b"oldest_due_ms":
+                    oldest.append(number(value))
+                else:
+                    total[text(name)] += number(value)
+        return {**total, **({"oldest_due_ms": min(oldest)} if oldest else {})}
+
+    # Dead letters
+
+    async def letters(self, shard: int, start: int, count: int) -> list[str]:
+        reply = await self._call("letters", shard, start, min(count, SLICE))
+        return [text(letter_id) for letter_id in cast("list[bytes]", reply)]
+
+    async def letter(self, letter_id: str) -> RawLetter | None:
+        for shard in await self._all_shards():
+            entries: list[bytes] = []
+            while reply := await self._call("letter", shard, letter_id, len(entries)):
+                key, reason, buried, attempt, digest_id, size, page = cast(
+                    "tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply
+                )
+                entries += page
+                if len(entries) >= size or not page:
+                    return RawLetter(
+                        letter_id, text(key), text(reason), buried, attempt, text(digest_id), entries
+                    )  # fmt: skip
+        return None
+
+    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
+        limits = terms.limits
+        for shard in await self._all_shards():
+            arguments = (letter_id, pack_delays(terms), pack_limits(limits), int(own))
+            reply = await self._call("replay", shard, *arguments, repeat=False)
+            if isinstance(reply, bytes):
+                raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")
+            match cast("Fields", reply):
+                case [b"missing"]:
+                    continue
+                case [b"open", key]:
+                    raise InvalidState(f"timeline {text(key)!r} has a digest under delivery or in a retry wait")
+                case [b"full", key, size]:
+                    raise LimitExceeded(
+                        f"timeline {text(key)!r} would hold {size} records; its capacity is {limits.capacity}"
+                    )
+                case [status, *_]:
+                    return status == b"ready"
+                case _:
+                    break
+        raise InvalidState(f"there is no dead letter {letter_id!r}")
+
+    async def discard(self, letter_id: str) -> bool:
+        for shard in await self._all_shards():
+            if await self._call("discard", shard, letter_id, repeat=False) == 1:
+                return True
+        return False

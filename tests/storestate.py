@@ -1,0 +1,105 @@
+"""What a store holds, from the reference's memory and from Redis, in one form; and what must be true of it always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodigest.reference import Held, Shard
+
+State = dict[str, Any]
+
+SETS = ("waiting", "ready", "leased")
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
+
+
+def reference_state(machine: Shard) -> State:
+    state: State = {name: {key.encode(): due for key, due in getattr(machine, name).items()} for name in SETS}
+    state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
+    state["layout"] |= {"seen": machine.seen_ms} if machine.seen_ms else {}
+    state["layout"] |= {"hold": machine.hold_ms} if machine.seen_ms else {}
+    timelines = {key.encode(): _timeline(held) for key, held in machine.held.items()}
+    state["timelines"] = {key: timeline for key, timeline in timelines.items() if any(timeline.values())}
+    state["dead"] = {
+        letter.id: (letter.buried_ms, letter.key, letter.reason, letter.attempt, letter.digest_id, list(letter.entries))
+        for letter in machine.dead.values()
+    }
+    return state
+
+
+def _timeline(held: Held) -> State:
+    delivery = held.delivery
+    meta: dict[str, str | int] = {
+        "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
+        "dropped": held.dropped, "flush": int(held.flush),
+    }  # fmt: skip
+    if held.own:
+        meta["own"] = " ".join(map(str, held.own))
+    if held.done:
+        token, digest_id, (status, next_id, left) = held.done
+        meta["done"] = f"{token} {digest_id} {status} {next_id} {left}"
+    if delivery:
+        meta |= {
+            "id": delivery.digest_id, "token": delivery.token, "attempts": delivery.attempts, "part": delivery.part,
+            "open_dropped": delivery.dropped, "cut": delivery.cut_ms, "frozen": int(delivery.frozen),
+            "parted": int(delivery.parted), "since": delivery.deferred_ms, "error": delivery.last_error,
+        }  # fmt: skip
+    return {
+        "log": held.log,
+        "open": delivery.entries if delivery else [],
+        "meta": {name: str(value) for name, value in meta.items() if value},
+    }
+
+
+def redis_state(client: Any, tag: str) -> State:
+    """Read all keys of a shard; fails if one of a timeline has no expiry, or one belongs to nothing."""
+    prefix = f"{{{tag}}}:".encode()
+    keys = sorted(client.scan_iter(match=b"{" + tag.encode() + b"}:*", count=1000))
+    pipe = client.pipeline(transaction=False)
+    for name in (*SETS, "dead"):
+        pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
+    pipe.hgetall(prefix + b"layout")
+    parts = [key for key in keys if key.count(b":", len(prefix)) and not key.startswith(prefix + b"wake")]
+    for key in parts:
+        kind = key[len(prefix) :].partition(b":")[0]
+        pipe.lrange(key, 0, -1) if kind in (b"log", b"open", b"remains") else pipe.hgetall(key)
+        pipe.pttl(key)
+    replies = pipe.execute()
+    state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(SETS, replies[:3], strict=True)}
+    state["layout"] = {name.decode(): int(value) for name, value in replies[4].items() if name != b"version"}
+    remains: dict[bytes, Any] = {}
+    facts: dict[bytes, Any] = {}
+    timelines: dict[bytes, State] = {}
+    for key, value, lifetime in zip(parts, replies[5::2], replies[6::2], strict=True):
+        kind, _, name = key[len(prefix) :].partition(b":")
+        assert lifetime > 0, f"{key!r} has no expiry"
+        if kind == b"remains":
+            remains[name] = value
+        elif kind == b"letter":
+            facts[name] = value
+        else:
+            empty: State = {"log": [], "open": [], "meta": {}}
+            timeline = timelines.setdefault(name, empty)
+            timeline[kind.decode()] = (
+                {field.decode(): text.decode() for field, text in value.items()} if kind == b"meta" else value
+            )
+    state["timelines"] = timelines
+    state["dead"] = {
+        letter.decode(): (
+            int(facts[letter][b"buried"]), facts[letter][b"key"].decode(), facts[letter][b"reason"].decode(),
+            int(facts[letter][b"attempt"]), facts[letter][b"digest"].decode(), remains.pop(letter),
+        )
+        for letter, _ in replies[3]
+    }  # fmt: skip
+    assert not remains, "records of dead letters that are no more"
+    assert set(facts) == {letter for letter, _ in replies[3]}, "facts of dead letters that are no more"
+    return state
+
+
+def check_invariants(state: State) -> None:
+    """A timeline that holds records is in exactly one set, and what is in a set holds records."""
+    scheduled = [key for name in SETS for key in state[name]]
+    holding = [key for key, timeline in state["timelines"].items() if timeline["log"] or timeline["open"]]
+    assert sorted(scheduled) == sorted(holding)
+    for key, timeline in state["timelines"].items():
+        assert bool(timeline["open"]) == ("id" in timeline["meta"]), f"{key!r}: a digest without entries"
+        assert "end" in timeline["meta"] or key not in scheduled

@@ -1,0 +1,129 @@
+"""The examples, each run for real: as a process, on an embedded server of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import BaseModel
+from userland import DEADLINE, ROOT, Program, data_folder, running
+
+from aiodigest import DigestEngine, Entry
+
+EXAMPLES = ROOT / "examples"
+
+
+class Build(BaseModel):
+    """What the service takes: a program that adds has a class of its own."""
+
+    repo: str
+    number: int
+    status: str
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+@asynccontextmanager
+async def service(data: Path) -> AsyncGenerator[tuple[Program, DigestEngine[Build]], None]:
+    """The service, and an engine of another process to add with."""
+    async with running(sys.executable, EXAMPLES / "service.py", data=data) as program:
+        await program.until("connected to the mail server")
+        async with DigestEngine(f"embedded://{data / 'data'}", namespace="builds", value_type=Build) as builds:
+            yield program, builds
+
+
+async def test_the_quickstart_turns_five_events_into_two_messages_and_ends(data: Path) -> None:
+    async with running(sys.executable, EXAMPLES / "quickstart.py", data=data) as program:
+        assert await program.ended() == 0
+    assert program.lines == [
+        "user:42 gets one message: ['build 1 failed']",
+        "user:42 gets one message: ['build 2 failed', 'build 3 failed', 'build 4 failed', 'build 5 failed']",
+    ]
+
+
+async def test_the_service_delivers_what_other_processes_add_and_drains_on_sigterm(data: Path) -> None:
+    async with service(data) as (program, builds):
+        assert await builds.add("ann@example.org", Build(repo="shop", number=7, status="failed"))
+        assert "shop is broken since build 7" in await program.until("to ann@example.org")
+        assert await builds.add("oncall@example.org", Build(repo="shop", number=8, status="fixed"))
+        assert "shop works again with build 8" in await program.until("to oncall@example.org")
+        assert await program.terminate() == 0
+    assert program.lines[-1] == "disconnected from the mail server"
+
+
+async def test_the_service_outlasts_the_limit_of_its_mail_server(data: Path) -> None:
+    async with service(data) as (program, builds):
+        people = {f"user{number}@example.org" for number in range(8)}  # three more than it takes in a second
+        await builds.add_many(Entry(person, Build(repo="shop", number=1, status="failed")) for person in people)
+        told = {(await program.until("to user")).split()[1].rstrip(",") for _ in people}
+        assert told == people
+        assert await program.terminate() == 0
+
+
+async def test_the_service_buries_what_is_for_nobody(data: Path) -> None:
+    async with service(data) as (program, builds):
+        await builds.add("nobody", Build(repo="shop", number=1, status="failed"))
+        await program.until("is a dead letter")
+        assert await program.terminate() == 0
+        assert [(letter.key, letter.reason) async for letter in builds.dead_letters()] == [
+            ("nobody", "550 no mailbox 'nobody'")
+        ]
+
+
+async def test_the_service_keeps_the_one_build_that_it_has_no_text_for(data: Path) -> None:
+    async with service(data) as (program, builds):
+        entries = [
+            Entry("ann@example.org", Build(repo="shop", number=1, status="failed"), "known"),
+            Entry("ann@example.org", Build(repo="shop", number=1, status="flaky"), "unknown"),
+        ]
+        await builds.add_many(entries)
+        await program.until("shop is broken since build 1")
+        assert await program.terminate() == 0
+        timeline = await builds.peek("ann@example.org")
+        assert timeline is not None
+        assert [record.id for record in timeline.records] == ["unknown"]
+        assert timeline.last_error == "unknown: no text for 'flaky' yet"
+
+
+async def test_the_command_runs_the_service_too(data: Path) -> None:
+    async with running("aiodigest", "run", "service:mail", data=data, folder=EXAMPLES) as program:
+        await program.until("connected to the mail server")
+        async with DigestEngine(f"embedded://{data / 'data'}", namespace="builds", value_type=Build) as builds:
+            await builds.add("ann@example.org", Build(repo="shop", number=7, status="failed"))
+            await program.until("to ann@example.org")
+        assert await program.terminate() == 0
+    assert "disconnected from the mail server" in program.lines
+
+
+async def test_the_web_app_delivers_the_first_comment_and_shows_the_second_waiting(data: Path) -> None:
+    command = (sys.executable, "-m", "uvicorn", "--app-dir", "examples", "--port", "0", "fastapi_app:app")
+    async with running(*command, data=data) as program:
+        url = re.search(r"http://\S+", await program.until("Uvicorn running on"))
+        assert url is not None
+        async with httpx.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
+            first = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
+            assert (first.status_code, first.json()) == (202, {"due_now": True})
+            await program.until("mail to bob: 1 new from ann")
+
+            second = await client.post("/users/bob/comments", json={"author": "eve", "text": "hello too"})
+            assert (second.status_code, second.json()) == (202, {"due_now": False})
+            waiting = (await client.get("/users/bob/comments")).json()
+            assert waiting["due"] is not None
+            # the first comment may be there still: it was printed just before its delivery was known
+            assert waiting["comments"][-1] == {"author": "eve", "text": "hello too"}
+            assert (await client.get("/users/ann/comments")).json() == {"due": None, "comments": []}
+            assert (await client.post("/users/bob/comments", json={"author": "eve"})).status_code == 422
+        # uvicorn shuts the app down, and then ends by the signal that it got
+        assert await program.terminate() == -signal.SIGTERM
+    assert any("Application shutdown complete" in line for line in program.lines)
+    assert not any("ERROR" in line for line in program.lines)

@@ -1,0 +1,528 @@
+"""What only a store on a server can get wrong: full servers, broken keys, lost replies, layouts, the doorbell."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import redis.asyncio
+from redis.crc import key_slot
+from servers import Proxy, Server, running_server
+from storestate import check_invariants, redis_state
+
+from aiodigest.backend import Add, Claims, Close, Closed, Lease, Retry
+from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.policy import Policy
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.scripts import tag_of
+from aiodigest.wire import pack, unpack
+
+NOW = 1_700_000_000_000
+LEASE = 60_000
+TERMS = Policy().terms
+LIMITS = TERMS.limits
+
+
+def record(key: str, record_id: str = "a", value: bytes = b"v") -> Add:
+    return Add(key, pack(record_id.encode(), None, value), TERMS)
+
+
+def closing(lease: Lease) -> Close:
+    return Close(lease, lease.size, lease.size, 300_000, LIMITS, LEASE)
+
+
+async def claim(backend: RedisBackend, slots: int = 10) -> Claims:
+    return await backend.claim(0, slots, LEASE, LIMITS)
+
+
+@asynccontextmanager
+async def connected(
+    url: str, namespace: str, shards: int | None = None, timeout: float = 5.0, now: Callable[[], int] | None = None
+) -> AsyncGenerator[RedisBackend]:
+    backend = RedisBackend(url, namespace=namespace, shards=shards, timeout=timeout, now=now)
+    try:
+        await backend.connect()
+        yield backend
+    finally:
+        await backend.aclose()
+
+
+@pytest.fixture
+async def backend(server: Server, namespace: str) -> AsyncIterator[RedisBackend]:
+    async with connected(server.url, namespace) as backend:
+        yield backend
+    with server.client() as client:
+        check_invariants(redis_state(client, namespace))
+
+
+# Full and broken
+
+
+async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> None:
+    with running_server("--maxmemory-policy", "noeviction") as server, server.client() as client:
+        async with connected(server.url, namespace) as backend:
+            for number in range(60):
+                await backend.add(0, [record(f"k{number}", f"{entry}", b"v" * 10_000) for entry in range(10)])
+            first = await claim(backend, 2)
+            client.config_set("maxmemory", "2mb")
+            before = client.info("memory")["used_memory"]
+            [refused] = await backend.add(0, [record("full")])
+            assert isinstance(refused, BackendUnavailable)
+            assert (refused.stored, refused.record_id) == ("no", "a")
+            assert "maxmemory" in str(refused)
+            assert await backend.look("full") is None
+            assert await backend.renew(0, first.leases, LEASE) == [True, True]
+            assert await backend.retry(0, [Retry(first.leases[0], 1_000, "boo", LIMITS)]) == [True]
+            assert await backend.release(0, [first.leases[1]], started=False) == [True]
+            while leases := (await claim(backend)).leases:
+                assert await backend.close(0, [closing(lease) for lease in leases]) == [Closed("closed")] * len(leases)
+            assert client.info("memory")["used_memory"] < before - 5_000_000
+
+
+@pytest.mark.parametrize("kind", ["log", "open", "meta"])
+async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
+    server: Server, namespace: str, kind: str
+) -> None:
+    now = NOW
+    async with connected(server.url, namespace, now=lambda: now) as backend:
+        with server.client() as client:
+            for number in range(3):
+                now += 1
+                await backend.add(0, [record(f"broken{number}")])
+                client.delete(f"{{{namespace}}}:{kind}:broken{number}")
+                client.set(f"{{{namespace}}}:{kind}:broken{number}", "not ours", ex=100)
+            now += 1
+            await backend.add(0, [record("sound")])
+            claims = await claim(backend, 3)
+            assert [lease.key for lease in claims.leases] == ["sound"]
+            assert [key for key, _ in claims.broken] == ["broken0", "broken1", "broken2"]
+            assert all("WRONGTYPE" in problem for _, problem in claims.broken)
+            window = await backend.look("broken0")
+            assert window is not None
+            assert (window.state, window.due_ms) == ("waiting", now + LEASE)
+            assert "WRONGTYPE" in window.last_error
+            assert await backend.delete("broken0")
+            assert await backend.add(0, [record("broken0")]) == [True]
+
+
+async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, server: Server, namespace: str) -> None:
+    await backend.add(0, [record("good"), record("bad")])
+    leases = (await claim(backend)).leases
+    with server.client() as client:
+        client.delete(f"{{{namespace}}}:meta:bad")
+        client.set(f"{{{namespace}}}:meta:bad", "not ours", ex=100)
+    failed, stored = await backend.add(0, [record("bad", "b"), record("good", "b")])
+    assert isinstance(failed, InvalidState)
+    assert stored is False
+    closed = dict(
+        zip((lease.key for lease in leases), await backend.close(0, [closing(lease) for lease in leases]), strict=True)
+    )
+    assert closed["good"] == Closed("closed")
+    assert isinstance(closed["bad"], InvalidState)
+    assert "'bad' is broken" in str(closed["bad"])
+    window = await backend.look("good")
+    assert window is not None
+    assert (window.state, window.logged, window.opened) == ("waiting", 1, 0)
+    await backend.delete("bad")
+
+
+async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, server: Server) -> None:
+    terms = Policy(initial_delay=900, capacity=900, max_size=800).terms
+    adds = [
+        Add(f"k{number % 5}", pack(f"{number // 5 % 1_000}".encode(), None, b"v"), terms) for number in range(10_000)
+    ]
+    with server.client() as client:
+        client.config_resetstat()
+        assert [result for result in await backend.add(0, adds) if result not in (True, False)] == []
+        # 40 batches; each compaction reads some 1,000 entries, after which a call ends
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 50
+    for number in range(5):
+        window = await backend.look(f"k{number}")
+        assert window is not None
+        assert window.logged <= 900 * 5 // 4
+
+
+async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> None:
+    for number in range(40):
+        await backend.add(0, [record("k", f"{number}", b"x" * 50_000)])
+    [lease] = (await claim(backend)).leases
+    assert (lease.size, len(lease.entries)) == (40, 5)
+    entries = [*lease.entries, *await backend.read(0, lease, 5, 1_000)]
+    assert [unpack(entry).id for entry in entries] == [b"%d" % number for number in range(40)]
+    assert entries == await backend.entries("k")
+
+
+# Replies that are lost
+
+
+async def test_a_lost_reply_leaves_an_add_unknown_and_adding_again_keeps_one_record(
+    server: Server, namespace: str
+) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("warm")])
+        requests = proxy.requests
+        proxy.swallow = 1
+        with pytest.raises(BackendUnavailable) as caught:
+            await backend.add(0, [record("k")])
+        assert (caught.value.stored, proxy.requests) == ("unknown", requests + 1)
+        assert await backend.add(0, [record("k")]) == [False]
+        limits = Policy(capacity=1).terms.limits  # a digest over its capacity is compacted
+        leases = (await backend.claim(0, 10, LEASE, limits)).leases
+        assert [len(lease.entries) for lease in leases if lease.key == "k"] == [1]
+
+
+async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(server: Server, namespace: str) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        [lease] = (await claim(backend)).leases
+        proxy.swallow = 1
+        assert await backend.close(0, [closing(lease)]) == [Closed("closed")]
+        assert (await backend.counts())["digests"] == 1
+        await backend.add(0, [record("other")])
+        proxy.swallow, requests = 1, proxy.requests
+        with pytest.raises(BackendUnavailable) as caught:
+            await claim(backend)
+        assert (caught.value.stored, proxy.requests) == ("unknown", requests + 1)
+
+
+async def test_an_add_that_cannot_connect_is_not_stored(namespace: str) -> None:
+    with running_server() as server:
+        async with connected(server.url, namespace) as backend:
+            await backend.add(0, [record("k")])
+            server.stop()
+            with pytest.raises(BackendUnavailable):
+                await backend.add(0, [record("k")])  # on a connection that seems alive
+            with pytest.raises(BackendUnavailable) as caught:
+                await backend.add(0, [record("k")])
+            assert caught.value.stored == "no"
+            server.start()
+            assert await backend.add(0, [record("k")]) == [True]
+
+
+async def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace, timeout=0.05) as backend:
+        await backend.add(0, [record("k")])
+        with server.client() as client:
+            client.execute_command("CLIENT", "PAUSE", 200)
+        with pytest.raises(BackendUnavailable, match="no answer in time") as caught:
+            await backend.add(0, [record("k", "b")])
+        assert caught.value.stored == "unknown"
+        with server.client() as client:
+            client.ping()
+
+
+async def test_a_call_cancelled_at_any_await_leaves_no_connection_a_reply_behind(
+    server: Server, namespace: str
+) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("k"), record("other", "b")])
+        cancelled = 0
+        for steps in range(40):
+            task = asyncio.create_task(backend.look("other"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            cancelled += task.cancel()
+            await asyncio.wait([task])
+            window = await backend.look("k")
+            assert window is not None
+            assert window.key == "k"
+            assert await backend.add(0, [record("k")]) == [False]
+            assert len(await backend.entries("other")) == 1
+        assert cancelled > 3
+
+
+async def test_a_cancelled_first_call_leaves_no_half_made_connection(server: Server, namespace: str) -> None:
+    for steps in range(30):
+        backend = RedisBackend(server.url, namespace=namespace)
+        task = asyncio.create_task(backend.connect())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await backend.connect()
+        await backend.add(0, [record("k")])
+        await backend.aclose()
+    async with connected(server.url, namespace) as backend:
+        await backend.delete("k")
+
+
+async def test_200_concurrent_adds_share_a_few_connections(server: Server, namespace: str) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        results = await asyncio.gather(*(backend.add(0, [record("k", f"{number}")]) for number in range(200)))
+        assert sorted(results) == [[False]] * 199 + [[True]]
+        assert proxy.connections <= 8
+        await backend.delete("k")
+
+
+async def test_two_processes_that_open_a_timeline_at_once_open_one(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace) as one, connected(server.url, namespace) as other:
+        for number in range(20):
+            key = f"k{number}"
+            first, second = await asyncio.gather(one.add(0, [record(key)]), other.add(0, [record(key, "b")]))
+            assert {*first, *second} == {False, True}
+        claims = await asyncio.gather(claim(one, 20), claim(other, 20))
+        assert sorted(lease.key for each in claims for lease in each.leases) == sorted(f"k{n}" for n in range(20))
+
+
+# The server's moods
+
+
+@pytest.mark.parametrize(
+    ("mood", "message"),
+    [
+        (["CONFIG", "SET", "min-replicas-to-write", "1"], "too few replicas"),
+        (["REPLICAOF", "127.0.0.1", "1"], "it is a replica"),
+    ],
+)
+async def test_a_server_that_refuses_writes_is_unavailable(namespace: str, mood: list[str], message: str) -> None:
+    with running_server() as server, server.client() as client:
+        async with connected(server.url, namespace) as backend:
+            await backend.add(0, [record("k")])
+            client.execute_command(*mood)
+            with pytest.raises(BackendUnavailable, match=message):
+                await claim(backend)
+            try:
+                [refused] = await backend.add(0, [record("k", "b")])
+            except BackendUnavailable as error:
+                refused = error
+            assert isinstance(refused, BackendUnavailable)
+            assert (refused.stored, message in str(refused)) == ("no", True)
+
+
+async def test_a_wrong_password_is_a_configuration_error_that_does_not_tell_it(namespace: str) -> None:
+    with running_server() as server, server.client() as client:
+        client.config_set("requirepass", "right")
+        with pytest.raises(ConfigurationError) as caught:
+            async with connected(server.url.replace("unix://", "unix://:wrong@"), namespace):
+                pass
+        assert "wrong@" not in str(caught.value)
+        async with connected(server.url.replace("unix://", "unix://:right@"), namespace) as backend:
+            assert await backend.add(0, [record("k")]) == [True]
+            assert "right" not in repr(backend) + backend.url
+
+
+async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, server: Server) -> None:
+    with server.client() as client:
+        for _ in range(2):
+            client.script_flush()
+            await backend.add(0, [record("k")])
+
+
+async def test_an_emptied_server_gets_its_layout_again(namespace: str) -> None:
+    with running_server() as server, server.client() as client:
+        async with connected(server.url, namespace, shards=2) as backend:
+            shard = backend.shard_of("k")
+            await backend.add(shard, [record("k")])
+            client.flushall()
+            assert await backend.add(shard, [record("k")]) == [True]
+            async with connected(server.url, namespace) as other:
+                assert other.shards == 2
+
+
+async def test_connecting_takes_two_commands_and_a_call_one(server: Server, namespace: str) -> None:
+    with server.client() as client:
+        client.ping()
+        client.config_resetstat()
+        async with connected(server.url, namespace) as backend:
+            await backend.add(0, [record("k")])
+            await backend.look("k")
+            calls = {name: facts["calls"] for name, facts in client.info("commandstats").items()}
+            assert calls["cmdstat_info"] == 1
+            # the layout, the add and the look; each may be unknown to the server, and then sent whole
+            assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 3
+            assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
+
+
+async def test_a_connection_that_was_closed_while_idle_is_replaced_unnoticed(
+    backend: RedisBackend, server: Server
+) -> None:
+    await backend.add(0, [record("k")])
+    with server.client() as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+    for _ in range(50):  # the loop hears that it is closed
+        await asyncio.sleep(0)
+    assert await backend.add(0, [record("k", "b")]) == [False]
+
+
+async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(
+    backend: RedisBackend, server: Server, namespace: str
+) -> None:
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    month = 30 * 86_400_000
+    await backend.close(0, [closing(lease)._replace(cool_ms=month)])
+    with server.client() as client:
+        assert month < client.pttl(f"{{{namespace}}}:meta:k") <= month + 3_600_000
+
+
+# Layouts
+
+
+async def test_another_shard_count_is_refused_with_the_stored_one_named(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace, shards=4):
+        pass
+    with pytest.raises(ConfigurationError, match="has 4 shards, not 2"):
+        async with connected(server.url, namespace, shards=2):
+            pass
+    async with connected(server.url, namespace) as backend:
+        assert backend.shards == 4
+
+
+async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        with server.client() as client:
+            client.hset(f"{{{namespace}}}:layout", "version", "1:1:2")
+        with pytest.raises(ConfigurationError, match="layout 1:1:2"):
+            await backend.add(0, [record("k", "b")])
+        with pytest.raises(ConfigurationError, match="layout 1:1:2"):
+            await claim(backend)
+        await backend.connect()
+        assert await backend.add(0, [record("k", "b")]) == [False]
+
+
+async def test_a_newer_schema_is_refused(server: Server, namespace: str) -> None:
+    with server.client() as client:
+        client.hset(f"{{{namespace}}}:layout", "version", "2:1:1")
+    with pytest.raises(ConfigurationError, match="schema 1"):
+        async with connected(server.url, namespace):
+            pass
+
+
+@pytest.mark.parametrize("shards", [2, 3, 16, 1024])
+def test_each_shard_has_a_tag_in_its_own_part_of_the_slots(shards: int) -> None:
+    for shard in range(shards):
+        slot = key_slot(f"{{{tag_of('mail', shard, shards)}}}:ready".encode())
+        assert shard == slot * shards // 16_384
+
+
+async def test_timelines_of_several_shards_are_found_again(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace, shards=3) as backend:
+        keys = [f"k{number}" for number in range(30)]
+        for key in keys:
+            assert await backend.add(backend.shard_of(key), [record(key)]) == [True]
+        assert {backend.shard_of(key) for key in keys} == {0, 1, 2}
+        assert (await backend.counts())["ready"] == 30
+        found = [window.key for shard in range(3) for window in await backend.page(shard, "ready", 0, 100)]
+        assert sorted(found) == sorted(keys)
+
+
+@pytest.mark.parametrize("namespace", ["", "a:b", "{a}", "a" * 65, "a b", "ä"])
+def test_a_namespace_that_could_collide_is_refused(namespace: str) -> None:
+    with pytest.raises(ConfigurationError, match="a namespace is"):
+        RedisBackend("redis://localhost", namespace=namespace)
+
+
+@pytest.mark.parametrize("shards", [0, -1, 1025])
+def test_a_shard_count_out_of_range_is_refused(shards: int) -> None:
+    with pytest.raises(ConfigurationError, match="from 1 to 1024"):
+        RedisBackend("redis://localhost", namespace="mail", shards=shards)
+
+
+# The doorbell
+
+
+async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_for_nothing_else(
+    backend: RedisBackend,
+) -> None:
+    bell = (await claim(backend)).bell
+    sleeper = asyncio.create_task(backend.wait(0, bell))
+    later = Add("k", pack(b"a", None, b"v"), Policy(initial_delay=60).terms)
+    await backend.add(0, [later])
+    await sleeper
+    bell = (await claim(backend)).bell
+    sleeper = asyncio.create_task(backend.wait(0, bell))
+    await backend.add(0, [later, Add("last", pack(b"a", None, b"v"), Policy(initial_delay=90).terms)])
+    assert (await claim(backend)).bell == bell
+    await backend.add(0, [record("now"), record("too")])
+    await sleeper
+    assert (await claim(backend)).bell != bell
+
+
+async def test_a_ring_between_claim_and_sleep_is_not_missed(backend: RedisBackend) -> None:
+    bell = (await claim(backend)).bell
+    await backend.add(0, [record("k")])
+    await backend.wait(0, bell)
+
+
+async def test_a_cancelled_sleep_can_be_slept_again(backend: RedisBackend) -> None:
+    bell = (await claim(backend)).bell
+    for steps in range(30):
+        sleeper = asyncio.create_task(backend.wait(0, bell))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        sleeper.cancel()
+        await asyncio.wait([sleeper])
+    sleeper = asyncio.create_task(backend.wait(0, bell))
+    await backend.add(0, [record("k")])
+    await sleeper
+
+
+async def test_a_backend_may_be_connected_again_from_another_loop(server: Server, namespace: str) -> None:
+    backend = RedisBackend(server.url, namespace=namespace)
+
+    async def once() -> list[object]:
+        await backend.connect()
+        try:
+            return list(await backend.add(0, [record("k")]))
+        finally:
+            await backend.aclose()
+
+    assert await asyncio.to_thread(asyncio.run, once()) == [True]
+    assert await asyncio.to_thread(asyncio.run, once()) == [False]
+    with pytest.raises(BackendUnavailable, match="not connected"):
+        await backend.look("k")
+
+
+# Replicas and shared connections
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_an_add_waits_until_so_many_replicas_have_it_and_else_says_that_it_may_be_stored(namespace: str) -> None:
+    port = free_port()
+    with (
+        running_server("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0") as primary,
+        running_server("--replicaof", "127.0.0.1", str(port)) as replica,
+    ):
+        with replica.client() as client:
+            async with asyncio.timeout(20):
+                while client.info("replication")["master_link_status"] != "up":
+                    await asyncio.sleep(0.01)
+        source = RedisBackend(primary.url, namespace=namespace, wait_replicas=1)
+        await source.connect()
+        assert await source.add(0, [record("key")]) == [True]
+        with replica.client() as client:
+            assert client.llen(f"{{{namespace}}}:log:key") == 1
+        await source.aclose()
+        greedy = RedisBackend(primary.url, namespace=namespace, wait_replicas=2, timeout=0.2)
+        await greedy.connect()
+        with pytest.raises(BackendUnavailable, match="1 replicas .* not 2") as raised:
+            await greedy.add(0, [record("other")])
+        assert raised.value.stored == "unknown"
+        window = await greedy.look("other")
+        assert window is not None
+        await greedy.aclose()
+
+
+async def test_backends_given_the_same_client_share_its_connections(server: Server, namespace: str) -> None:
+    async with redis.asyncio.Redis(unix_socket_path=server.socket) as given:
+        first, second = (RedisBackend(given, namespace=namespace) for _ in range(2))
+        await first.connect()
+        with server.client() as client:
+            before = client.info("clients")["connected_clients"]
+            await second.connect()
+            assert await second.add(0, [record("key")]) == [True]
+            assert client.info("clients")["connected_clients"] == before
+        await first.aclose()
+        assert await second.look("key") is not None
+        await second.aclose()
+        with pytest.raises(BackendUnavailable, match="not connected"):
+            await second.look("key")

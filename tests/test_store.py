@@ -1,0 +1,551 @@
+"""What a store promises: each test runs on the in-memory reference and on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from servers import Server
+from storestate import check_invariants, redis_state
+
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Move, Retry
+from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
+from aiodigest.memory import ReferenceBackend
+from aiodigest.policy import Policy
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.wire import pack, unpack
+
+NOW = 1_700_000_000_000
+LEASE = 60_000
+MINUTE = 60_000
+DAY = 86_400_000
+
+
+@dataclass
+class Store:
+    """A backend whose clock the test moves, and its calls with few arguments."""
+
+    backend: Backend
+    now: int = NOW
+    policy: Policy = field(default_factory=Policy)
+
+    async def add(
+        self, key: str, *records: str, policy: Policy | None = None, value: str = "v", timestamp: float | None = None
+    ) -> list[bool | AiodigestError]:
+        """Add records by their ids, in one call."""
+        stamp = None if timestamp is None else round(timestamp * 1_000_000)
+        terms = (policy or self.policy).terms
+        own = policy is not None
+        adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
+        return await self.backend.add(self.backend.shard_of(key), adds)
+
+    async def claims(self, slots: int = 10) -> Claims:
+        return await self.backend.claim(0, slots, LEASE, self.policy.terms.limits)
+
+    async def claim(self) -> Lease:
+        """The only digest that is due."""
+        [lease] = (await self.claims()).leases
+        return lease
+
+    async def lapse(self) -> None:
+        """Let a lease go by, while a worker without free slots looks in as often as workers do."""
+        for _ in range(3):
+            self.now += LEASE // 3
+            await self.claims(0)
+
+    async def close(self, lease: Lease, taken: int | None = None, *, cool: int = 300_000, letter: str = "") -> Closed:
+        taken = lease.size if taken is None else taken
+        letters = [Letter(letter)] if letter else []
+        delivered = 0 if letter else taken
+        close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, letters=letters)
+        [closed] = await self.backend.close(0, [close])
+        assert isinstance(closed, Closed)
+        return closed
+
+    async def retry(
+        self, lease: Lease, delay: int = 1_000, failed: Sequence[str] | None = None, *, unknown: bool = False
+    ) -> bool:
+        ids = None if failed is None else [record.encode() for record in failed]
+        limits = self.policy.terms.limits
+        [kept] = await self.backend.retry(0, [Retry(lease, delay, "boo", limits, lease.size, ids, 0, False, unknown)])
+        assert isinstance(kept, bool)
+        return kept
+
+    async def release(self, lease: Lease, *, started: bool) -> bool:
+        [released] = await self.backend.release(0, [lease], started)
+        assert isinstance(released, bool)
+        return released
+
+    async def due(self, key: str) -> int:
+        """When a timeline is due, in ms since the tests' beginning."""
+        window = await self.backend.look(key)
+        assert window is not None
+        return window.due_ms - NOW
+
+    async def state(self, key: str) -> str | None:
+        window = await self.backend.look(key)
+        return window and window.state
+
+    async def held(self, key: str) -> list[tuple[str, str]]:
+        return records(await self.backend.entries(key))
+
+
+def records(entries: Sequence[bytes]) -> list[tuple[str, str]]:
+    """Ids and values."""
+    return [(unpack(entry).id.decode(), unpack(entry).value.decode()) for entry in entries]
+
+
+def ids(lease: Lease) -> list[str]:
+    return [record for record, _ in records(lease.entries)]
+
+
+@pytest.fixture(params=["reference", "redis"])
+async def store(request: pytest.FixtureRequest, server: Server, namespace: str) -> AsyncIterator[Store]:
+    numbers = count(1)
+    store: Store
+
+    def now() -> int:
+        return store.now
+
+    def nonce() -> str:
+        return f"n{next(numbers)}"
+
+    if request.param == "reference":
+        store = Store(ReferenceBackend(now=now, nonce=nonce))
+        yield store
+        return
+    backend = RedisBackend(server.url, namespace=namespace, now=now, nonce=nonce)
+    store = Store(backend)
+    await backend.connect()
+    yield store
+    await backend.aclose()
+    with server.client() as client:
+        check_invariants(redis_state(client, namespace))
+
+
+# Records and digests
+
+
+async def test_the_first_record_is_due_at_once_and_its_digest_holds_what_came_until_then(store: Store) -> None:
+    assert await store.add("k", "a", "b") == [True, False]
+    assert await store.add("k", "c") == [False]
+    lease = await store.claim()
+    assert (ids(lease), lease.attempt, lease.iteration, lease.dropped, lease.due_ms) == (["a", "b", "c"], 1, 1, 0, NOW)
+    assert await store.close(lease) == Closed("closed")
+    assert await store.state("k") is None
+
+
+async def test_a_record_added_again_under_delivery_is_in_the_next_digest_with_its_new_value(store: Store) -> None:
+    await store.add("k", "a", value="old")
+    lease = await store.claim()
+    await store.add("k", "a", value="new")
+    await store.close(lease)
+    store.now += 300_000 + 30_000
+    assert records((await store.claim()).entries) == [("a", "new")]
+
+
+async def test_nothing_is_removed_from_a_digest_under_delivery(store: Store) -> None:
+    await store.add("k", "u", "v")
+    first = await store.claim()
+    assert not await store.backend.remove("k", b"u", store.policy.terms.limits)
+    await store.lapse()
+    second = await store.claim()
+    assert (second.digest_id, ids(second)) == (first.digest_id, ["u", "v"])
+
+
+async def test_a_release_after_the_callback_started_keeps_id_and_values(store: Store) -> None:
+    await store.add("k", "u", value="old")
+    first = await store.claim()
+    await store.add("k", "u", value="new")
+    assert await store.release(first, started=True)
+    second = await store.claim()
+    assert (second.digest_id, records(second.entries), second.attempt) == (first.digest_id, [("u", "old")], 1)
+    await store.close(second, cool=0)
+    assert records((await store.claim()).entries) == [("u", "new")]
+
+
+async def test_a_release_before_the_callback_started_lets_newer_records_in(store: Store) -> None:
+    await store.add("k", "u", value="old")
+    first = await store.claim()
+    await store.add("k", "u", value="new")
+    await store.release(first, started=False)
+    second = await store.claim()
+    assert second.digest_id != first.digest_id
+    assert (records(second.entries), second.attempt) == ([("u", "new")], 1)
+
+
+async def test_after_an_unknown_outcome_a_partial_failure_keeps_all_under_the_first_id(store: Store) -> None:
+    await store.add("k", "u", "v")
+    first = await store.claim()
+    await store.lapse()
+    second = await store.claim()
+    assert await store.retry(second, failed=["v"])
+    store.now += 1_000
+    third = await store.claim()
+    assert (third.digest_id, ids(third), third.attempt) == (first.digest_id, ["u", "v"], 3)
+
+
+async def test_a_partial_failure_keeps_what_failed_under_a_new_id(store: Store) -> None:
+    await store.add("k", "u", "v", "w")
+    first = await store.claim()
+    assert await store.retry(first, failed=["v"])
+    await store.add("k", "x")
+    store.now += 1_000
+    second = await store.claim()
+    assert second.digest_id != first.digest_id
+    assert (ids(second), second.attempt, second.last_error) == (["v", "x"], 2, "boo")
+
+
+async def test_a_partial_failure_that_names_no_record_of_the_digest_keeps_all(store: Store) -> None:
+    await store.add("k", "u", "v")
+    first = await store.claim()
+    assert await store.retry(first, failed=["stranger"])
+    store.now += 1_000
+    assert ids(await store.claim()) == ["u", "v"]
+
+
+async def test_what_was_trimmed_does_not_come_back_when_a_newer_record_is_removed(store: Store) -> None:
+    policy = Policy(capacity=4)
+    await store.add("k", "a", "b", "c", "d", "e", policy=policy)
+    assert await store.backend.remove("k", b"e", policy.terms.limits)
+    assert ids(await store.claim()) == ["b", "c", "d"]
+
+
+async def test_capacity_keeps_the_newest_by_arrival_whatever_their_timestamps(store: Store) -> None:
+    policy = Policy(capacity=3)
+    for number in range(20):
+        await store.add("k", f"r{number}", policy=policy, timestamp=1_000_000 - number)
+    lease = await store.claim()
+    assert (ids(lease), lease.dropped) == (["r17", "r18", "r19"], 17)
+    assert (await store.backend.counts())["dropped"] == 17
+
+
+async def test_capacity_holds_after_each_merge_of_a_digest_that_fails_again_and_again(store: Store) -> None:
+    policy = Policy(capacity=4)
+    for attempt in range(6):
+        await store.add("k", *(f"{attempt}-{number}" for number in range(4)), policy=policy)
+        lease = await store.claim()
+        assert ids(lease) == [f"{attempt}-{number}" for number in range(4)]
+        assert lease.dropped == 4 * attempt
+        await store.retry(lease)
+        store.now += 1_000
+
+
+async def test_a_digest_of_8000_records_is_delivered_whole(store: Store) -> None:
+    policy = Policy(capacity=10_000)
+    for start in range(0, 8_000, 1_000):
+        await store.add("k", *(f"{number}" for number in range(start, start + 1_000)), policy=policy)
+    lease = await store.claim()
+    entries = list(lease.entries)
+    while len(entries) < lease.size:
+        entries += await store.backend.read(0, lease, len(entries), 1_000)
+    assert [record for record, _ in records(entries)] == [f"{number}" for number in range(8_000)]
+    assert await store.close(lease) == Closed("closed")
+
+
+async def test_4000_due_timelines_are_promoted_in_slices_oldest_first(store: Store) -> None:
+    store.policy = Policy(initial_delay=1)
+    for number in range(4_000):
+        store.now += number % 2
+        await store.add(f"k{number}", "a")
+    store.now += 1_000
+    promoted = await store.backend.schedule()
+    assert len(promoted) == 1_000
+    assert (await store.backend.counts())["ready"] == 1_000
+    claims = await store.claims(3)
+    assert [lease.key for lease in claims.leases] == ["k0", "k1", "k2"]
+    assert claims.wait_ms == 0
+
+
+async def test_record_timestamps_never_schedule(store: Store) -> None:
+    assert await store.add("old", "a", timestamp=NOW / 1000 - 400) == [True]
+    assert await store.add("new", "a", timestamp=NOW / 1000 + 7_200) == [True]
+    assert {lease.key for lease in (await store.claims()).leases} == {"old", "new"}
+
+
+async def test_max_age_leaves_old_records_to_the_worker_with_the_cut_frozen_in_the_digest(store: Store) -> None:
+    policy = Policy(max_age=100)
+    await store.add("k", "old", policy=policy, timestamp=NOW / 1000 - 101)
+    await store.add("k", "new", policy=policy)
+    first = await store.claim()
+    assert first.cut_ms == NOW - 100_000
+    await store.release(first, started=True)
+    store.now += 500_000
+    assert (await store.claim()).cut_ms == first.cut_ms
+
+
+@pytest.mark.parametrize("other", [0, 1])
+async def test_any_string_is_a_key_of_its_own(store: Store, other: int) -> None:
+    keys = ["T", "T:log", "T:d", "{T}", "}", "T\0", "😀" * 256]
+    for key in keys:
+        assert await store.add(key, key[:10], "T") == [True, False]
+    claims = await store.claims()
+    assert sorted(lease.key for lease in claims.leases) == sorted(keys)
+    for lease in claims.leases:
+        assert ids(lease) == [lease.key[:10], "T"]
+    await store.backend.delete(keys[other])
+    for lease in claims.leases:
+        expected = Closed("deleted") if lease.key == keys[other] else Closed("closed")
+        assert await store.close(lease) == expected
+
+
+# When timelines are due
+
+
+async def test_a_push_when_the_due_time_has_passed_leaves_it(store: Store) -> None:
+    store.policy = Policy(initial_delay=10)
+    await store.add("k", "a")
+    store.now += 10_000
+    assert await store.add("k", "b") == [False]
+    assert await store.due("k") == 10_000
+    assert ids(await store.claim()) == ["a", "b"]
+
+
+async def test_each_add_in_a_cool_down_pushes_the_due_time_up_to_the_maximum(store: Store) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim())
+    for seconds, due in ((10, 330), (20, 360), (30, 390)):
+        store.now = NOW + seconds * 1_000
+        assert await store.add("k", "b") == [False]
+        assert await store.due("k") == due * 1_000
+    for seconds in range(31, 391):
+        store.now = NOW + seconds * 1_000
+        await store.add("k", "b")
+    assert await store.due("k") == 1_800_000
+
+
+@pytest.mark.parametrize(("after", "iteration"), [(-1, 2), (0, 1), (1, 1)])
+async def test_an_add_before_the_end_of_the_cool_down_waits_and_one_at_or_after_it_is_ready(
+    store: Store, after: int, iteration: int
+) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim())
+    store.now += 300_000 + after
+    assert await store.add("k", "b") == [after >= 0]
+    assert await store.due("k") == (330_000 if after < 0 else 300_000 + after)
+    store.now = NOW + 330_000
+    assert (await store.claim()).iteration == iteration
+
+
+async def test_the_cool_down_outlives_any_ttl_shorter_than_itself(store: Store) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim(), cool=30 * DAY)
+    store.now += 30 * DAY - 1
+    assert await store.add("k", "b") == [False]
+
+
+async def test_max_size_distinct_records_are_due_at_once(store: Store) -> None:
+    store.policy = Policy(initial_delay=100, max_size=3)
+    assert await store.add("k", "a", "b", "b", "a") == [False, False, False, False]
+    assert await store.add("k", "c") == [True]
+    assert await store.due("k") == 0
+
+
+async def test_reschedule_moves_a_waiting_timeline_and_no_other(store: Store) -> None:
+    store.policy = Policy(initial_delay=100)
+    await store.add("k", "a")
+    assert await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=5_000)) == NOW + 5_000
+    assert await store.backend.reschedule("k", Move(Policy(initial_delay=7).terms)) == NOW + 7_000
+    assert await store.backend.reschedule("k", Move(store.policy.terms, at_ms=NOW - 1)) == NOW
+    with pytest.raises(InvalidState, match="not waiting"):
+        await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=1))
+
+
+async def test_a_flush_makes_a_timeline_ready_now_or_after_the_delivery_under_way(store: Store) -> None:
+    store.policy = Policy(initial_delay=100)
+    await store.add("k", "a")
+    assert await store.backend.flush("k")
+    lease = await store.claim()
+    await store.add("k", "b")
+    assert await store.backend.flush("k")
+    await store.close(lease)
+    assert await store.state("k") == "ready"
+    assert not await store.backend.flush("nobody")
+
+
+# Leases
+
+
+async def test_a_stale_close_changes_nothing(store: Store) -> None:
+    await store.add("k", "a")
+    first = await store.claim()
+    await store.lapse()
+    second = await store.claim()
+    assert await store.close(first) == Closed("lost")
+    assert not await store.retry(first)
+    assert not await store.release(first, started=True)
+    assert await store.backend.renew(0, [first], LEASE) == [False]
+    with pytest.raises(LeaseLost):
+        await store.backend.read(0, first, 0, 10)
+    assert (await store.held("k"), await store.state("k")) == ([("a", "v")], "leased")
+    assert await store.close(second) == Closed("closed")
+
+
+async def test_a_late_close_wins_until_another_claims_and_repeated_it_answers_the_same(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    store.now += LEASE
+    assert await store.backend.maintenance() == ["k"]
+    assert await store.close(lease) == Closed("closed")
+    assert await store.close(lease) == Closed("closed")
+    assert await store.state("k") is None
+
+
+async def test_a_late_renewal_leases_again(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    store.now += LEASE
+    await store.backend.maintenance()
+    assert await store.backend.renew(0, [lease], LEASE) == [True]
+    assert (await store.state("k"), await store.due("k")) == ("leased", 2 * LEASE)
+
+
+async def test_a_part_is_closed_once_however_often_it_is_said(store: Store) -> None:
+    store.policy = Policy(max_size=2)
+    await store.add("k", "a", "b", "c", "d", "e")
+    lease = await store.claim()
+    assert (lease.size, lease.part) == (5, 2)
+    closed = await store.close(lease, 2)
+    assert (closed.status, closed.left) == ("part", 3)
+    assert await store.close(lease, 2) == closed
+    await store.lapse()
+    again = await store.claim()
+    assert (again.digest_id, ids(again), again.attempt) == (closed.digest_id, ["c", "d", "e"], 2)
+
+
+async def test_a_dead_worker_is_recovered_from_within_two_leases_also_after_ten_idle_minutes(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    store.now += 10 * MINUTE
+    claims = await store.claims()
+    assert (claims.leases, claims.wait_ms) == ([], LEASE)
+    await store.lapse()
+    assert (await store.claim()).attempt == 2
+
+
+async def test_holders_may_renew_after_an_outage_before_anything_is_recovered(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    store.now += 10 * MINUTE
+    assert (await store.claims()).leases == []
+    assert await store.backend.maintenance() == []
+    assert await store.backend.renew(0, [lease], LEASE) == [True]
+    assert await store.close(lease) == Closed("closed")
+
+
+async def test_the_close_of_a_deleted_timeline_hears_so_and_spares_what_came_since(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    assert await store.backend.delete("k")
+    assert not await store.backend.delete("k")
+    await store.add("k", "b")
+    assert await store.close(lease) == Closed("deleted")
+    assert await store.held("k") == [("b", "v")]
+
+
+async def test_an_attempt_is_given_back_for_a_day_a_digest(store: Store) -> None:
+    await store.add("k", "a")
+    limits = store.policy.terms.limits
+    attempts: list[int] = []
+    for _ in range(4):
+        lease = await store.claim()
+        attempts.append(lease.attempt)
+        retry = Retry(lease, DAY // 2, "busy", limits, give_back=True)
+        assert await store.backend.retry(0, [retry]) == [True]
+        store.now += DAY // 2
+    assert attempts == [1, 1, 1, 1]
+    assert (await store.claim()).attempt == 2
+
+
+async def test_digest_closes_on_leaving_and_keeps_every_record_on_an_exception(store: Store) -> None:
+    await store.add("k", "a", "b")
+    given: list[Lease] = []
+
+    async def deliver() -> None:
+        async with store.backend.digest("k", store.policy) as lease:
+            given.append(lease)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await deliver()
+    async with store.backend.digest("k", store.policy) as lease:
+        assert (lease.digest_id, ids(lease)) == (given[0].digest_id, ["a", "b"])
+    with pytest.raises(InvalidState, match="not ready"):
+        async with store.backend.digest("k", store.policy):
+            pass
+
+
+# Endings
+
+
+async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(store: Store) -> None:
+    store.policy = Policy(ttl=3_600)
+    await store.add("k", "a", "b", "a")
+    store.now += 3_600_000 + 3_600_000 // 64
+    claims = await store.claims()
+    assert (claims.leases, claims.expired) == ([], [("k", 2)])
+    assert ((await store.backend.counts())["expired"], await store.state("k")) == (2, None)
+
+
+async def test_a_touch_extends_the_life_of_records(store: Store) -> None:
+    store.policy = Policy(ttl=3_600, initial_delay=1_800)
+    await store.add("k", "a")
+    store.now += 3_000_000
+    await store.add("k", "b")
+    store.now += 3_000_000
+    assert ids(await store.claim()) == ["a", "b"]
+
+
+async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_newer_values(store: Store) -> None:
+    await store.add("k", "x", "y", value="old")
+    assert await store.close(await store.claim(), letter="no good") == Closed("closed")
+    [name] = await store.backend.letters(0, 0, 10)
+    letter = await store.backend.letter(name)
+    assert letter is not None
+    assert (letter.key, letter.reason, records(letter.entries)) == ("k", "no good", [("x", "old"), ("y", "old")])
+    await store.add("k", "x", value="new")
+    assert await store.backend.replay(name, store.policy.terms, False) is False
+    assert await store.held("k") == [("x", "old"), ("y", "old"), ("x", "new")]
+    assert await store.backend.letters(0, 0, 10) == []
+    with pytest.raises(InvalidState, match="no dead letter"):
+        await store.backend.replay(name, store.policy.terms, False)
+
+
+async def test_a_replay_waits_until_no_digest_is_open(store: Store) -> None:
+    await store.add("k", "x", value="old")
+    await store.close(await store.claim(), letter="no good", cool=0)
+    [name] = await store.backend.letters(0, 0, 10)
+    await store.add("k", "x", value="new")
+    await store.retry(await store.claim())
+    with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
+        await store.backend.replay(name, store.policy.terms, False)
+    assert await store.backend.letters(0, 0, 10) == [name]
+    store.now += 1_000
+    lease = await store.claim()
+    assert records(lease.entries) == [("x", "new")]
+    await store.close(lease, cool=0)
+    assert await store.backend.replay(name, store.policy.terms, False)
+    assert records((await store.claim()).entries) == [("x", "old")]
+
+
+async def test_a_replay_over_capacity_changes_nothing(store: Store) -> None:
+    policy = Policy(capacity=2)
+    await store.add("k", "a", "b", policy=policy)
+    await store.close(await store.claim(), letter="no good", cool=0)
+    [name] = await store.backend.letters(0, 0, 10)
+    await store.add("k", "b", "c", policy=policy)
+    with pytest.raises(LimitExceeded, match="3 records"):
+        await store.backend.replay(name, policy.terms, True)
+    assert await store.backend.letters(0, 0, 10) == [name]
+    assert [record for record, _ in await store.held("k")] == ["b", "c"]
+
+
+async def test_a_discarded_letter_is_gone(store: Store) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim(), letter="no good")
+    [name] = await store.backend.letters(0, 0, 10)
+    assert await store.backend.discard(name)
+    assert not await store.backend.discard(name)
+    assert await store.backend.letter(name) is None
