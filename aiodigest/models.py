@@ -1,20 +1,28 @@
-"""What users hold: records and digests, and views of what the store keeps. All are frozen."""
+"""What users hold: records and digests, and views of what the store keeps. All are frozen.
+
+The generic ones have no slots: with them Python 3.11 refuses ``Digest[int](...)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal
 from uuid import uuid4
 
-T = TypeVar("T", covariant=True)
+from pydantic import JsonValue
+from typing_extensions import TypeVar
+
+T = TypeVar("T", covariant=True, default=JsonValue)
 
 State = Literal["waiting", "ready", "leased"]
+"""The state of a timeline that holds records: not due yet, due, or under delivery."""
+
 Result = Literal["delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record(Generic[T]):
     """One notification, alert or event. ``timestamp`` (aware, UTC) orders records and never schedules."""
 
@@ -23,7 +31,7 @@ class Record(Generic[T]):
     timestamp: datetime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Digest(Generic[T]):
     """The records of one delivery, ordered by timestamp, then by arrival.
 
@@ -41,7 +49,7 @@ class Digest(Generic[T]):
     iteration: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry(Generic[T]):
     """One add of ``add_many``; see ``DigestEngine.add`` for the fields."""
 
@@ -51,7 +59,7 @@ class Entry(Generic[T]):
     timestamp: datetime | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline(Generic[T]):
     """A view of a timeline that holds records.
 
@@ -74,7 +82,7 @@ class Timeline(Generic[T]):
     records: Sequence[Record[T | bytes]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeadLetter(Generic[T]):
     """Records that will not be delivered unless they are replayed; kept for 30 days.
 

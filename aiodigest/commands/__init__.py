@@ -1,0 +1,1 @@
+"""The command ``aiodigest``. It uses the public names of aiodigest, as anybody's program would."""

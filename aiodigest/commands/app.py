@@ -1,0 +1,86 @@
+"""The commands by their names, and the exit code of each end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from io import TextIOWrapper
+from typing import Annotated, Protocol, runtime_checkable
+
+import typer
+
+from aiodigest import AiodigestError, __version__
+from aiodigest.commands import inspect
+from aiodigest.commands.demo import demo
+from aiodigest.commands.options import FAILED, INTERRUPTED, exit_code, help_without_command
+from aiodigest.commands.pipe import EXAMPLES, pipe
+from aiodigest.commands.run import run as run_engines
+from aiodigest.commands.words import say
+
+ABOUT = "One event sends at once; a burst sends one more message, not five hundred."
+
+app = typer.Typer(
+    help=ABOUT,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command(epilog=EXAMPLES)(pipe)
+app.command("run")(run_engines)
+for look in (inspect.stats, inspect.timelines, inspect.show, inspect.flush, inspect.delete):
+    app.command()(look)
+app.add_typer(inspect.dead, name="dead")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"aiodigest {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """See ABOUT; without a command this is the help."""
+    help_without_command(context)
+
+
+@runtime_checkable
+class Complaint(Protocol):
+    """What the command line library raises about its arguments, wherever it keeps the class of it."""
+
+    exit_code: int
+    ctx: typer.Context | None
+
+    def format_message(self) -> str: ...
+
+
+def run() -> int:
+    """Run the command line; what goes wrong is one line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no key may be too strange to be shown
+    logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python shows warnings of its own accord
+    try:
+        code: object = app(prog_name="aiodigest", standalone_mode=False)
+    except AiodigestError as error:
+        say(str(error))
+        return exit_code(error)
+    except typer.Abort:
+        say("nothing was done")
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, Complaint):
+            raise
+        command = error.ctx.command_path if error.ctx is not None else "aiodigest"
+        say(f"{error.format_message()} (see {command} --help)")
+        return error.exit_code
+    return code if isinstance(code, int) else 0

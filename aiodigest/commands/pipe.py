@@ -1,0 +1,194 @@
+"""``aiodigest pipe``: a stream of JSON in, digests out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from aiodigest import BackendUnavailable, DigestEngine, Policy
+from aiodigest.commands import fields, lock
+from aiodigest.commands.lines import Intake, Source, sources
+from aiodigest.commands.options import EMBEDDED, FAILED, USAGE, Shards, Timeout, Url, checked, duration, log_to_stderr
+from aiodigest.commands.output import Output, prepare
+from aiodigest.commands.piping import Pipe, pipe_engine, verdict
+from aiodigest.commands.render import Render, coloured_block, json_line, text_block
+from aiodigest.commands.words import say
+
+
+class Format(StrEnum):
+    """How digests are printed."""
+
+    text = "text"
+    json = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a pipe was asked to do."""
+
+    files: tuple[Path, ...]
+    shape: fields.Shape
+    output: Format
+    policy: Policy
+    url: str
+    namespace: str
+    shards: int | None
+    timeout: float
+    follow: bool
+    strict: bool
+
+
+def _due(text: str, **settings: Any) -> Any:
+    return typer.Option(rich_help_panel="When a digest is due", help=text, **settings)
+
+
+def _delay(shown: str | None, text: str) -> Any:
+    return _due(text, parser=duration, metavar="DURATION", show_default=shown or False)
+
+
+Group: TypeAlias = Annotated[
+    fields.Template,
+    typer.Option(
+        "--group-by",
+        parser=checked(fields.Template.parse),
+        metavar="FIELD",
+        show_default=False,
+        help="What makes lines belong together: repository, payload.sender.login, or {event}:{repository}.",
+    ),
+]
+Id: TypeAlias = Annotated[
+    fields.Template | None,
+    typer.Option(
+        "--id",
+        parser=checked(fields.Template.parse),
+        metavar="FIELD",
+        help="What names a line within its group: a later one replaces one that waits. [default: all are different]",
+    ),
+]
+Timestamp: TypeAlias = Annotated[
+    fields.Path | None,
+    typer.Option(
+        "--timestamp",
+        parser=checked(fields.Path),
+        metavar="FIELD",
+        help="What orders the lines of a digest: ISO 8601 (UTC if it names no zone) or epoch seconds. "
+        "[default, and where it is null: the time of arrival]",
+    ),
+]
+
+
+EXAMPLES = """\b
+Examples:
+  journalctl -fo json | aiodigest pipe --group-by _SYSTEMD_UNIT --minimum-delay 1m
+  aiodigest pipe --group-by '{event}:{repository}' --id id -o json < events.ndjson
+  aiodigest pipe --follow app.log --group-by user.id --initial-delay 30s
+"""
+
+
+def pipe(
+    group_by: Group,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", show_default=False, help="[default: standard input]")
+    ] = None,
+    id: Id = None,
+    timestamp: Timestamp = None,
+    output: Annotated[Format, typer.Option("--output", "-o", help="For people, or a digest a line.")] = Format.text,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more at the end of a file.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at a malformed line: deliver what came before it, and exit 1.")
+    ] = False,
+    initial_delay: Annotated[float, _delay("0", "From the first line of a group to its digest.")] = 0.0,
+    minimum_delay: Annotated[float, _delay("5m", "From a digest of a group to its next.")] = 300.0,
+    increment_delay: Annotated[float, _delay("30s", "Each line puts the digest that it waits for off.")] = 30.0,
+    maximum_delay: Annotated[float, _delay("30m", "No digest is put off longer.")] = 1800.0,
+    max_size: Annotated[int | None, _due("So many lines are due at once, and no digest has more.", min=1)] = None,
+    capacity: Annotated[
+        int, _due("A group keeps its newest lines; exit 1 if any is dropped.", min=1, max=10_000)
+    ] = 1000,
+    max_age: Annotated[float | None, _delay(None, "Leave out lines that are older when they are due.")] = None,
+    ttl: Annotated[float, _delay("7d", "Forget a group that nobody came back for.")] = 604_800.0,
+    url: Url = EMBEDDED,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Where lines wait. [default: made from the other arguments]", show_default=False),
+    ] = None,
+    shards: Shards = None,
+    timeout: Timeout = 5.0,
+) -> int:
+    """Group a stream of JSON objects, one a line, and print each group as digests.
+
+    The first line of a group is printed at once; what follows waits and comes together. At the end of the input all
+    that waits is printed. What was read is kept: after a crash, the same command on the same machine prints it. The
+    same command cannot run twice at once there, unless --namespace tells them apart.
+    """
+    policy = Policy(
+        initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
+        maximum_delay=maximum_delay, max_size=max_size, capacity=capacity, max_age=max_age, ttl=ttl,
+    )  # fmt: skip
+    shape = fields.Shape(group_by, id, timestamp)
+    paths = tuple(files or ())
+    if follow and (not paths or Path("-") in paths):
+        raise typer.BadParameter("--follow needs a file: standard input is read to its end in any case")
+    named = namespace or derived_namespace(url, paths, shape, output, policy)
+    return start(Settings(paths, shape, output, policy, url, named, shards, timeout, follow, strict))
+
+
+def derived_namespace(url: str, files: tuple[Path, ...], shape: fields.Shape, output: Format, policy: Policy) -> str:
+    """A namespace that only the same command has; on a server that others may use, only on the same machine."""
+    place = "" if lock.is_embedded(url) else platform.node()
+    names = [shape.group.text, shape.id and shape.id.text, shape.timestamp and shape.timestamp.text]
+    meaning = [place, [os.path.abspath(file) for file in files], names, output.value, astuple(policy)]
+    return f"pipe-{hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]}"
+
+
+def start(settings: Settings) -> int:
+    """Make sure that everything is there and nobody else runs this, and run it."""
+    try:
+        inputs = sources(settings.files)
+    except OSError as error:
+        say(_told(error))
+        return USAGE
+    engine = pipe_engine(settings.url, settings.namespace, settings.policy, settings.shards, settings.timeout)
+    server = "" if lock.is_embedded(engine.url) else f"{hashlib.sha256(engine.url.encode()).hexdigest()[:8]}-"
+    path = lock.data_folder(engine.url) / "pipes" / f"{server}{settings.namespace}.lock"
+    try:
+        with lock.alone(path, "this very command is running: give this one another --namespace"):
+            prepare()
+            return asyncio.run(_run(settings, engine, inputs))
+    except OSError as error:
+        say(_told(error))
+        return FAILED
+
+
+def _told(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -> int:
+    output = Output(_renderer(settings.output))
+    async with engine.delivering(output.deliver):
+        await engine.stats()  # a pipe without a server says so at once, in one line
+        log_to_stderr()
+        pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, settings.strict)
+        try:
+            await pipe.run()
+        except (BackendUnavailable, OSError):
+            verdict(pipe, output, settings.namespace, settings.strict)
+            raise
+    return verdict(pipe, output, settings.namespace, settings.strict)
+
+
+def _renderer(output: Format) -> Render:
+    if output is Format.json:
+        return json_line
+    return coloured_block if os.isatty(1) else text_block

@@ -1,0 +1,211 @@
+"""What ``aiodigest pipe`` does while it runs: lines in, digests out, and nothing left behind at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from aiodigest import (
+    JSON,
+    AiodigestError,
+    BackendUnavailable,
+    BackoffMode,
+    DigestEngine,
+    Entry,
+    PartialAdd,
+    Policy,
+    RetryPolicy,
+)
+from aiodigest.commands.fields import Malformed, Shape
+from aiodigest.commands.lines import Intake, Line
+from aiodigest.commands.options import FAILED
+from aiodigest.commands.output import Output
+from aiodigest.commands.words import count, say
+
+T = TypeVar("T")
+
+LEASE = 5.0  # seconds: how long a restart waits for what a killed run was writing
+NEVER = 365 * 86_400.0  # a reader of standard output may be as slow as it likes
+PATIENCE = 60.0  # seconds without a server before a pipe that runs gives up
+LOOK_AGAIN = 0.05  # seconds between looks at what is still held
+AT_ONCE = 100  # flushes under way
+
+
+def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, timeout: float) -> DigestEngine:
+    """The engine of a pipe. Standard output never fails and then recovers, so there is nothing to try again later."""
+    return DigestEngine(
+        url,
+        namespace=namespace,
+        policy=policy,
+        retry=RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0),
+        backoff_mode=BackoffMode(maximum=0),
+        shards=shards,
+        lease_timeout=LEASE,
+        delivery_timeout=NEVER,
+        drain_timeout=1,
+        timeout=timeout,
+    )
+
+
+class Pipe:
+    """Feeds lines to an engine, and at their end has it deliver what waits.
+
+    ``malformed`` counts the lines that were not added; ``signal`` is the one that ended the input, if one did.
+    """
+
+    def __init__(self, engine: DigestEngine, shape: Shape, intake: Intake, output: Output, strict: bool) -> None:
+        self._engine = engine
+        self._shape = shape
+        self._intake = intake
+        self._output = output
+        self._strict = strict
+        self._work: asyncio.Task[None] | None = None
+        self.malformed = 0
+        self.signal: int | None = None
+
+    async def run(self) -> None:
+        """Until the input has ended and nothing is held, or standard output fails, or a second signal comes.
+
+        Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
+        """
+        loop = asyncio.get_running_loop()
+        work = self._work = asyncio.create_task(self._feed_and_drain())
+        broken = asyncio.create_task(self._output.failed.wait())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            await asyncio.wait([work, broken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            work.cancel()
+            broken.cancel()
+            await asyncio.wait([work])
+        if not work.cancelled():
+            work.result()
+
+    def _interrupt(self, number: int) -> None:
+        if self.signal is not None and self._work is not None:
+            self._work.cancel()
+        self.signal = number
+        self._intake.stop()
+
+    async def _feed_and_drain(self) -> None:
+        unreadable: OSError | None = None
+        try:
+            await self._feed()
+        except OSError as error:
+            unreadable = error
+        await self._drain()
+        if unreadable is not None:
+            raise unreadable
+
+    async def _feed(self) -> None:
+        async for lines in self._intake.batches():
+            await self._add(self._entries(lines))
+            if self._strict and self.malformed:
+                self._intake.stop()
+                break
+
+    # Adding
+
+    def _entries(self, lines: Sequence[Line]) -> list[tuple[Line, Entry[JSON]]]:
+        entries: list[tuple[Line, Entry[JSON]]] = []
+        for line in lines:
+            if not line.text.strip():
+                continue
+            try:
+                entries.append((line, self._shape.entry(line.text)))
+            except Malformed as error:
+                self._report(line, error)
+                if self._strict:
+                    break
+        return entries
+
+    def _report(self, line: Line, error: Exception) -> None:
+        self.malformed += 1
+        say(f"{line.place}: {error}")
+
+    async def _add(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
+        """Add entries; what the server did not take is added again under the same id, so that nothing comes twice."""
+        left = entries
+
+        async def attempt() -> None:
+            nonlocal left
+            try:
+                await self._engine.add_many([entry for _, entry in left])
+            except PartialAdd as error:
+                left, away = self._sort_out(left, error.results)
+                if away is not None:
+                    raise away from None
+
+        try:
+            await patiently(attempt)
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not taken") from error
+
+    def _sort_out(
+        self, entries: list[tuple[Line, Entry[JSON]]], results: Sequence[bool | AiodigestError]
+    ) -> tuple[list[tuple[Line, Entry[JSON]]], BackendUnavailable | None]:
+        again: list[tuple[Line, Entry[JSON]]] = []
+        away = None
+        for (line, entry), result in zip(entries, results, strict=True):
+            if isinstance(result, BackendUnavailable):
+                again.append((line, entry))
+                away = away or result
+            elif isinstance(result, AiodigestError):
+                self._report(line, result)
+        return again, away
+
+    # The end
+
+    async def _drain(self) -> None:
+        """Flush all timelines, again and again, until none holds a record."""
+        while await patiently(self._holds):
+            waiting = await patiently(self._waiting)
+            for start in range(0, len(waiting), AT_ONCE):
+                some = waiting[start : start + AT_ONCE]
+                await patiently(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def _holds(self) -> bool:
+        stats = await self._engine.stats()
+        return stats.waiting + stats.ready + stats.leased > 0
+
+    async def _waiting(self) -> list[str]:
+        return [timeline.key async for timeline in self._engine.timelines("waiting")]
+
+
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """What ``call`` answers; made again while the server is away, for up to a minute."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PATIENCE
+    while True:
+        try:
+            return await call()
+        except BackendUnavailable:
+            if loop.time() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+def verdict(pipe: Pipe, output: Output, namespace: str, strict: bool) -> int:
+    """The exit code of a pipe, and a line for each thing that its user should know."""
+    lost = False
+    if pipe.malformed:
+        say(f"{count(pipe.malformed, 'malformed line')}: {'stopped at the first' if strict else 'skipped'}")
+        lost = strict
+    if output.dropped:
+        say(
+            f"{count(output.dropped, 'record')} dropped, since a timeline was full: raise --capacity, or set --max-size"
+        )
+        lost = True
+    if output.error is not None:
+        reason = getattr(output.error, "strerror", None) or output.error
+        say(f"standard output: {reason}; what was not written waits for the same command (namespace {namespace})")
+        return FAILED
+    if pipe.signal is not None:
+        return 128 + pipe.signal
+    return FAILED if lost else 0

@@ -1,0 +1,73 @@
+"""Digests as people and programs read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from io import StringIO
+
+from rich.console import Console
+from rich.text import Text
+
+from aiodigest import JSON, Digest
+from aiodigest.commands.words import as_json, count, printable, rfc3339, shortened
+
+SUMMARY = 200  # characters of a value in readable text
+FIELD = 60  # characters of one field of it
+
+
+def json_line(digest: Digest[JSON]) -> bytes:
+    """A digest as a line of NDJSON.
+
+    Record by record, so that another thread (the event loop, which renews the lease) gets its turn in a large one.
+    """
+    records = ",".join(
+        as_json({"id": record.id, "timestamp": rfc3339(record.timestamp), "value": record.value})
+        for record in digest.records
+    )
+    head = as_json({"id": digest.id, "key": digest.key, "attempt": digest.attempt, "dropped": digest.dropped})
+    return f'{head[:-1]},"records":[{records}]}}\n'.encode()
+
+
+def text_block(digest: Digest[JSON]) -> bytes:
+    """A digest for a person: its key, then a line a record."""
+    return f"{_text(digest).plain}\n".encode()
+
+
+def coloured_block(digest: Digest[JSON]) -> bytes:
+    """The same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
+    file = StringIO()
+    width = shutil.get_terminal_size().columns
+    Console(file=file, force_terminal=True, width=width).print(_text(digest), no_wrap=True, overflow="ellipsis")
+    return file.getvalue().encode()
+
+
+def _text(digest: Digest[JSON]) -> Text:
+    text = Text()
+    text.append(printable(digest.key), "bold cyan").append(f": {count(len(digest.records), 'record')}")
+    if digest.dropped:
+        text.append(f" ({digest.dropped:,} older ones dropped)", "red")
+    if digest.attempt > 1:
+        text.append(f" (attempt {digest.attempt})", "yellow")
+    for record in digest.records:
+        text.append(f"\n  {record.timestamp:%Y-%m-%d %H:%M:%S}  ", "dim")
+        text.append(f"{shortened(record.id, FIELD)}  ", "dim").append(summary(record.value))
+    return text
+
+
+def summary(value: JSON, length: int = SUMMARY) -> str:
+    """What a person wants to see of a value first: the plain fields of an object, then that there are others."""
+    if not isinstance(value, dict):
+        return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), length)
+    nested = {name: field for name, field in value.items() if isinstance(field, dict | list)}
+    plain = [f"{name}={_scalar(field)}" for name, field in value.items() if name not in nested]
+    rest = [f"{name}={'{…}' if isinstance(field, dict) else f'[{len(field)}]'}" for name, field in nested.items()]
+    return shortened(" ".join(plain + rest), length)
+
+
+def _scalar(field: object) -> str:
+    return shortened(field if isinstance(field, str) else json.dumps(field), FIELD)
+
+
+Render = Callable[[Digest[JSON]], bytes]

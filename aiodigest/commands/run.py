@@ -1,0 +1,113 @@
+"""``aiodigest run``: a process whose whole work is to deliver."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import operator
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Annotated, Any, TypeAlias, cast
+
+import typer
+from typing_extensions import TypeIs
+
+from aiodigest import AiodigestError, ConfigurationError, DigestEngine
+from aiodigest.commands.words import say
+
+Engine: TypeAlias = DigestEngine[Any]
+Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
+
+
+def run(
+    engines: Annotated[
+        list[str],
+        typer.Argument(metavar="MODULE:ENGINE...", show_default=False, help="mail:engine, shop.alerts:service"),
+    ],
+) -> None:
+    """Deliver the digests of engines, until SIGTERM or Ctrl-C; a second one stops at once.
+
+    An argument names an engine of a module that can be imported from the current directory, or a function without
+    parameters that returns an async context manager of one, as contextlib.asynccontextmanager makes them.
+    """
+    sys.path.insert(0, os.getcwd())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve([(name, find(name)) for name in engines]))
+
+
+def find(name: str) -> Engine | Opener:
+    """The engine, or the function that opens one, that ``name`` names. Raises ConfigurationError if it is neither."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigurationError(f"{name!r} is no MODULE:ENGINE, such as mail:engine")
+    try:
+        found: Any = operator.attrgetter(attribute)(_imported(module))
+    except AttributeError as error:
+        raise ConfigurationError(f"{name!r}: {error}") from error
+    if is_engine(found):
+        return found
+    if callable(found) and not isinstance(found, type):
+        return cast("Opener", found)  # what it returns is checked when it is called
+    raise ConfigurationError(
+        f"{name!r} is a {type(found).__name__}: it must be a DigestEngine, or a function that opens one"
+    )
+
+
+def is_engine(found: object) -> TypeIs[Engine]:
+    """Whether something is an engine, of whatever values."""
+    return isinstance(found, DigestEngine)
+
+
+def _imported(module: str) -> object:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise ConfigurationError(f"module {module!r} cannot be imported: {told(error)}") from error
+
+
+def told(error: BaseException) -> str:
+    """An error in one line, with the place in the user's program where it was raised, if it was there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+async def serve(found: Sequence[tuple[str, Engine | Opener]]) -> None:
+    """Open all engines, then deliver for all until a signal; if one cannot go on, none does."""
+    async with AsyncExitStack() as stack:
+        engines = [(name, await _opened(stack, name, one)) for name, one in found]
+        services = [asyncio.create_task(_deliver(name, engine)) for name, engine in engines]
+        try:
+            await asyncio.gather(*services)
+        finally:
+            for service in services:
+                service.cancel()
+            await asyncio.wait(services)
+
+
+async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> Engine:
+    if is_engine(found):
+        return found
+    try:
+        engine = await stack.enter_async_context(found())  # TypeError if it returns something else
+    except AiodigestError:
+        raise
+    except Exception as error:
+        raise AiodigestError(f"{name!r} cannot be opened: {told(error)}") from error
+    if not is_engine(engine):
+        raise ConfigurationError(f"{name!r} opens a {type(engine).__name__}: it must be a DigestEngine")
+    return engine
+
+
+async def _deliver(name: str, engine: Engine) -> None:
+    # Said as soon as `run` waits for the first time: by then it has a callback, and hears signals.
+    line = f"{name}: delivering namespace {engine.namespace} on {engine.url}"
+    announcement = asyncio.get_running_loop().call_soon(say, line)
+    try:
+        await engine.run()
+    finally:
+        announcement.cancel()

@@ -1,0 +1,166 @@
+"""Runs ``python -m aiodigest`` for tests: as a process, with a data folder of its own, and never without a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import IO, Any, TypedDict
+
+ROOT = Path(__file__).parents[1]
+DEADLINE = 30.0
+
+
+class Record(TypedDict):
+    id: str
+    timestamp: str
+    value: dict[str, Any]
+
+
+class Digest(TypedDict):
+    id: str
+    key: str
+    attempt: int
+    dropped: int
+    records: list[Record]
+
+
+def environment(data: Path) -> dict[str, str]:
+    """Nothing of the user's own settings gets in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AIODIGEST_")}
+    return {**kept, "AIODIGEST_DATA": str(data), "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+
+
+def aiodigest(
+    data: Path, *arguments: str, input: bytes = b"", cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[bytes]:
+    """The command, run to its end."""
+    command = [sys.executable, "-m", "aiodigest", *arguments]
+    settings = {**environment(data), **variables}
+    return subprocess.run(command, input=input, env=settings, cwd=cwd, capture_output=True, timeout=DEADLINE)
+
+
+def digests(output: bytes) -> list[Digest]:
+    """The complete lines of an output of ``pipe --output json``."""
+    return [json.loads(line) for line in output.split(b"\n")[:-1]]
+
+
+def ids(output: bytes) -> list[str]:
+    """The ids of all records in complete lines, in order."""
+    return [record["id"] for digest in digests(output) for record in digest["records"]]
+
+
+def ndjson(objects: Iterable[object]) -> bytes:
+    """Objects as lines."""
+    return b"".join(json.dumps(one).encode() + b"\n" for one in objects)
+
+
+class Running:
+    """The command while it runs. What it prints is collected, line by line."""
+
+    def __init__(self, data: Path, *arguments: str, cwd: Path | None = None, read: bool = True) -> None:
+        self.data = data
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "aiodigest", *arguments],
+            env=environment(data), cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.output, self.errors = b"", b""
+        self._lines: dict[str, Queue[bytes]] = {"stdout": Queue(), "stderr": Queue()}
+        streams = ["stdout", "stderr"] if read else ["stderr"]
+        self._readers = [self._collect(name) for name in streams]
+
+    def _collect(self, name: str) -> threading.Thread:
+        stream: IO[bytes] = getattr(self.process, name)
+
+        def read() -> None:
+            for line in stream:
+                self._lines[name].put(line)
+            self._lines[name].put(b"")
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
+
+    def feed(self, text: bytes) -> None:
+        """Give it input, and keep its standard input open."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
+
+    def read_line(self) -> bytes:
+        """The next line of its output."""
+        line = self._lines["stdout"].get(timeout=DEADLINE)
+        self.output += line
+        return line
+
+    def error_line(self) -> bytes:
+        """The next line of its errors."""
+        line = self._lines["stderr"].get(timeout=DEADLINE)
+        self.errors += line
+        return line
+
+    def kill(self) -> None:
+        """Give it no chance to tidy up."""
+        self.process.kill()
+        self.end()
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ask it to end, and wait until it has: its exit code."""
+        self.process.send_signal(number)
+        return self.end()
+
+    def end(self) -> int:
+        """End its input and wait until it has ended, all output read: its exit code."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        code = self.process.wait(DEADLINE)
+        for reader in self._readers:
+            reader.join(DEADLINE)
+        self.output += b"".join(_rest(self._lines["stdout"]))
+        self.errors += b"".join(_rest(self._lines["stderr"]))
+        return code
+
+
+def _rest(lines: Queue[bytes]) -> Generator[bytes, None, None]:
+    while not lines.empty():
+        yield lines.get()
+
+
+@contextmanager
+def running(data: Path, *arguments: str, cwd: Path | None = None, read: bool = True) -> Generator[Running, None, None]:
+    """The command, started, and gone when the test is over."""
+    command = Running(data, *arguments, cwd=cwd, read=read)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait(DEADLINE)
+        for stream in (command.process.stdin, command.process.stdout, command.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def no_process_is_left(data: Path) -> bool:
+    """Whether all that had to do with a data folder ends (on Linux); the last of it may take a moment."""
+
+    def mentions(process: Path) -> bool:
+        try:
+            return str(data).encode() in (process / "cmdline").read_bytes()
+        except OSError:
+            return False
+
+    last = time.monotonic() + DEADLINE
+    while any(map(mentions, Path("/proc").glob("[0-9]*"))):
+        if time.monotonic() > last:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,281 @@
+"""The command line beside ``pipe``: a look at a store, services, errors and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, TypeAlias
+
+import pytest
+from commandline import aiodigest, environment, no_process_is_left, running
+
+from aiodigest import Digest, DigestEngine, Policy, Reject, __version__
+from aiodigest.commands import app
+
+HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
+ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"
+
+Command: TypeAlias = Callable[..., tuple[int, str, str]]
+
+
+class RawCodec:
+    """Values that are no JSON."""
+
+    def encode(self, value: bytes, /) -> bytes:
+        return value
+
+    def decode(self, data: bytes, /) -> bytes:
+        return data
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process, on a server in a folder of its own: exit code, output and errors."""
+    monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
+    monkeypatch.setenv("AIODIGEST_NAMESPACE", "mail")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
+        code = app.run()
+        printed = capfd.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+async def fill(data: Path) -> None:
+    """One timeline that waits, under a name that plays with terminals; the second of its values is no JSON."""
+    url, policy = f"embedded://{data}", Policy(initial_delay=600)
+    async with DigestEngine(url, namespace="mail", policy=policy) as engine:
+        await engine.add(HOSTILE, {"text": HOSTILE}, record_id=HOSTILE, timestamp=0)
+    async with DigestEngine(url, namespace="mail", value_type=bytes, codec=RawCodec(), policy=policy) as raw:
+        await raw.add(HOSTILE, b"\x00\x1b", record_id="raw", timestamp=1)
+
+
+async def bury(data: Path) -> None:
+    """One dead letter."""
+    buried = asyncio.Event()
+
+    async def refuse(digest: Digest[Any]) -> None:
+        raise Reject("no such address")
+
+    async with DigestEngine(f"embedded://{data}", namespace="mail") as engine:
+        await engine.add("user:1", {"text": "hello"}, record_id="one", timestamp=0)
+    engine.observe(lambda delivery: buried.set())
+    async with engine.delivering(refuse):
+        await buried.wait()
+
+
+def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_path: Path, command: Command) -> None:
+    asyncio.run(fill(tmp_path))
+
+    code, listed, _ = command("timelines")
+    assert code == 0
+    assert ESCAPED in listed
+
+    code, shown, _ = command("show", HOSTILE)
+    assert code == 0
+    assert f"{ESCAPED}: waiting" in shown
+    assert f"text={ESCAPED}" in shown
+    assert "raw: b'\\x00\\x1b'" in shown
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(listed + shown)
+
+    code, shown, _ = command("show", HOSTILE, "--json")
+    timeline = json.loads(shown)
+    assert (code, timeline["key"], timeline["state"], timeline["size"]) == (0, HOSTILE, "waiting", 2)
+    assert {"id": HOSTILE, "timestamp": "1970-01-01T00:00:00Z", "value": {"text": HOSTILE}} in timeline["records"]
+    assert [record["raw"] for record in timeline["records"] if record["id"] == "raw"] == ["ABs="]
+
+    assert command("flush", HOSTILE)[:2] == (0, f"{ESCAPED} is due now\n")
+    _, listed, _ = command("timelines", "--state", "ready", "--json")
+    assert [json.loads(line)["key"] for line in listed.splitlines()] == [HOSTILE]
+    assert command("delete", HOSTILE)[:2] == (0, f"{ESCAPED} is deleted\n")
+    code, shown, error = command("show", HOSTILE)
+    assert (code, shown) == (1, "")
+    assert "holds no records" in error
+    assert no_process_is_left(tmp_path)
+
+
+def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
+    asyncio.run(bury(tmp_path))
+    _, listed, _ = command("dead", "list", "--json")
+    letter = json.loads(listed)
+    assert (letter["key"], letter["reason"], letter["size"]) == ("user:1", "no such address", 1)
+
+    code, shown, _ = command("dead", "show", letter["id"])
+    assert code == 0
+    assert "text=hello" in shown
+    _, shown, _ = command("dead", "show", letter["id"], "--json")
+    assert [record["value"] for record in json.loads(shown)["records"]] == [{"text": "hello"}]
+    code, listed, _ = command("dead", "list")
+    assert "no such address" in listed
+
+    assert command("dead", "replay", letter["id"], "--json")[0] == 0
+    assert '"dead":0' in command("stats", "--json")[1]
+    code, _, error = command("dead", "show", letter["id"])
+    assert code == 1
+    assert "there is no dead letter" in error
+    code, _, error = command("dead", "discard", letter["id"])
+    assert code == 1
+
+
+def test_a_dead_letter_is_discarded(tmp_path: Path, command: Command) -> None:
+    asyncio.run(bury(tmp_path))
+    letter = json.loads(command("dead", "list", "--json")[1])
+    assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is gone\n")
+    code, counted, _ = command("stats")
+    assert code == 0
+    assert ["dead", "0"] in [line.split() for line in counted.splitlines()]
+
+
+def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(fill(tmp_path))
+
+    class Terminal:
+        answers = iter(["n\n", "y\n"])
+
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self, *_: int) -> str:
+            return next(self.answers)
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    code, _, error = command("delete", HOSTILE)
+    assert code == 1
+    assert f"Drop timeline {ESCAPED} of mail" in error
+    assert "\x1b" not in error
+    assert command("delete", HOSTILE)[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [["stats", "--namespace", "n"], ["pipe", "--group-by", "key"]])
+def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], command: Command) -> None:
+    code, output, error = command(*arguments, "--url", "redis://user:secret@127.0.0.1:1/0")
+    assert (code, output) == (69, "")
+    assert len(error.splitlines()) == 1
+    assert "127.0.0.1:1" in error
+    assert "secret" not in error
+
+
+def test_the_version_is_printed(tmp_path: Path) -> None:
+    result = aiodigest(tmp_path, "--version")
+    assert (result.returncode, result.stdout.decode()) == (0, f"aiodigest {__version__}\n")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(missing: str, tmp_path: Path) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import aiodigest.__main__ as m; m.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=30, check=False
+    )
+    told = b"aiodigest: the command line is not installed: pip install 'aiodigest[standard]'\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, b"", told)
+
+
+# Services
+
+SERVICE = """
+    import asyncio
+    from contextlib import asynccontextmanager
+    from aiodigest import DigestEngine
+
+    first = DigestEngine(namespace="first")
+    bare = DigestEngine(namespace="bare")
+
+    @first.deliver
+    async def slowly(digest):
+        print("began", digest.key, flush=True)
+        await asyncio.sleep(1)
+        print("ended", digest.key, flush=True)
+
+    @asynccontextmanager
+    async def second():
+        engine = DigestEngine(namespace="second")
+        engine.deliver(slowly)
+        print("opened", flush=True)
+        yield engine
+        print("closed", flush=True)
+
+    @asynccontextmanager
+    async def broken():
+        raise OSError("no database")
+        yield
+
+    @asynccontextmanager
+    async def strange():
+        yield 3
+"""
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Path:
+    (tmp_path / "services.py").write_text(dedent(SERVICE))
+    return tmp_path
+
+
+async def add(data: Path, namespace: str, key: str) -> None:
+    async with DigestEngine(f"embedded://{data}", namespace=namespace) as engine:
+        await engine.add(key, 1)
+
+
+def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) -> None:
+    data = services / "data"
+    with running(data, "run", "services:first", "services:second", cwd=services) as service:
+        assert service.read_line() == b"opened\n"
+        lines = {service.error_line(), service.error_line()}
+        assert lines == {
+            f"aiodigest: services:{name}: delivering namespace {name} on embedded://\n".encode()
+            for name in ("first", "second")
+        }
+        asyncio.run(add(data, "first", "one"))
+        asyncio.run(add(data, "second", "two"))
+        began = {service.read_line(), service.read_line()}
+        assert b"began two\n" in began
+        assert service.interrupt(signal.SIGTERM) == 0
+    output = service.output.decode().splitlines()
+    assert sorted(output) == ["began one", "began two", "closed", "ended one", "ended two", "opened"]
+    assert output[-1] == "closed"
+    assert b"Traceback" not in service.errors
+    assert no_process_is_left(data)
+
+
+def test_a_second_signal_stops_a_service_at_once(services: Path) -> None:
+    module = services / "services.py"
+    module.write_text(module.read_text().replace("sleep(1)", "sleep(600)"))
+    data = services / "data"
+    with running(data, "run", "services:first", cwd=services) as service:
+        service.error_line()
+        asyncio.run(add(data, "first", "one"))
+        assert service.read_line() == b"began one\n"
+        service.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            service.process.wait(0.3)
+        assert service.interrupt() == 0
+    assert b"ended" not in service.output
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "expected"),
+    [
+        ("bare", "has no callback", 2),
+        ("broken", "'services:broken' cannot be opened: OSError: no database (", 1),
+        ("strange", "opens a int", 2),
+        ("asyncio", "is a module", 2),
+    ],
+)
+def test_a_service_that_is_none_is_one_line(
+    name: str, told: str, expected: int, services: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(services)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "services", raising=False)
+    code, output, error = command("run", f"services:{name}")
+    assert (code, output) == (expected, "")
+    [line] = error.splitlines()
+    assert told in line

@@ -1,0 +1,249 @@
+"""The parts of the command line that need no process: fields of lines, options, and standard output as a receiver."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path as File
+
+import pytest
+
+from aiodigest import JSON, Digest, Record, RetryAfter
+from aiodigest.commands import app, output, render
+from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, moment
+from aiodigest.commands.lines import Splitter
+from aiodigest.commands.lock import data_folder
+from aiodigest.commands.options import duration
+from aiodigest.commands.words import printable
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
+    return app.run()
+
+
+# Fields
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [
+        ("repository", "octo/hello"),
+        ("sender.login", "mona"),
+        ("{event}:{repository}", "push:octo/hello"),
+        ("{{{event}}}", "{push}"),
+        ("commits.1.id", "2"),
+        ("host.name", "web"),
+        ("host.name.short", "w"),
+        ("ratio", "0.5"),
+        ("done", "true"),
+    ],
+)
+def test_a_group_is_named_by_a_path_or_a_template(template: str, key: str) -> None:
+    value: JSON = {
+        "repository": "octo/hello",
+        "event": "push",
+        "sender": {"login": "mona"},
+        "commits": [{"id": 1}, {"id": 2}],
+        "host.name": "web",
+        "host": {"name.short": "w"},
+        "ratio": 0.5,
+        "done": True,
+    }
+    assert Template.parse(template).fill(value) == key
+
+
+@pytest.mark.parametrize("template", ["", "a..b", ".a", "{", "}", "{}", "{a!r}", "{a:>3}", "{{no field}}", "{a.}"])
+def test_a_template_that_is_none_is_refused(template: str) -> None:
+    with pytest.raises(ValueError, match=r"is no|names no"):
+        Template.parse(template)
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b'{"key": null}', b'{"key": []}', b'{"key": {}}', b"[]", b"3", b"{", b"\xff", b"{}{}"]
+)
+def test_a_line_without_a_key_is_malformed(line: bytes) -> None:
+    with pytest.raises(Malformed):
+        Shape(Template.parse("key")).entry(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"key": NaN}',
+        b'{"key": "k", "n": ' + b"9" * 5000 + b"}",
+        b'{"key":' + b"[" * 100_000,
+        b" " * (LONGEST_LINE + 1),
+    ],
+    ids=["nan", "a huge number", "deep", "long"],
+)
+def test_json_that_cannot_be_kept_is_malformed(line: bytes) -> None:
+    with pytest.raises(Malformed):
+        Shape(Template.parse("key")).entry(line)
+
+
+def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_under() -> None:
+    shape = Shape(Template.parse("key"))
+    entries = [shape.entry(b'\xef\xbb\xbf{"key": "k"}\r') for _ in range(2)]
+    assert entries[0].record_id
+    assert entries[0].record_id != entries[1].record_id
+    assert entries[0].timestamp is None
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("2024-01-02T03:04:05Z", datetime(2024, 1, 2, 3, 4, 5, tzinfo=UTC)),
+        ("2024-01-02T03:04:05+02:00", datetime(2024, 1, 2, 1, 4, 5, tzinfo=UTC)),
+        ("2024-01-02 03:04:05.123456789", datetime(2024, 1, 2, 3, 4, 5, 123456, tzinfo=UTC)),
+        ("2024-01-02", datetime(2024, 1, 2, tzinfo=UTC)),
+        (1704164645, 1704164645),
+        (1704164645.5, 1704164645.5),
+        (None, None),
+    ],
+)
+def test_times_are_iso_8601_or_epoch_seconds_and_naive_ones_are_utc(
+    time: JSON, expected: datetime | float | None
+) -> None:
+    assert moment(Path("at.time"), {"at": {"time": time}}) == expected
+
+
+@pytest.mark.parametrize("time", ["", "yesterday", True, [], {}, "0001-01-01T00:00:00+14:00", "1704164645"])
+def test_what_is_no_time_is_malformed(time: JSON) -> None:
+    with pytest.raises(Malformed):
+        moment(Path("time"), {"time": time})
+
+
+# Lines
+
+
+def test_lines_are_cut_and_numbered_whatever_the_chunks() -> None:
+    splitter = Splitter("log")
+    chunks = [b"on", b"e\ntwo\n", b"", b"\nfo", b"ur"]
+    lines = [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.end()
+    assert lines == [("log:1", b"one"), ("log:2", b"two"), ("log:3", b""), ("log:4", b"four")]
+
+
+def test_a_line_that_never_ends_takes_bounded_memory() -> None:
+    splitter = Splitter("log")
+    for _ in range(20):
+        assert splitter.feed(b"x" * 1_000_000) == []
+    [long, short] = splitter.feed(b"\nshort\n")
+    assert len(long.text) == LONGEST_LINE + 1
+    assert short == ("log:2", b"short")
+
+
+# Standard output
+
+
+async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -> None:
+    reader, writer = os.pipe()
+    out = output.Output(render.json_line, writer)
+    await out.deliver(DIGEST)
+    line = os.read(reader, 100_000)
+    assert line.isascii()
+    assert json.loads(line) == {
+        "id": "d",
+        "key": "k",
+        "attempt": 1,
+        "dropped": 0,
+        "records": [{"id": "r", "timestamp": "1970-01-01T00:00:00Z", "value": {"text": "é\u2028"}}],
+    }
+    os.close(reader)
+    with pytest.raises(RetryAfter):
+        await out.deliver(DIGEST)
+    assert out.failed.is_set()
+    assert isinstance(out.error, BrokenPipeError)
+    os.close(writer)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+async def test_after_a_write_that_failed_nothing_is_written() -> None:
+    with open("/dev/full", "wb") as full:
+        out = output.Output(render.json_line, full.fileno())
+        for _ in range(2):
+            with pytest.raises(RetryAfter):
+                await out.deliver(DIGEST)
+    assert "No space left" in str(out.error)
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"line\n", b"line\n"), (b'{"id":"hal', b'{"id":"hal\n')])
+def test_half_a_line_that_a_kill_left_in_a_file_is_ended(before: bytes, after: bytes, tmp_path: File) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(before)
+    with path.open("ab") as file:
+        output.prepare(file.fileno())
+    assert path.read_bytes() == after
+
+
+# Options and errors
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("250ms", 0.25), ("30s", 30), ("5m", 300), ("1h", 3600), ("7d", 604_800), ("1.5", 1.5), ("0", 0)],
+)
+def test_durations_have_units_or_are_seconds(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+def test_the_data_folder_is_the_one_of_the_url_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODIGEST_DATA", "/data")
+    assert data_folder("embedded:///some%20where") == File("/some where")
+    assert data_folder("embedded://") == data_folder("redis://server") == File("/data")
+    monkeypatch.delenv("AIODIGEST_DATA")
+    assert data_folder("embedded://").name == "aiodigest"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["frob"], "No such command"),
+        (["pipe"], "--group-by"),
+        (["pipe", "--group-by", "{"], "is no template"),
+        (["pipe", "--group-by", "a", "--minimum-delay", "-5m"], "is no duration"),
+        (["pipe", "--group-by", "a", "--minimum-delay", "2h"], "minimum_delay (7200.0) must not be above"),
+        (["pipe", "--group-by", "a", "--follow"], "needs a file"),
+        (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
+        (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"),
+        (["run"], "MODULE:ENGINE"),
+        (["stats"], "--namespace"),
+        (["timelines", "--namespace", "n", "--state", "late"], "is no state"),
+        (["stats", "--namespace", "not a name"], "namespace"),
+        (["stats", "--namespace", "n", "--url", "http://example.org"], "http://example.org"),
+        (["run", "nothing"], "is no MODULE:ENGINE"),
+        (["run", "no_such_module:engine"], "'no_such_module' cannot be imported: ModuleNotFoundError"),
+        (["run", "json:nothing"], "no attribute 'nothing'"),
+        (["run", "json:__name__"], "is a str"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_2(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: File
+) -> None:
+    monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
+    monkeypatch.delenv("AIODIGEST_NAMESPACE", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run(monkeypatch, *arguments) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith("aiodigest: ")
+    assert told in line
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["dead"], ["pipe", "--help"], ["run", "-h"]])
+def test_help_is_printed(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 0
+    assert "Usage: aiodigest" in capsys.readouterr().out
+
+
+def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:
+    assert printable("plain näh 漢字") == "plain näh 漢字"
+    assert printable("\x1b[2J\r\n\u202e\x9b\udc80") == "\\x1b[2J\\r\\n\\u202e\\x9b\\udc80"

@@ -1,0 +1,230 @@
+"""``aiodigest pipe``, as real processes on the real embedded server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import ROOT, Running, aiodigest, digests, ids, ndjson, no_process_is_left, running
+
+JSON_OUT = ("--output", "json")
+BY_KEY = ("--group-by", "key", "--id", "id", *JSON_OUT)
+GITHUB = ("--group-by", "repository", "--id", "id", "--timestamp", "occurred_at", *JSON_OUT)
+REAL_EVENTS = ROOT.parent / "shared" / "data" / "github-events.ndjson"
+
+
+def made_up_events() -> bytes:
+    """187 events in the shape of the real ones: oldest first, some without a time, payloads from 0.5 to 40 KB."""
+
+    def event(number: int) -> dict[str, Any]:
+        minute = (number - 28) // 2
+        time = None if number < 28 else f"2019-05-15T{15 + minute // 60}:{minute % 60:02}:00Z"
+        return {
+            "id": f"event-{number:03}",
+            "event": ("push", "issues", "release")[number % 3],
+            "action": None if number % 7 else "created",
+            "repository": ("octo/hello-world", "octo/npm", "unknown", "electron/electron", "Octocoders")[
+                number % 13 % 5
+            ],
+            "sender": "octo",
+            "occurred_at": time,
+            "payload": {"commits": [{"message": f"näher {number} {index}"} for index in range(8 + number * 7 % 700)]},
+        }
+
+    return ndjson(event(number) for number in range(187))
+
+
+def event_streams() -> list[Any]:
+    streams = [pytest.param(made_up_events(), id="made-up")]
+    if REAL_EVENTS.exists():
+        streams.append(pytest.param(REAL_EVENTS.read_bytes(), id="real"))
+    return streams
+
+
+def item(number: int, key: str = "k") -> dict[str, object]:
+    return {"key": key, "id": f"{key}{number}"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[bytes, Running], None, None]:
+    """What a pipe printed that was killed at its work, and the same command after it, without new input.
+
+    That one waits for the lease of the dead to end: it does so while the other tests run.
+    """
+    data = tmp_path_factory.mktemp("killed")
+    with running(data, "pipe", *GITHUB, read=False) as first:
+        assert first.process.stdin is not None
+        assert first.process.stdout is not None
+        first.feed(made_up_events())
+        first.process.stdin.close()
+        output = first.process.stdout.read(200_000)  # in the middle of what the end of the input has flushed
+        first.kill()
+        output += first.process.stdout.read()
+    with running(data, "pipe", *GITHUB) as again:
+        yield output, again
+
+
+@pytest.mark.parametrize("events", event_streams())
+def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(events: bytes, tmp_path: Path) -> None:
+    result = aiodigest(tmp_path, "pipe", *GITHUB, input=events)
+    given = {one["id"]: one for one in map(json.loads, events.splitlines())}
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert sorted(ids(result.stdout)) == sorted(given)
+    for digest in digests(result.stdout):
+        assert {record["value"]["repository"] for record in digest["records"]} == {digest["key"]}
+        times = [record["timestamp"] for record in digest["records"]]
+        assert times == sorted(times)
+        for record in digest["records"]:
+            assert record["value"] == given[record["id"]]
+            assert record["value"]["occurred_at"] in (record["timestamp"], None)
+
+
+def test_a_line_is_printed_at_once_and_a_burst_as_one_more_digest_while_the_stream_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *BY_KEY, "--minimum-delay", "500ms", "--increment-delay", "10ms") as pipe:
+        for number, key in enumerate("ab"):
+            pipe.feed(ndjson([item(number, key)]))
+            assert ids(pipe.read_line()) == [f"{key}{number}"]
+        pipe.feed(ndjson(item(number, "b") for number in range(2, 6)))
+        assert ids(pipe.read_line()) == ["b2", "b3", "b4", "b5"]
+        assert pipe.end() == 0
+    assert no_process_is_left(tmp_path)
+
+
+def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "bad.ndjson"
+    lines = [
+        ndjson([item(1)]).rstrip(),
+        b"{nonsense",
+        b"[1]",
+        b"",
+        b'{"id": "no key"}',
+        b'{"key": "k", "id": {}}',
+        b'{"key": "k", "id": "t", "time": "yesterday"}',
+        b'{"key": "' + b"k" * 1025 + b'", "id": "long"}',
+        b'{"key": "k", "id": "large", "text": "' + b"x" * 1_048_577 + b'"}',
+        b'{"key": "k", "id": "\xff"}',
+        b'{"key": "k", "id": "nan", "x": NaN}',
+        b'{"key": "k", "id": "\\u001b[31m", "time": "\\u001b[31m"}',
+        b'{"key": "k", "id": "last"}',
+    ]
+    file.write_bytes(b"\n".join(lines))
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--timestamp", "time", str(file))
+    assert result.returncode == 0
+    assert sorted(ids(result.stdout)) == ["k1", "last"]
+    errors = result.stderr.decode().splitlines()
+    places = [error.removeprefix(f"aiodigest: {file}:").partition(":")[0] for error in errors[:-1]]
+    assert sorted(map(int, places)) == [2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert "not JSON" in errors[0]
+    assert errors[-1] == "aiodigest: 10 malformed lines: skipped"
+    assert b"\x1b" not in result.stderr
+
+
+def test_strict_stops_at_a_malformed_line_and_prints_what_came_before(tmp_path: Path) -> None:
+    lines = ndjson([item(1), item(2)]) + b"nonsense\n" + ndjson([item(3)])
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--strict", input=lines)
+    assert result.returncode == 1
+    assert ids(result.stdout) == ["k1", "k2"]
+    assert b"<stdin>:3: it is not JSON" in result.stderr
+
+
+def test_a_growing_file_is_followed_through_cuts_and_changes_until_ctrl_c(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(ndjson([item(1, "a")]) + b'{"key": "b",')
+    with running(tmp_path, "pipe", *BY_KEY, "--follow", str(log)) as pipe:
+        assert ids(pipe.read_line()) == ["a1"]
+        with log.open("ab") as file:
+            file.write(b'"id": "b1"}\n')
+        assert ids(pipe.read_line()) == ["b1"]
+        log.write_bytes(ndjson([item(1, "c")]))
+        assert ids(pipe.read_line()) == ["c1"]
+        log.rename(tmp_path / "log.1")
+        log.write_bytes(ndjson([item(1, "d"), item(2, "d")]))
+        assert "d1" in ids(pipe.read_line())
+        assert pipe.interrupt() == 130
+    assert sorted(ids(pipe.output)) == ["a1", "b1", "c1", "d1", "d2"]
+    assert pipe.errors == b""
+
+
+def test_ctrl_c_prints_what_waits_and_is_quiet(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *BY_KEY) as pipe:
+        pipe.feed(ndjson([item(1), item(1, "other")]))
+        first = {*ids(pipe.read_line()), *ids(pipe.read_line())}
+        pipe.feed(ndjson([item(2), item(1, "mark")]))
+        assert first | set(ids(pipe.read_line())) == {"k1", "other1", "mark1"}
+        assert pipe.interrupt() == 130
+    assert "k2" in ids(pipe.output)
+    assert pipe.errors == b""
+
+
+def test_records_dropped_by_capacity_are_counted_and_exit_1(tmp_path: Path) -> None:
+    arguments = ("pipe", *BY_KEY, "--capacity", "10", "--initial-delay", "1m")
+    result = aiodigest(tmp_path, *arguments, input=ndjson(item(number) for number in range(25)))
+    assert result.returncode == 1
+    assert ids(result.stdout) == [f"k{number}" for number in range(15, 25)]
+    assert [digest["dropped"] for digest in digests(result.stdout)] == [15]
+    assert b"15 records dropped" in result.stderr
+
+
+def test_the_same_command_cannot_run_twice_and_another_one_keeps_to_its_own_records(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *BY_KEY) as first:
+        first.feed(ndjson([item(1)]))
+        assert ids(first.read_line()) == ["k1"]
+        first.feed(ndjson([item(2)]))
+        second = aiodigest(tmp_path, "pipe", *BY_KEY, input=ndjson([item(3)]))
+        other = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "other", input=ndjson([item(4)]))
+        assert first.end() == 0
+    assert (second.returncode, second.stdout) == (1, b"")
+    assert b"--namespace" in second.stderr
+    assert ids(other.stdout) == ["k4"]
+    assert ids(first.output) == ["k1", "k2"]
+
+
+def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *BY_KEY, read=False) as pipe:
+        assert pipe.process.stdout is not None
+        pipe.feed(ndjson([item(1)]))
+        assert ids(pipe.process.stdout.readline()) == ["k1"]
+        pipe.process.stdout.close()
+        pipe.feed(ndjson([item(1, "other")]))
+        assert pipe.process.wait(20) == 1
+        pipe.feed = lambda text: None
+        errors = pipe.error_line()
+    assert b"Broken pipe" in errors
+    assert b"Traceback" not in errors
+    again = aiodigest(tmp_path, "pipe", *BY_KEY)
+    assert (again.returncode, ids(again.stdout)) == (0, ["other1"])
+
+
+def test_readable_text_shows_keys_and_fields_and_no_control_characters(tmp_path: Path) -> None:
+    lines = ndjson([{"key": "a\x1b[2J", "text": "hi\x07\u202e", "more": {"x": 1}, "list": [1, 2]}])
+    result = aiodigest(tmp_path, "pipe", "--group-by", "key", input=lines)
+    text = result.stdout.decode()
+    assert text.startswith("a\\x1b[2J: 1 record\n")
+    assert "text=hi\\x07\\u202e more={…} list=[2]" in text
+    assert "\x1b" not in text
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", "--group-by", "key", *JSON_OUT, read=False) as pipe:
+        assert pipe.process.stdout is not None
+        pipe.feed(ndjson({"key": f"k{number}", "text": "x" * 50_000} for number in range(10)))
+        assert pipe.process.stdout.read(1) == b"{"
+        pipe.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            pipe.process.wait(0.5)
+        assert pipe.interrupt() == 130
+    assert b"Traceback" not in pipe.errors
+
+
+def test_what_was_taken_before_a_kill_is_printed_after_a_restart(killed: tuple[bytes, Running]) -> None:
+    output, again = killed
+    given = {one["id"] for one in map(json.loads, made_up_events().splitlines())}
+    assert set(ids(output)) < given
+    assert again.end() == 0
+    assert set(ids(output) + ids(again.output)) == given
+    assert again.errors == b""
