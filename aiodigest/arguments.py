@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from math import isfinite
+from math import inf
 
 from aiodigest.backoff import seconds
 from aiodigest.errors import InvalidArgument, LimitExceeded
@@ -12,6 +12,7 @@ from aiodigest.wire import pack
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NAME_BYTES = 1024
 VALUE_BYTES = 1_048_576
+FAR = 10**12  # seconds: beyond every year that there is
 
 
 def name(value: str, what: str) -> bytes:
@@ -30,12 +31,13 @@ def name(value: str, what: str) -> bytes:
 def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
     """An aware datetime or epoch seconds as microseconds of the epoch."""
     if isinstance(timestamp, datetime):
-        if timestamp.tzinfo is None:
+        if timestamp.utcoffset() is None:
             raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {timestamp!r}")
-        return (timestamp - EPOCH) // timedelta(microseconds=1)
-    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not isfinite(timestamp):  # pyright: ignore[reportUnnecessaryIsInstance]
+        micros = (timestamp - EPOCH) // timedelta(microseconds=1)
+    elif isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not -inf < timestamp < inf:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {timestamp!r}")
-    micros = round(timestamp * 1_000_000)
+    else:
+        micros = round(max(-FAR, min(timestamp, FAR)) * 1_000_000)
     moment(micros, what)
     return micros
 
@@ -45,13 +47,14 @@ def moment(micros: int, what: str = "timestamp") -> datetime:
     try:
         return EPOCH + timedelta(microseconds=micros)
     except OverflowError:
-        raise InvalidArgument(f"{what} must be in the years 1 to 9999, not {micros / 1_000_000:g} s after 1970") from None
+        after = micros // 1_000_000
+        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {after} s after 1970") from None
 
 
 def pack_entry(record_id: bytes, timestamp: datetime | float | None, value: bytes) -> bytes:
     """A record as a log entry."""
     if len(value) > VALUE_BYTES:
-        raise LimitExceeded(f"a value may take at most {VALUE_BYTES:,} bytes when encoded; this one takes {len(value):,}")
+        raise LimitExceeded(f"a value may take at most {VALUE_BYTES:,} bytes when encoded, not {len(value):,}")
     return pack(record_id, None if timestamp is None else microseconds(timestamp), value)
 
 

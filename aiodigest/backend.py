@@ -210,14 +210,12 @@ class Backend(Protocol):
         """Let deliveries that failed wait for their next attempt; False for one whose lease is lost."""
         ...
 
-    async def release(
-        self, shard: int, leases: Sequence[Lease], started: bool
-    ) -> Sequence[bool | AiodigestError]:
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
         """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
         ...
 
-    async def wait(self, shard: int, bell: str) -> None:
-        """Return when the shard's doorbell has rung since ``bell``, or after a while."""
+    async def wait(self, shard: int, bell: str) -> str:
+        """Return when the shard's doorbell has rung since ``bell``, or after a while; its last ring."""
         ...
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:

@@ -232,9 +232,7 @@ class Link:
         except exceptions.ResponseError as error:
             raise explain(error, self.target.url) from error
 
-    async def _exchange(
-        self, command: Sequence[Argument], repeat: bool, source: str = "", replicas: int = 0
-    ) -> object:
+    async def _exchange(self, command: Sequence[Argument], repeat: bool, source: str = "", replicas: int = 0) -> object:
         """Send a command and read its reply on one connection, which is dropped if either is not whole."""
         room = self._room
         if room is None:
@@ -270,7 +268,7 @@ class Link:
         have = await converse(wire, ("WAIT", replicas, patience))
         if not isinstance(have, int) or have < replicas:
             raise BackendUnavailable(
-                f"{have} replicas of {self.target.url} have it, not {replicas}; it is stored unless the primary is lost",
+                f"{have} replicas of {self.target.url} have it, not {replicas}; it stays unless the primary is lost",
                 stored="unknown",
             )
 
@@ -307,8 +305,8 @@ class Link:
         self._busy.discard(wire)
         await drop(wire)
 
-    async def listen(self, stream: str, last: str) -> None:
-        """Return when a stream has an entry after ``last``, or after a minute; may be cancelled at any time."""
+    async def listen(self, stream: str, last: str) -> str:
+        """The id of a stream's entry after ``last``, or that after a minute; may be cancelled at any time."""
         if self._room is None:
             raise BackendUnavailable(f"the connections to {self.target.url} are closed")
         wire = self._ears.pop(stream, None)
@@ -320,7 +318,7 @@ class Link:
         command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
         try:
             async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
-                await converse(wire, command)
+                reply = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", await converse(wire, command))
         except BaseException as error:
             await self._discard(wire)
             if isinstance(error, (exceptions.RedisError, OSError)):
@@ -329,6 +327,7 @@ class Link:
         if wire in self._busy:
             self._busy.discard(wire)
             self._ears[stream] = wire
+        return reply[0][1][0][0].decode() if reply else last
 
     async def check_version(self) -> None:
         """Refuse a server that is too old; one that may not tell is taken as it is."""

@@ -43,9 +43,7 @@ class BackendUnavailable(AiodigestError):
     the record is held.
     """
 
-    def __init__(
-        self, message: str, *, record_id: str | None = None, stored: Literal["no", "unknown"] = "no"
-    ) -> None:
+    def __init__(self, message: str, *, record_id: str | None = None, stored: Literal["no", "unknown"] = "no") -> None:
         super().__init__(message)
         self.record_id = record_id
         self.stored: Literal["no", "unknown"] = stored

@@ -15,7 +15,8 @@ from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, 
 from aiodigest.errors import AiodigestError, LeaseLost
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
-from aiodigest.reference import Shard, earliest
+from aiodigest.reference import Shard
+from aiodigest.timelines import earliest
 
 
 def system_ms() -> int:
@@ -59,9 +60,10 @@ class ReferenceBackend(Backend):
             self._bells[shard].set()
             self._bells[shard] = asyncio.Event()
 
-    async def wait(self, shard: int, bell: str) -> None:
+    async def wait(self, shard: int, bell: str) -> str:
         if self._rung[shard] == int(bell):
             await self._bells[shard].wait()
+        return str(self._rung[shard])
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         with self._ringing(shard) as machine:

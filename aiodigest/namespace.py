@@ -172,7 +172,7 @@ class Namespace:
     async def _each(
         self, name: str, shard: int, head: Sequence[Argument], items: Sequence[Sequence[Argument]], numbered: bool
     ) -> list[object | AiodigestError]:
-        """Call a script for all items, in as many calls as it takes; for each its answer, or the error of its timeline."""
+        """Call a script for all items, in as many calls as it takes; each one's answer, or its timeline's error."""
         answers: list[object] = []
         now = self._time()
         while len(answers) < len(items):

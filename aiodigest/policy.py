@@ -63,7 +63,8 @@ class RetryPolicy:
     @cached_property
     def span(self) -> float:
         """The longest time, in seconds, from the first attempt's failure to the last attempt."""
-        return sum(longest(self.backoff, attempt) for attempt in range(1, self.max_attempts))
+        delays = (longest(self.backoff, attempt) for attempt in range(1, self.max_attempts))
+        return sum(seconds(delay, "what the retry strategy returns") for delay in delays)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,13 @@ class Policy:
     def __post_init__(self) -> None:
         maximum = seconds(self.maximum_delay, "maximum_delay")
         if not callable(self.minimum_delay) and seconds(self.minimum_delay, "minimum_delay") > maximum:
-            raise InvalidArgument(f"minimum_delay ({self.minimum_delay}) must not be above maximum_delay ({maximum:g} s)")
+            raise InvalidArgument(
+                f"minimum_delay ({self.minimum_delay}) must not be above maximum_delay ({maximum:g} s)"
+            )
         if seconds(self.initial_delay, "initial_delay") > maximum:
-            raise InvalidArgument(f"initial_delay ({self.initial_delay}) must not be above maximum_delay ({maximum:g} s)")
+            raise InvalidArgument(
+                f"initial_delay ({self.initial_delay}) must not be above maximum_delay ({maximum:g} s)"
+            )
         seconds(self.increment_delay, "increment_delay")
         if self.max_age is not None and seconds(self.max_age, "max_age") < 0.001:
             raise InvalidArgument(f"max_age must be at least 1 ms, or None; it is {self.max_age!r}")

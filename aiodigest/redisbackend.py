@@ -119,9 +119,9 @@ class RedisBackend(Namespace, Backend):
         items = pack_names(leases)
         return [done(answer) for answer in await self._each("release", shard, [int(started)], items, False)]
 
-    async def wait(self, shard: int, bell: str) -> None:
+    async def wait(self, shard: int, bell: str) -> str:
         link = await self._connected()
-        await link.listen(self._key(shard, "wake"), bell)
+        return await link.listen(self._key(shard, "wake"), bell)
 
     # By hand
 

@@ -6,15 +6,12 @@ Each transition takes the time as an argument and happens whole. ``memory.py`` m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Sequence
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
     LETTER_LIMIT,
     LETTER_TTL_MS,
-    SLICE,
     Add,
     Claims,
     Close,
@@ -27,55 +24,16 @@ from aiodigest.backend import (
     Window,
 )
 from aiodigest.errors import InvalidState, LimitExceeded
-from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
+from aiodigest.timelines import Delivery, Held, Schedule, earliest, only, trim
 from aiodigest.wire import aged, distinct, identity, latest, stamp
 
 
-@dataclass
-class Delivery:
-    """A digest that was opened and is not closed: under delivery, in a retry wait, or with an unknown outcome."""
-
-    digest_id: str
-    attempts: int = 0
-    dropped: int = 0
-    part: int = 0
-    cut_ms: int = 0
-    token: str = ""
-    frozen: bool = False  # an outcome is unknown: these contents, under this id, until closed or buried
-    parted: bool = False  # a part of it was delivered, so its end starts a cool-down
-    deferred_ms: int = 0  # when RetryAfter first gave an attempt back
-    last_error: str = ""
-    entries: list[bytes] = field(default_factory=list[bytes])
-
-
-@dataclass
-class Held:
-    """What is kept of one timeline."""
-
-    log: list[bytes] = field(default_factory=list[bytes])
-    delivery: Delivery | None = None
-    iteration: int = 0
-    last_ms: int = 0  # the last digest, or the add that opened the window
-    cool_ms: int = 0
-    dropped: int = 0
-    end_ms: int = 0
-    flush: bool = False
-    own: Limits | None = None
-    done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
-
-    @property
-    def empty(self) -> bool:
-        return not self.log and self.delivery is None
-
-
-class Shard:
+class Shard(Schedule):
     """One schedule and its timelines."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, int] = {}
-        self.ready: dict[str, int] = {}
-        self.leased: dict[str, int] = {}
+        super().__init__()
         self.held: dict[str, Held] = {}
         self.dead: dict[str, RawLetter] = {}
         self.counts: Counter[str] = Counter()
@@ -83,28 +41,6 @@ class Shard:
         self.hold_ms = 0
 
     # The schedule
-
-    def state(self, key: str) -> State | None:
-        if key in self.ready:
-            return "ready"
-        if key in self.leased:
-            return "leased"
-        return "waiting" if key in self.waiting else None
-
-    def leave(self, key: str) -> None:
-        for schedule in (self.ready, self.leased, self.waiting):
-            schedule.pop(key, None)
-
-    @property
-    def head_ms(self) -> float:
-        """When the next timeline is due; what is ready is due at once."""
-        return -1.0 if self.ready else min(self.waiting.values(), default=inf)
-
-    def place(self, key: str, due: int, now: int) -> bool:
-        """Schedule a timeline, and say whether it is ready."""
-        self.leave(key)
-        (self.ready if due <= now else self.waiting)[key] = due
-        return due <= now
 
     def settle(self, key: str, held: Held, max_size: int, now: int) -> None:
         """Schedule what came since a digest that is gone."""
@@ -312,9 +248,8 @@ class Shard:
             entries = only(entries, letter.ids)
         if not entries:
             return
-        self.dead[letter_id] = RawLetter(
-            letter_id, key, letter.reason, now, delivery.attempts, delivery.digest_id, entries
-        )
+        facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
+        self.dead[letter_id] = RawLetter(letter_id, *facts, entries)
         self.counts["buried"] += len(entries)
         excess = len(self.dead) - LETTER_LIMIT
         for index, name in enumerate(self.letters()[:10]):
@@ -384,11 +319,11 @@ class Shard:
             self.place(key, now, now)
         elif key in self.leased:
             self.held[key].flush = True
-        return self.state(key) is not None
+        return self.placed(key) is not None
 
     def delete(self, key: str) -> bool:
         held = self.held.pop(key, Held())
-        existed = self.state(key) is not None
+        existed = self.placed(key) is not None
         self.leave(key)
         if held.delivery and held.delivery.token:
             held.done = (held.delivery.token, held.delivery.digest_id, Closed("deleted"))
@@ -436,16 +371,8 @@ class Shard:
         return due
 
     def look(self, key: str) -> Window | None:
-        state = self.state(key)
-        if state is None:
-            return None
-        held = self.held[key]
-        delivery = held.delivery or Delivery("")
-        due = {"waiting": self.waiting, "ready": self.ready, "leased": self.leased}[state][key]
-        return Window(
-            key, state, due, len(held.log), len(delivery.entries), delivery.attempts, held.iteration,
-            held.dropped + delivery.dropped, held.cool_ms, delivery.digest_id, delivery.last_error,
-        )  # fmt: skip
+        placed = self.placed(key)
+        return None if placed is None else self.held[key].window(key, *placed)
 
     # Dead letters
 
@@ -471,22 +398,3 @@ class Shard:
             ready = self._fill(letter.key, held, limits.max_size, now) or ready
         del self.dead[letter_id]
         return ready
-
-
-def earliest(schedule: dict[str, int], until: int | None = None, count: int = SLICE) -> list[tuple[str, int]]:
-    """A slice of a sorted set, in its order."""
-    items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
-    return [item for item in items if until is None or item[1] <= until][:count]
-
-
-def trim(entries: Sequence[bytes], capacity: int) -> tuple[list[bytes], int]:
-    """The newest ``capacity`` records, and how many older ones went."""
-    kept = latest(entries)
-    dropped = max(0, len(kept) - capacity)
-    return kept[dropped:], dropped
-
-
-def only(entries: Iterable[bytes], ids: Iterable[bytes]) -> list[bytes]:
-    """The entries with these ids."""
-    wanted = set(ids)
-    return [entry for entry in entries if identity(entry) in wanted]

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 class Store:
     """Where an engine keeps its timelines. Making one does no I/O; what is given is checked all the same."""
 
-    def __init__(self, url: str | Redis, namespace: str, shards: int | None, timeout: float, wait_replicas: int) -> None:
+    def __init__(
+        self, url: str | Redis, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
+    ) -> None:
         def backend(source: str | Redis) -> RedisBackend:
-            return RedisBackend(source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas)
+            return RedisBackend(
+                source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas
+            )
 
         self._server: EmbeddedServer | None = None
         if isinstance(url, str) and url.startswith("embedded:"):

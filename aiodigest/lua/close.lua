@@ -31,11 +31,18 @@ local function is_aged(entry, cut)
   return cut > 0 and identity(entry) ~= entry and struct.unpack('>i8', entry, 2) < cut * 1000
 end
 
--- Set aside the records of a part (newest first) that are `wanted` (nil: all).
-local function bury(id, reason, wanted, held, part)
-  local records = {}
-  for _, entry in ipairs(part) do
-    if not is_aged(entry, held.cut) and (not wanted or wanted[identity(entry)]) then
+-- Set aside the records of a part (newest first, with the place of each id) that are `wanted` (nil: all).
+local function bury(id, reason, wanted, held, part, places)
+  local chosen, records = {}, {}
+  if wanted then
+    for record_id in pairs(wanted) do
+      chosen[#chosen + 1] = places[record_id]
+    end
+    table.sort(chosen)
+  end
+  for index = 1, wanted and #chosen or #part do
+    local entry = part[wanted and chosen[index] or index]
+    if not is_aged(entry, held.cut) then
       records[#records + 1] = entry
     end
   end
@@ -62,8 +69,12 @@ local function close(item, nonce)
   end
   if #item.letters > 0 then
     local part = collect({}, {}, open_of(held.key), math.min(item.taken, held.opened))
+    local places = {} -- looked up, not searched: there may be a letter for every record
+    for index, entry in ipairs(part) do
+      places[identity(entry)] = index
+    end
     for index, letter in ipairs(item.letters) do
-      bury(nonce .. '-' .. index, letter.reason, letter.wanted, held, part)
+      bury(nonce .. '-' .. index, letter.reason, letter.wanted, held, part, places)
     end
   end
   count('digests', item.delivered > 0 and 1 or 0)

@@ -1,0 +1,59 @@
+"""An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
+
+from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
+from aiodigest.codecs import JSON, Codec, JSONCodec
+from aiodigest.engine import DigestEngine
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    CodecError,
+    ConfigurationError,
+    DeliverySignal,
+    InvalidArgument,
+    InvalidState,
+    LeaseLost,
+    LimitExceeded,
+    PartialAdd,
+    PartialFailure,
+    Reject,
+    RetryAfter,
+)
+from aiodigest.models import DeadLetter, Delivery, Digest, Entry, Record, State, Stats, Timeline
+from aiodigest.policy import Policy, RetryPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "JSON",
+    "AiodigestError",
+    "BackendUnavailable",
+    "BackoffMode",
+    "Codec",
+    "CodecError",
+    "ConfigurationError",
+    "DeadLetter",
+    "DecorrelatedJitter",
+    "Delivery",
+    "DeliverySignal",
+    "Digest",
+    "DigestEngine",
+    "Entry",
+    "IntervalBackoff",
+    "InvalidArgument",
+    "InvalidState",
+    "IterationBackoff",
+    "JSONCodec",
+    "LeaseLost",
+    "LimitExceeded",
+    "PartialAdd",
+    "PartialFailure",
+    "Policy",
+    "Record",
+    "Reject",
+    "RetryAfter",
+    "RetryPolicy",
+    "State",
+    "Stats",
+    "Strategy",
+    "Timeline",
+]

@@ -1,0 +1,172 @@
+"""Many calls of one event-loop turn as one call to the store, each with an answer of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from aiodigest.errors import AiodigestError, BackendUnavailable
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+BATCH_ITEMS = 256
+BATCH_BYTES = 256 * 1024
+QUEUE_ITEMS = 10_000
+QUEUE_BYTES = 16 * 1024 * 1024
+GRAIN = 0.01  # seconds: how late what has waited too long may learn of it, so that thousands learn together
+
+LEFT = "the engine was left before this was sent"
+
+
+def batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
+    """Cut items into what one call may carry."""
+    start = total = 0
+    for index, item in enumerate(items):
+        if index > start and (index - start == BATCH_ITEMS or total + size(item) > BATCH_BYTES):
+            yield items[start:index]
+            start, total = index, 0
+        total += size(item)
+    if start < len(items):
+        yield items[start:]
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[Item, Answer]):
+    """An item on its way, and the future that its caller awaits."""
+
+    item: Item
+    size: int
+    deadline: float
+    answer: asyncio.Future[Answer]
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class Coalescer(Generic[Item, Answer]):
+    """A bounded queue of items, sent in order, one call at a time.
+
+    ``send`` answers each item with a result or an error. An item that is cancelled before it is sent is withdrawn.
+    An item that has no answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
+    was sent; when the queue is full, ``submit`` waits for room within that time.
+    """
+
+    def __init__(
+        self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | AiodigestError]]], timeout: float
+    ) -> None:
+        self._send = send
+        self._timeout = timeout
+        self._queue: deque[Job[Item, Answer]] = deque()
+        self._bytes = 0
+        self._flight: list[Job[Item, Answer]] = []
+        self._filled = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    async def submit(self, item: Item, size: int = 0, *, since: float | None = None) -> Answer:
+        """Queue an item and return its answer; ``since`` is when its time began, if it was before now."""
+        loop = asyncio.get_running_loop()
+        deadline = (loop.time() if since is None else since) + self._timeout
+        if not self._room.is_set():
+            await self._wait_for_room(deadline)
+        if self._ended:
+            raise BackendUnavailable(LEFT, stored="no")
+        job = Job[Item, Answer](item, size, deadline, loop.create_future())
+        self._queue.append(job)
+        self._bytes += size
+        self._filled.set()
+        if len(self._queue) >= QUEUE_ITEMS or self._bytes >= QUEUE_BYTES:
+            self._room.clear()
+        self._watch(deadline)
+        return await job.answer
+
+    async def _wait_for_room(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while not self._room.is_set():  # another waiter may have taken the room
+                    await self._room.wait()
+        except TimeoutError:
+            message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
+            raise BackendUnavailable(message, stored="no") from None
+
+    async def run(self) -> None:
+        """Send what is queued until cancelled; what is then unsent fails as not stored."""
+        try:
+            while True:
+                await self._filled.wait()
+                self._flight = self._take()
+                if self._flight:
+                    await self._send_batch(self._flight)
+                    self._flight = []
+        finally:
+            self._ended = True
+            self._room.set()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._fail(self._flight, "the engine was left before the answer came", "unknown")
+            self._fail(self._queue, LEFT, "no")
+
+    async def drain(self) -> None:
+        """Return when nothing is queued or in flight."""
+        while pending := [job.answer for job in (*self._flight, *self._queue) if not job.answer.done()]:
+            await asyncio.wait(pending)
+
+    def _take(self) -> list[Job[Item, Answer]]:
+        batch: list[Job[Item, Answer]] = []
+        size = 0
+        while self._queue and len(batch) < BATCH_ITEMS:
+            if batch and size + self._queue[0].size > BATCH_BYTES:
+                break
+            job = self._queue.popleft()
+            self._bytes -= job.size
+            if not job.answer.done():  # else its caller was cancelled or has timed out
+                size += job.size
+                batch.append(job)
+        if not self._queue:
+            self._filled.clear()
+        if len(self._queue) <= QUEUE_ITEMS // 2 and self._bytes <= QUEUE_BYTES // 2:  # many who wait are woken at once
+            self._room.set()
+        return batch
+
+    async def _send_batch(self, batch: Sequence[Job[Item, Answer]]) -> None:
+        try:
+            answers = list(zip(batch, await self._send([job.item for job in batch]), strict=True))
+        except Exception as error:  # a fault too: it is for the callers to know, and the next batch may fare better
+            for job in batch:
+                job.fail(error)
+            return
+        for job, answer in answers:
+            if isinstance(answer, AiodigestError):
+                job.fail(answer)
+            elif not job.answer.done():
+                job.answer.set_result(answer)
+
+    def _watch(self, deadline: float) -> None:
+        """Have the one timer of all jobs go off no later than this."""
+        if self._timer is not None:
+            if self._timer.when() <= deadline:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        """Fail what has waited too long."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        late = f"no answer within {self._timeout:g} s"
+        self._fail([job for job in self._flight if job.deadline <= now], late, "unknown")
+        self._fail([job for job in self._queue if job.deadline <= now], late, "no")
+        pending = [job.deadline for job in (*self._flight, *self._queue) if not job.answer.done()]
+        if pending:
+            self._watch(max(min(pending), now + GRAIN))
+
+    def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
+        for job in jobs:
+            job.fail(BackendUnavailable(message, stored=stored))

@@ -1,0 +1,239 @@
+"""One attempt to deliver a digest: its records, its callback, and what is to be reported of it to the store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import isawaitable
+from typing import Generic, TypeAlias, TypeVar
+
+from aiodigest.arguments import EPOCH, moment
+from aiodigest.backend import Close, Lease, Letter, Retry
+from aiodigest.backoff import seconds
+from aiodigest.codecs import Codec
+from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter
+from aiodigest.models import Digest, Record, Result
+from aiodigest.policy import Policy, RetryPolicy, milliseconds
+from aiodigest.wire import RawRecord, aged, identity, latest, unpack
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ERROR_LENGTH = 500
+FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
+
+Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended.
+
+    ``report`` is for the store; ``records`` were delivered. ``success`` is what it says of the receiver, if anything;
+    ``pause`` is for how many seconds to claim nothing.
+    """
+
+    report: Close | Retry
+    result: Result
+    records: int = 0
+    success: bool | None = None
+    pause: float = 0.0
+
+
+class _TimedOut(Exception):
+    """The callback took longer than ``delivery_timeout``: nobody knows what it did."""
+
+
+@dataclass(slots=True)
+class Contents(Generic[T]):
+    """What entries stand for.
+
+    ``records`` are in order. ``raw`` are those that cannot be decoded, ``undecodable`` their ids with the reasons;
+    ``aged`` is how many were too old.
+    """
+
+    records: list[Record[T]] = field(default_factory=list[Record[T]])
+    raw: list[Record[bytes]] = field(default_factory=list[Record[bytes]])
+    undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    aged: int = 0
+
+
+def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
+    """The records of some entries by timestamp, then arrival; the last entry of an id wins."""
+    contents = Contents[T]()
+    for entry in latest(entries):
+        if aged(entry, cut_ms):
+            contents.aged += 1
+            continue
+        raw = RawRecord(0, b"?", entry)
+        try:
+            raw = unpack(entry)
+            record = Record(raw.id.decode(), codec.decode(raw.value), moment(raw.timestamp_us))
+        except Exception as error:  # a codec of the user's may raise anything
+            contents.undecodable[identity(entry)] = describe(error)
+            contents.raw.append(Record(raw.id.decode(errors="replace"), raw.value, EPOCH))
+        else:
+            contents.records.append(record)
+    contents.records.sort(key=lambda record: record.timestamp)
+    return contents
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line of bounded length, for dead letters and retries."""
+    try:
+        text = str(error) if isinstance(error, (CodecError, DeliverySignal)) else f"{type(error).__name__}: {error}"
+    except Exception:  # an error of the user's may not even have a text
+        text = type(error).__name__
+    return _line(text)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]
+
+
+@dataclass(slots=True)
+class Attempt(Generic[T]):
+    """A lease, the contents of its digest (or of the next part of it), and the policy it is delivered under."""
+
+    lease: Lease
+    taken: int
+    contents: Contents[T]
+    policy: Policy = field(default_factory=Policy)
+    cool_ms: int = 0
+
+    @property
+    def digest(self) -> Digest[T]:
+        lease = self.lease
+        records = tuple(self.contents.records)
+        return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration)
+
+
+class Dispatcher(Generic[T]):
+    """Hands digests to a callback and says what became of them."""
+
+    def __init__(
+        self,
+        callback: Callback[T],
+        codec: Codec[T],
+        policy: Callable[[str], Awaitable[Policy]],
+        retry: RetryPolicy,
+        lease_timeout: float,
+        delivery_timeout: float,
+    ) -> None:
+        self._callback = callback
+        self._codec = codec
+        self._policy = policy
+        self._retry = retry
+        self._lease_ms = milliseconds(lease_timeout)
+        self._timeout = delivery_timeout
+
+    async def attempt(self, lease: Lease, entries: Sequence[bytes]) -> Outcome:
+        """Deliver the digest that ``entries`` stand for. Raises CancelledError only when cancelled from outside."""
+        attempt = Attempt(lease, len(entries), read(entries, self._codec, lease.cut_ms))
+        try:
+            attempt.policy = await self._policy(lease.key)
+            attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
+            if lease.attempt > self._retry.max_attempts:
+                return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
+            if not attempt.contents.records:
+                return self._closed(attempt, "empty")
+            await self._call(attempt.digest)
+        except RetryAfter as signal:
+            return self._deferred(attempt, signal)
+        except Reject as signal:
+            return self._buried(attempt, describe(signal), "rejected")
+        except PartialFailure as signal:
+            return self._partial(attempt, signal)
+        except _TimedOut as error:
+            return self._failed(attempt, error, unknown=True)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit too: a callback ends its own delivery, and nothing else
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # whatever it says, it was cut short, and nobody knows where
+                raise asyncio.CancelledError from error
+            logger.warning("attempt %d to deliver %r failed", lease.attempt, lease.key, exc_info=error)
+            return self._failed(attempt, error)
+        return self._closed(attempt, "delivered")
+
+    async def _call(self, digest: Digest[T]) -> None:
+        timer = asyncio.timeout(self._timeout)
+        try:
+            async with timer:
+                ending = self._callback(digest)
+                if isawaitable(ending):
+                    await ending
+                else:  # it has done its work, so to fail now would have it done again
+                    logger.error("the callback returned %r: it must be an async function", type(ending).__name__)
+        except DeliverySignal:
+            raise
+        except Exception as error:
+            if timer.expired():
+                raise _TimedOut(f"no outcome within {self._timeout:g} s") from error
+            raise
+
+    def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
+        contents = attempt.contents
+        delivered = len(contents.records)
+        letters = [Letter(reason, [record_id]) for record_id, reason in contents.undecodable.items()]
+        report = self._close(attempt, delivered, letters, counts=bool(delivered or letters))
+        return Outcome(report, result, delivered, success=True if result == "delivered" else None)
+
+    def _close(self, attempt: Attempt[T], delivered: int, letters: list[Letter], counts: bool = True) -> Close:
+        limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
+        return Close(
+            attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters
+        )
+
+    def _buried(
+        self, attempt: Attempt[T], reason: str, result: Result = "buried", success: bool | None = None
+    ) -> Outcome:
+        logger.warning("digest %s of %r is a dead letter: %s", attempt.lease.digest_id, attempt.lease.key, reason)
+        return Outcome(self._close(attempt, 0, [Letter(reason)]), result, success=success)
+
+    def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
+        try:
+            delay = seconds(signal.delay, "the delay of RetryAfter")
+        except InvalidArgument as error:
+            return self._failed(attempt, error)
+        retry = Retry(attempt.lease, milliseconds(delay), describe(signal), attempt.policy.terms.limits, give_back=True)
+        return Outcome(retry, "deferred", pause=delay if signal.pause else 0.0)
+
+    def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False) -> Outcome:
+        reason = describe(error)
+        success = None if isinstance(error, DeliverySignal) else False
+        if attempt.lease.attempt >= self._retry.max_attempts:
+            return self._buried(attempt, reason, success=success)
+        delay_ms = self._delay_ms(attempt.lease)
+        retry = Retry(attempt.lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
+        return Outcome(retry, "timeout" if unknown else "failed", success=success)
+
+    def _partial(self, attempt: Attempt[T], signal: PartialFailure) -> Outcome:
+        known = {record.id for record in attempt.contents.records}
+        if not signal.failed:
+            return self._closed(attempt, "delivered")
+        if not known.issuperset(signal.failed):
+            return self._failed(attempt, signal)
+        failed = [record_id.encode() for record_id in signal.failed]
+        delivered = len(known) - len(failed)
+        reason = _line("; ".join(f"{name}: {why}" for name, why in signal.failed.items()))
+        bad = attempt.contents.undecodable
+        if attempt.lease.attempt >= self._retry.max_attempts:
+            letters = [Letter(reason, failed), *(Letter(why, [name]) for name, why in bad.items())]
+            logger.warning("%d records of %r are a dead letter: %s", len(failed), attempt.lease.key, reason)
+            return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
+        retry = Retry(
+            attempt.lease, self._delay_ms(attempt.lease), reason, attempt.policy.terms.limits,
+            attempt.taken, [*failed, *bad], delivered,
+        )  # fmt: skip
+        return Outcome(retry, "partial", delivered)
+
+    def _delay_ms(self, lease: Lease) -> int:
+        try:
+            return self._retry.delay_ms(lease.attempt)
+        except Exception:
+            logger.exception("the retry strategy failed; attempt %d waits a minute", lease.attempt)
+            return FALLBACK_DELAY_MS

@@ -1,0 +1,318 @@
+"""``DigestEngine``: what users hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from itertools import islice
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+from typing_extensions import TypeVar
+
+from aiodigest.arguments import duration, name, pack_entry, whole
+from aiodigest.backend import Add, Backend
+from aiodigest.backoff import BackoffMode
+from aiodigest.codecs import JSON, Codec, JSONCodec
+from aiodigest.dispatch import Callback, Dispatcher, describe
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
+from aiodigest.management import Management
+from aiodigest.models import Delivery, Entry
+from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
+from aiodigest.scheduler import Scheduler
+from aiodigest.session import Session
+from aiodigest.signals import on_signals
+from aiodigest.store import Store
+from aiodigest.wire import unpack
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from typing_extensions import TypeForm
+
+T = TypeVar("T", default=JSON)
+
+CHUNK = 1_000
+
+
+class DigestEngine(Management[T]):
+    """Adds records to timelines, and delivers each timeline's records as digests to an awaitable callback.
+
+    One engine is one namespace, one type of value and one callback. The constructor does no I/O; ``async with
+    engine`` connects, ``async with engine.delivering()`` also delivers in the background, and ``await engine.run()``
+    is a service until SIGTERM or SIGINT. None of them needs the server to be there yet. An engine can be entered
+    again after it was left, also from another event loop.
+
+    Parameters
+    ----------
+    url : str or redis.asyncio.Redis, default "embedded://"
+        ``redis://``, ``rediss://``, ``unix://``, ``embedded://`` (a server of its own in the user's data folder, or
+        in ``AIODIGEST_DATA``) or ``embedded:///folder``; or a client, whose settings are copied.
+    namespace : str
+        Letters, digits, ``_``, ``.`` and ``-``, at most 64: keeps engines on one server apart.
+    value_type : type, union or TypeAdapter, default JSON (any JSON value)
+        What values are checked against when added, and what callbacks get.
+    codec : Codec, default JSONCodec(value_type)
+        How values are stored.
+    policy : Policy, or a plain or async function from a key to a Policy
+        When a timeline is due. A function is called once an add and once a claimed digest.
+    retry : RetryPolicy
+        How often a digest whose callback raised is tried again.
+    backoff_mode : BackoffMode
+        When this process takes a rest, since deliveries of distinct timelines fail in a row.
+    shards : int or None, default None
+        How many schedules the namespace has; None takes what is there, or 1 if it is new.
+    concurrency : int, default 64
+        Deliveries under way at the most, in this process.
+    lease_timeout : seconds, default 60
+        How long a worker's claim lasts unless it is renewed, which happens at a third of it.
+    delivery_timeout : seconds, default 300
+        A callback that takes longer is cancelled; its outcome counts as unknown.
+    drain_timeout : seconds, default 20
+        How long leaving waits for deliveries under way.
+    timeout : seconds, default 5
+        For one call to the server, and for an add from its call to its answer.
+    wait_replicas : int, default 0
+        An add returns only when so many replicas have it.
+
+    Raises
+    ------
+    ConfigurationError, InvalidArgument
+        If an argument is not allowed; the message says what is.
+    """
+
+    def __init__(
+        self,
+        url: str | Redis = "embedded://",
+        *,
+        namespace: str,
+        value_type: TypeForm[T] | TypeAdapter[T] = JSON,
+        codec: Codec[T] | None = None,
+        policy: PolicySource = Policy(),
+        retry: RetryPolicy = RetryPolicy(),
+        backoff_mode: BackoffMode = BackoffMode(),
+        shards: int | None = None,
+        concurrency: int = 64,
+        lease_timeout: float | timedelta = 60,
+        delivery_timeout: float | timedelta = 300,
+        drain_timeout: float | timedelta = 20,
+        timeout: float | timedelta = 5,
+        wait_replicas: int = 0,
+    ) -> None:
+        self.namespace = namespace
+        self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type)
+        self._policies = Policies(policy, retry)
+        self._retry = retry
+        self._backoff_mode = backoff_mode
+        self._concurrency = whole(concurrency, "concurrency", 1)
+        self._lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
+        self._delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
+        self._drain_timeout = duration(drain_timeout, "drain_timeout")
+        self._timeout = duration(timeout, "timeout", 0.001)
+        self._store = Store(
+            url,
+            namespace=namespace,
+            shards=shards,
+            timeout=self._timeout,
+            wait_replicas=whole(wait_replicas, "wait_replicas", 0),
+        )
+        self._callback: Callback[T] | None = None
+        self._observer: Callable[[Delivery], None] | None = None
+        self._session: Session | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the engine stores, without the password."""
+        return self._store.url
+
+    def __repr__(self) -> str:
+        return f"DigestEngine({self.url!r}, namespace={self.namespace!r})"
+
+    # Entering and leaving
+
+    def deliver(self, callback: Callback[T]) -> Callback[T]:
+        """Register the delivery callback (a decorator; the function is returned unchanged).
+
+        Returning means delivered, and raising that the digest is to be tried again; ``RetryAfter``, ``Reject`` and
+        ``PartialFailure`` say more. Raises ConfigurationError for a second one.
+        """
+        if self._callback is not None:
+            raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
+        self._callback = callback
+        return callback
+
+    def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
+        """Register a function that is told of each attempt to deliver (a decorator); it must not block or raise."""
+        self._observer = observer
+        return observer
+
+    async def __aenter__(self) -> Self:
+        await self._enter(None)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            try:
+                await self._session.stop()
+            finally:
+                self._session = None
+
+    @asynccontextmanager
+    async def delivering(self, callback: Callback[T] | None = None) -> AsyncGenerator[Self, None]:
+        """Enter the engine, and deliver in the background until it is left: to ``callback``, or to the registered one.
+
+        Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
+        """
+        chosen = callback if callback is not None else self._callback
+        if chosen is None:
+            raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
+        await self._enter(chosen)
+        try:
+            yield self
+        finally:
+            await self.__aexit__(None, None, None)
+
+    async def run(self, callback: Callback[T] | None = None) -> None:
+        """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once."""
+        stop = asyncio.Event()
+
+        def on_signal() -> None:
+            if stop.is_set() and self._session is not None:
+                self._session.hurry()
+            stop.set()
+
+        with on_signals(on_signal):
+            async with self.delivering(callback):
+                ended = asyncio.create_task(stop.wait())
+                try:
+                    await asyncio.wait([ended, self._entered().main], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    ended.cancel()
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
+        """Deliver during the life of an ASGI app: ``FastAPI(lifespan=engine.lifespan)``."""
+        async with self.delivering():
+            yield
+
+    async def _enter(self, callback: Callback[T] | None) -> None:
+        if self._session is not None:
+            raise ConfigurationError(f"engine {self.namespace!r} is entered already")
+
+        def schedule(backend: Backend) -> Scheduler:
+            assert callback is not None
+            dispatcher = Dispatcher(
+                callback, self._codec, self._policies.of, self._retry, self._lease_timeout, self._delivery_timeout
+            )
+            return Scheduler(
+                backend,
+                dispatcher.attempt,
+                self._policies.limits,
+                backoff_mode=self._backoff_mode,
+                concurrency=self._concurrency,
+                lease_timeout=self._lease_timeout,
+                drain_timeout=self._drain_timeout,
+                timeout=self._timeout,
+                observer=self._observer,
+            )
+
+        session = self._session = Session(self._store, self._timeout, schedule if callback is not None else None)
+        try:
+            await session.backend()
+        except BackendUnavailable:
+            pass  # it may come: adds try again, and so does the scheduler
+        except BaseException:
+            session.hurry()
+            try:
+                await session.stop()
+            finally:
+                self._session = None
+            raise
+
+    def _entered(self) -> Session:
+        if self._session is None:
+            raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
+        return self._session
+
+    # Adding
+
+    async def add(
+        self, key: str, value: T, *, record_id: str | None = None, timestamp: datetime | float | None = None
+    ) -> bool:
+        """Add a record to the timeline ``key``; True if it is due now, and this add made it so.
+
+        ``record_id`` (1 to 1024 bytes of UTF-8; made up if absent) replaces the value held under that id.
+        ``timestamp`` (an aware datetime, or epoch seconds; the server's time of arrival if absent) orders the records
+        of a digest. When this returns, the record is stored.
+
+        Raises
+        ------
+        InvalidArgument, LimitExceeded, CodecError
+            If an argument is not allowed, and nothing was stored.
+        BackendUnavailable
+            Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
+        """
+        session = self._entered()
+        record = record_id if record_id is not None else uuid4().hex
+        add = await self._encode(Entry(key, value, record, timestamp))
+        try:
+            return await session.add(add)
+        except BackendUnavailable as error:
+            raise self._explained(error, record) from error
+
+    async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
+        """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.
+
+        Raises PartialAdd, whose ``results`` has an answer or an error for each entry, if any failed: one bad entry
+        fails alone. Once the server is unavailable, what was not sent fails as not stored.
+        """
+        session = self._entered()
+        results: list[bool | AiodigestError] = []
+        source = iter(entries)
+        while some := list(islice(source, CHUNK)):
+            down = next((error for error in results[-CHUNK:] if isinstance(error, BackendUnavailable)), None)
+            if down is None:
+                results += await self._add_some(session, some)
+            else:
+                results += [BackendUnavailable(str(down), record_id=entry.record_id) for entry in some]
+        if any(isinstance(result, AiodigestError) for result in results):
+            raise PartialAdd(results)
+        return [result is True for result in results]
+
+    async def _add_some(self, session: Session, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
+        results: list[bool | AiodigestError] = [False] * len(entries)
+        adds: dict[int, Add] = {}
+        for index, entry in enumerate(entries):
+            try:
+                record = entry.record_id if entry.record_id is not None else uuid4().hex
+                adds[index] = await self._encode(replace(entry, record_id=record))
+            except AiodigestError as error:
+                results[index] = error
+            except Exception as error:  # of the policy function, or the codec
+                failed = results[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
+                failed.__cause__ = error
+        answers = await session.add_many(list(adds.values()))
+        for (index, add), answer in zip(adds.items(), answers, strict=True):
+            if isinstance(answer, BackendUnavailable):
+                answer = self._explained(answer, unpack(add.entry).id.decode())
+            results[index] = answer
+        return results
+
+    async def _encode(self, entry: Entry[T]) -> Add:
+        name(entry.key, "key")
+        record_id = name(entry.record_id or "", "record_id")
+        policy = await self._policies.of(entry.key)
+        raw = pack_entry(record_id, entry.timestamp, self._codec.encode(entry.value))
+        return Add(entry.key, raw, policy.terms, self._policies.own(policy))
+
+    def _explained(self, error: BackendUnavailable, record_id: str) -> BackendUnavailable:
+        """The same error for one record, with what an embedded server's log says."""
+        reason = self._store.why_down()
+        message = f"{error} ({reason})" if reason else str(error)
+        return BackendUnavailable(message, record_id=record_id, stored=error.stored)

@@ -1,0 +1,188 @@
+"""Looking at timelines and dead letters, and moving them by hand: what an engine offers beside adding."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from datetime import datetime, timedelta
+from typing import Generic, get_args
+
+from typing_extensions import TypeVar
+
+from aiodigest.arguments import duration, microseconds, moment, name
+from aiodigest.backend import Backend, Move, RawLetter, Window
+from aiodigest.codecs import JSON, Codec
+from aiodigest.dispatch import read
+from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState
+from aiodigest.models import DeadLetter, Record, State, Stats, Timeline
+from aiodigest.policy import Policies, milliseconds
+from aiodigest.session import Session
+
+T = TypeVar("T", default=JSON)
+
+PAGE = 500
+
+
+class Management(Generic[T]):
+    """The part of an engine that needs no callback. Every method may raise BackendUnavailable."""
+
+    namespace: str
+    _codec: Codec[T]
+    _policies: Policies
+    _session: Session | None
+
+    def _entered(self) -> Session:
+        if self._session is None:
+            raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
+        return self._session
+
+    async def _backend(self) -> Backend:
+        return await self._entered().backend()
+
+    async def _timeline(self, key: str) -> Backend:
+        """The store, for a key that may be one."""
+        name(key, "key")
+        return await self._backend()
+
+    async def flush(self, key: str) -> bool:
+        """Make a timeline due now, or at the end of the delivery under way; whether it holds records."""
+        session, backend = self._entered(), await self._timeline(key)
+        flushed = await backend.flush(key)
+        session.poke(backend.shard_of(key))
+        return flushed
+
+    async def delete(self, key: str) -> bool:
+        """Drop a timeline with its records and its cool-down; whether it held records.
+
+        A delivery under way is cancelled when its lease is renewed next.
+        """
+        return await (await self._timeline(key)).delete(key)
+
+    async def remove(self, key: str, record_id: str) -> bool:
+        """Drop one record; whether one went. A record under delivery, or whose outcome is unknown, stays."""
+        backend = await self._timeline(key)
+        record = name(record_id, "record_id")
+        policy = await self._policies.of(key)
+        return await backend.remove(key, record, policy.terms.limits)
+
+    async def reschedule(
+        self, key: str, *, at: datetime | float | None = None, delay: float | timedelta | None = None
+    ) -> datetime:
+        """Move the due time of a waiting timeline, and return it.
+
+        To ``at`` (an aware datetime or epoch seconds, on the server's clock), or to ``delay`` (seconds or a timedelta)
+        from now; with neither, to what the policy says today. It never comes before the cool-down's end, nor later
+        than ``maximum_delay`` after the last digest. In a retry wait, ``at`` and ``delay`` move the next try.
+
+        Raises InvalidState if the timeline is not waiting, or waits for a retry and neither is given.
+        """
+        session, backend = self._entered(), await self._timeline(key)
+        if at is not None and delay is not None:
+            raise InvalidArgument("give at or delay to reschedule, not both")
+        policy = await self._policies.of(key)
+        at_ms = None if at is None else microseconds(at, "at") // 1000
+        delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
+        while True:
+            window = await backend.look(key)
+            if window is None:
+                raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
+            gap_ms = policy.cool_ms(window.iteration) if window.iteration else 0
+            due = await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, window.iteration))
+            if due is not None:  # else a digest was closed since the look
+                session.poke(backend.shard_of(key))
+                return moment(due * 1000)
+
+    async def peek(self, key: str) -> Timeline[T] | None:
+        """A timeline with its records, without delivering them; None if it holds none."""
+        backend = await self._timeline(key)
+        window = await backend.look(key)
+        if window is None:
+            return None
+        return self._view(window, self._records(await backend.entries(key)))
+
+    async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
+        """The timelines of a state, or of all, the earliest due of each shard and state first; without records.
+
+        A timeline that changes its state meanwhile may be missed, or come twice.
+        """
+        states: tuple[State, ...] = get_args(State)
+        if state is not None and state not in states:
+            raise InvalidArgument(f"state must be one of {', '.join(states)}, not {state!r}")
+        backend = await self._backend()
+        for shard in range(backend.shards):
+            for each in states if state is None else (state,):
+                start = 0
+                while windows := await backend.page(shard, each, start, PAGE):
+                    for window in windows:
+                        yield self._view(window)
+                    start += PAGE
+
+    async def stats(self) -> Stats:
+        """Timelines by state, dead letters, and counters of what happened."""
+        counts = await (await self._backend()).counts()
+        oldest = counts.get("oldest_due_ms")
+        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name != "oldest_due"}
+        return Stats(**numbers, oldest_due=None if oldest is None else moment(oldest * 1000))
+
+    async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
+        """All dead letters, the oldest of each shard first."""
+        backend = await self._backend()
+        for shard in range(backend.shards):
+            start = 0
+            while ids := await backend.letters(shard, start, PAGE):
+                for letter_id in ids:
+                    letter = await backend.letter(letter_id)
+                    if letter is not None:
+                        yield self._letter(letter)
+                start += PAGE
+
+    async def replay(self, letter_id: str) -> bool:
+        """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
+
+        True if its timeline is due now. Raises InvalidState if there is no such letter, or its timeline has a digest
+        under delivery or in a retry wait, and LimitExceeded if it would grow over its capacity: the letter stays.
+        """
+        name(letter_id, "the id of a dead letter")
+        session, backend = self._entered(), await self._backend()
+        letter = await backend.letter(letter_id)
+        if letter is None:
+            raise InvalidState(f"there is no dead letter {letter_id!r}")
+        policy = await self._policies.of(letter.key)
+        ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
+        session.poke(backend.shard_of(letter.key))
+        return ready
+
+    async def discard(self, letter_id: str) -> bool:
+        """Drop a dead letter; whether there was one."""
+        name(letter_id, "the id of a dead letter")
+        return await (await self._backend()).discard(letter_id)
+
+    def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
+        contents = read(entries, self._codec)
+        return [*contents.records, *contents.raw]
+
+    def _view(self, window: Window, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
+        return Timeline(
+            window.key,
+            window.state,
+            moment(window.due_ms * 1000),
+            window.logged + window.opened,
+            window.attempt,
+            window.iteration,
+            window.dropped,
+            moment(window.cool_ms * 1000) if window.cool_ms else None,
+            window.digest_id or None,
+            window.last_error or None,
+            tuple(records or ()),
+        )
+
+    def _letter(self, letter: RawLetter) -> DeadLetter[T]:
+        return DeadLetter(
+            letter.id,
+            letter.key,
+            letter.reason,
+            moment(letter.buried_ms * 1000),
+            letter.attempt,
+            letter.digest_id,
+            tuple(self._records(list(letter.entries))),
+        )

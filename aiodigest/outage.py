@@ -1,0 +1,62 @@
+"""Whether the store answers: one log line a change of state, and how long to wait between tries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from aiodigest.backoff import DecorrelatedJitter
+from aiodigest.errors import AiodigestError
+
+logger = logging.getLogger(__name__)
+
+# Capped at a second, so that a worker is back within a second of the server's return.
+BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
+
+
+class Outage:
+    """The state *unavailable* of a part of the store: it begins when a call fails, and ends when all kinds that did,
+    each of which backs off by itself, were answered."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._tries: dict[str, int] = {}
+        self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
+        self._began = 0.0
+
+    @property
+    def present(self) -> bool:
+        """Whether the last call of some kind failed."""
+        return bool(self._tries)
+
+    def failed(self, error: Exception, call: str = "") -> None:
+        """A call of a kind failed."""
+        if not self._tries:
+            self._began = asyncio.get_running_loop().time()
+            fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
+            logger.warning("%s is unavailable: %s", self._what, error, exc_info=fault)
+        self._tries[call] = self._tries.get(call, 0) + 1
+        self._answered[call].clear()
+
+    def answered(self, call: str = "") -> None:
+        """A call of a kind was answered."""
+        if self._tries.pop(call, 0):
+            self._answered[call].set()
+            if not self._tries:
+                lasted = asyncio.get_running_loop().time() - self._began
+                logger.warning("%s is available again after %.1f s", self._what, lasted)
+
+    async def pause(self, call: str = "") -> None:
+        """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""
+        await elapse(self._answered[call], BACKOFF(self._tries.get(call, 0)))
+
+
+async def elapse(event: asyncio.Event, timeout: float | None) -> bool:
+    """Wait for an event for at most ``timeout`` seconds; whether it came."""
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,385 @@
+"""The loop of a shard: sleep, claim, dispatch, renew, close. It knows a ``Backend``, and never Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
+from aiodigest.backoff import BackoffMode, ConsumerBackoff
+from aiodigest.coalesce import BATCH_ITEMS, Coalescer
+from aiodigest.dispatch import Outcome
+from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
+from aiodigest.models import Delivery
+from aiodigest.outage import BACKOFF, Outage, elapse
+from aiodigest.policy import Limits, milliseconds
+
+logger = logging.getLogger(__name__)
+
+PAGE = 1_000
+CLAIMS, LEASES = "claims", "leases"  # the kinds of calls, one of which may fail while the other does not
+
+Attempt: TypeAlias = Callable[[Lease, Sequence[bytes]], Awaitable[Outcome]]
+Observer: TypeAlias = Callable[[Delivery], None]
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A lease that this worker holds, and the task that delivers its digest."""
+
+    lease: Lease
+    until: float  # on the loop's clock, counted from before the call that gave the lease: never later than it ends
+    due: float
+    stage: Literal["claimed", "calling", "reporting"] = "claimed"
+    task: asyncio.Task[None] | None = None
+
+
+class Lane:
+    """What one shard's loop works with."""
+
+    def __init__(self, shard: int, backend: Backend, timeout: float) -> None:
+        async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
+            return await backend.close(shard, closes)
+
+        async def retry(retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
+            return await backend.retry(shard, retries)
+
+        self.shard = shard
+        self.outage = Outage(f"shard {shard}")
+        self.woken = asyncio.Event()
+        self.holds: set[Hold] = set()
+        self.closes = Coalescer[Close, Closed](close, timeout)
+        self.retries = Coalescer[Retry, bool](retry, timeout)
+        self.listener: asyncio.Task[str | None] | None = None
+        self.deaf = 0  # how often in a row the doorbell could not be heard
+
+
+class Scheduler:
+    """Delivers the digests of all shards, at most ``concurrency`` at a time, until it is stopped.
+
+    Durations are in seconds. ``run`` ends after ``stop``: claims end at once, deliveries have ``drain_timeout`` to
+    end, under leases that go on being renewed, and what is still under way is then cancelled and released.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        attempt: Attempt,
+        limits: Limits,
+        *,
+        backoff_mode: BackoffMode,
+        concurrency: int,
+        lease_timeout: float,
+        drain_timeout: float,
+        timeout: float,
+        observer: Observer | None = None,
+    ) -> None:
+        self._backend = backend
+        self._attempt = attempt
+        self._limits = limits
+        self._backoff = ConsumerBackoff(backoff_mode)
+        self._concurrency = concurrency
+        self._lease_timeout = lease_timeout
+        self._lease_ms = milliseconds(lease_timeout)
+        self._drain_timeout = drain_timeout
+        self._timeout = timeout
+        self._observer = observer
+        self._lanes = [Lane(shard, backend, timeout) for shard in range(backend.shards)]
+        self._reserved = 0
+        self._paused_until = 0.0
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._ended = False
+
+    def stop(self, at_once: bool = False) -> None:
+        """Claim nothing more, and let ``run`` end; ``at_once``: without waiting for what is under way."""
+        self._stopping.set()
+        self._changed.set()
+        if at_once:
+            self._hurry.set()
+        for lane in self._lanes:
+            lane.woken.set()
+
+    def poke(self, shard: int) -> None:
+        """Look at a shard's schedule now: this process has made a timeline ready."""
+        self._lanes[shard].woken.set()
+
+    async def run(self) -> None:
+        """Deliver until stopped."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                chores = [
+                    group.create_task(chore)
+                    for lane in self._lanes
+                    for chore in (lane.closes.run(), lane.retries.run(), self._keep(lane))
+                ]
+                loops = [group.create_task(self._loop(lane)) for lane in self._lanes]
+                await asyncio.wait(loops)
+                await self._drain()
+                for chore in chores:
+                    chore.cancel()
+        finally:
+            self._ended = True
+            for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
+                task.cancel()
+
+    # Claiming
+
+    async def _loop(self, lane: Lane) -> None:
+        try:
+            while slots := await self._slots():
+                lane.woken.clear()
+                claims = await self._claim(lane, slots)
+                if claims is None:
+                    await lane.outage.pause(CLAIMS)
+                elif claims.wait_ms != 0:
+                    await self._sleep(lane, claims)
+        finally:
+            if lane.listener is not None:
+                lane.listener.cancel()
+                await asyncio.wait([lane.listener])
+
+    async def _slots(self) -> int:
+        """Wait for free slots; 0 when there will be none, since this worker stops."""
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            self._changed.clear()
+            now = loop.time()
+            rest = max(self._paused_until, self._backoff.resumes_at or 0.0) - now
+            allowed = self._backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
+            free = min(allowed, self._concurrency) - self._reserved - sum(len(lane.holds) for lane in self._lanes)
+            if free > 0:
+                return -(-free // len(self._lanes))  # rounded up: a shard with a backlog leaves slots to the others
+            await elapse(self._changed, rest if rest > 0 else None)
+        return 0
+
+    async def _claim(self, lane: Lane, slots: int) -> Claims | None:
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
+        self._reserved += slots
+        try:
+            if lane.outage.present:  # else this claim might recover what this worker holds
+                await self._renew(lane)
+            claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
+        except Exception as error:
+            lane.outage.failed(error, CLAIMS)
+            return None
+        finally:
+            self._reserved -= slots
+            self._changed.set()  # another shard may wait for the slots that this one did not need
+        lane.outage.answered(CLAIMS)
+        for key, reason in claims.broken:
+            logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
+        for key, count in claims.expired:
+            logger.error("timeline %r outlived its ttl: %d records are lost", key, count)
+        now = loop.time()
+        for lease in claims.leases:
+            hold = Hold(lease, sent + self._lease_timeout, now - (claims.now_ms - lease.due_ms) / 1000)
+            lane.holds.add(hold)
+            hold.task = asyncio.create_task(self._deliver(lane, hold))
+        return claims
+
+    async def _sleep(self, lane: Lane, claims: Claims) -> None:
+        """Sleep until something is due, the doorbell rings, or a third of a lease has passed."""
+        third = self._lease_timeout / 3
+        timeout = third if claims.wait_ms is None else min(third, claims.wait_ms / 1000)
+        deadline = asyncio.get_running_loop().time() + timeout
+        waker = asyncio.create_task(lane.woken.wait())
+        try:
+            while not waker.done() and (rest := deadline - asyncio.get_running_loop().time()) > 0:
+                if lane.listener is None or lane.listener.done():
+                    lane.listener = asyncio.create_task(self._listen(lane, claims.bell))
+                await asyncio.wait([waker, lane.listener], timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                # A listener that was armed before the claim may hear of a ring that the claim has seen.
+                if lane.listener.done() and lane.listener.result() != claims.bell:
+                    break
+        finally:
+            waker.cancel()
+
+    async def _listen(self, lane: Lane, bell: str) -> str | None:
+        try:
+            heard = await self._backend.wait(lane.shard, bell)
+        except Exception:
+            # The next claim finds out what is wrong; should it succeed all the same, this is no busy loop.
+            lane.deaf += 1
+            if lane.deaf > 1:
+                await asyncio.sleep(BACKOFF(lane.deaf))
+            return None
+        lane.deaf = 0
+        return heard
+
+    # Delivering
+
+    async def _deliver(self, lane: Lane, hold: Hold) -> None:
+        try:
+            while not self._stopping.is_set():
+                entries = await self._entries(lane, hold.lease)
+                outcome = await self._call(hold, entries)
+                rest = await self._report(lane, outcome.report)
+                if rest is None:
+                    return
+                hold.lease, hold.stage = rest, "claimed"
+            await self._backend.release(lane.shard, [hold.lease], started=False)
+        except LeaseLost as error:
+            logger.warning("%s", error)
+        except AiodigestError as error:
+            logger.error("timeline %r: %s; its lease will end", hold.lease.key, error)
+        except Exception:
+            logger.exception("a fault of aiodigest while delivering %r; its lease will end", hold.lease.key)
+        finally:
+            lane.holds.discard(hold)
+            self._changed.set()
+
+    async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
+        """The entries of the digest, or of its next part; what did not fit into the claim is paged."""
+        taken = min(lease.part or lease.size, lease.size)
+        entries = list(lease.entries[:taken])
+        while len(entries) < taken:
+            try:
+                page = await self._backend.read(lane.shard, lease, len(entries), min(PAGE, taken - len(entries)))
+            except BackendUnavailable as error:
+                lane.outage.failed(error, LEASES)
+                await lane.outage.pause(LEASES)
+                continue
+            lane.outage.answered(LEASES)
+            if not page:
+                raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
+            entries += page
+        return entries
+
+    async def _call(self, hold: Hold, entries: Sequence[bytes]) -> Outcome:
+        loop = asyncio.get_running_loop()
+        lease, started = hold.lease, loop.time()
+        hold.stage = "calling"
+        outcome = await self._attempt(lease, entries)
+        hold.stage = "reporting"
+        ended = loop.time()
+        if outcome.success is True:
+            self._backoff.succeeded(lease.key, ended, started=started)
+        elif outcome.success is False:
+            self._backoff.failed(lease.key, ended, started=started)
+        if outcome.pause:
+            self._paused_until = max(self._paused_until, ended + outcome.pause)
+        self._tell(lease, outcome, max(0.0, started - hold.due), ended - started)
+        return outcome
+
+    def _tell(self, lease: Lease, outcome: Outcome, lateness: float, duration: float) -> None:
+        if self._observer is None:
+            return
+        result, records = outcome.result, outcome.records
+        try:
+            self._observer(Delivery(lease.key, lease.digest_id, lease.attempt, result, records, lateness, duration))
+        except Exception:
+            logger.exception("the observer of deliveries failed")
+
+    async def _report(self, lane: Lane, report: Close | Retry) -> Lease | None:
+        """Tell the store, until it knows; the lease on the rest of the digest, if there is one."""
+        lease = report.lease
+        while True:
+            try:
+                if isinstance(report, Retry):
+                    lost, closed = not await lane.retries.submit(report), None
+                else:
+                    closed = await lane.closes.submit(report)
+                    lost = closed.status == "lost"
+            except BackendUnavailable as error:
+                if self._ended:  # a callback has outlived its worker
+                    raise
+                lane.outage.failed(error, LEASES)
+                await lane.outage.pause(LEASES)
+                continue
+            lane.outage.answered(LEASES)
+            if lost:
+                raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} had ended, or is another worker's, by now")
+            if closed is None or closed.status != "part":
+                return None
+            rest = lease.entries[report.taken :] if isinstance(report, Close) else ()
+            return replace(
+                lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=rest
+            )
+
+    # Leases
+
+    async def _keep(self, lane: Lane) -> None:
+        """Renew leases at a third of their length; cancel the deliveries whose lease ended in an outage."""
+        while True:
+            await asyncio.sleep(self._lease_timeout / 3)
+            while True:
+                try:
+                    await self._renew(lane)
+                    break
+                except Exception as error:
+                    lane.outage.failed(error, LEASES)
+                now = asyncio.get_running_loop().time()
+                for hold in [hold for hold in lane.holds if hold.until <= now]:
+                    self._lose(hold)
+                await lane.outage.pause(LEASES)
+
+    async def _renew(self, lane: Lane) -> None:
+        holds = [(hold, hold.lease) for hold in lane.holds]
+        for start in range(0, len(holds), BATCH_ITEMS):
+            some = holds[start : start + BATCH_ITEMS]
+            sent = asyncio.get_running_loop().time()
+            kept = await self._backend.renew(lane.shard, [lease for _, lease in some], self._lease_ms)
+            for (hold, lease), held in zip(some, kept, strict=True):
+                if isinstance(held, AiodigestError):
+                    logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
+                elif held:
+                    hold.until = sent + self._lease_timeout
+                elif hold.lease is lease:
+                    self._lose(hold)
+        lane.outage.answered(LEASES)
+
+    def _lose(self, hold: Hold) -> None:
+        # A delivery that is being reported learns from the answer to its report what became of its lease.
+        if hold.stage != "reporting" and hold.task is not None and not hold.task.done():
+            logger.warning("the lease on timeline %r is lost: its delivery is cancelled", hold.lease.key)
+            hold.task.cancel()
+
+    # Stopping
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [hold.task for lane in self._lanes for hold in lane.holds if hold.task is not None]
+
+    async def _drain(self) -> None:
+        if not (tasks := self._tasks()):
+            return
+        ends = [asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(self._hurry.wait())]
+        await asyncio.wait(ends, timeout=self._drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if tasks := self._tasks():
+            await self._abandon(tasks)
+
+    async def _abandon(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Cancel the callbacks that the drain did not see end, and give leases back without charging the attempts.
+
+        A report under way has one timeout more. Whether it arrived is unknown after that, and so the lease decides.
+        """
+        left = [(lane, hold, hold.stage) for lane in self._lanes for hold in lane.holds]
+        for _, hold, stage in left:
+            if stage != "reporting" and hold.task is not None:
+                hold.task.cancel()
+        _, late = await asyncio.wait(tasks, timeout=self._timeout)
+        deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
+        ignore = f", {len(deaf)} of which ignore it" if deaf else ""
+        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore)
+        for lane in self._lanes:
+            for stage in ("calling", "claimed"):
+                leases = [hold.lease for at, hold, was in left if at is lane and was == stage]
+                await self._release(lane, leases, started=stage == "calling")
+        for task in late:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=0 if deaf else None)
+
+    async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:
+        for start in range(0, len(leases), BATCH_ITEMS):
+            some = leases[start : start + BATCH_ITEMS]
+            try:
+                await self._backend.release(lane.shard, some, started)
+            except Exception as error:
+                logger.error("%d leases could not be given back, and will end: %s", len(some), error)

@@ -1,0 +1,187 @@
+"""One entering of an engine: its backend, its queues and its tasks, all of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from anyio import CancelScope
+
+from aiodigest.backend import Add, Backend
+from aiodigest.coalesce import Coalescer, batches
+from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.outage import BACKOFF, Outage, elapse
+from aiodigest.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def weight(add: Add) -> int:
+    """What an add takes of the bytes that a call may carry, about."""
+    return len(add.entry) + len(add.key)
+
+
+class Opener(Protocol):
+    """Where a session gets its backend from."""
+
+    async def open(self) -> Backend: ...
+    async def close(self) -> None: ...
+
+
+class Session:
+    """Owns one background task, in which everything that the engine does by itself happens.
+
+    The store need not be there when a session starts: whoever needs it connects, and all who wait share the attempt.
+    """
+
+    def __init__(self, store: Opener, timeout: float, schedule: Callable[[Backend], Scheduler] | None) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._schedule = schedule
+        self._backend: Backend | None = None
+        self._connecting: asyncio.Task[Backend] | None = None
+        self._adds: list[Coalescer[Add, bool]] = []
+        self._scheduler: Scheduler | None = None
+        self._stopping = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._started = asyncio.Event()
+        self._chores: list[asyncio.Task[None]] = []
+        self.main = asyncio.create_task(self._run(), name="aiodigest")
+        self.main.add_done_callback(self._ended)
+
+    async def backend(self) -> Backend:
+        """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""
+        if self._backend is not None:
+            return self._backend
+        await self._started.wait()
+        if self._stopping.is_set():
+            raise BackendUnavailable("the engine was left before it was connected")
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
+        connecting = self._connecting
+        await asyncio.wait([connecting], timeout=self._timeout)
+        if not connecting.done():
+            raise BackendUnavailable(f"no connection within {self._timeout:g} s")
+        if connecting.cancelled():
+            raise BackendUnavailable("the engine was left before it was connected")
+        return connecting.result()
+
+    async def _open(self) -> Backend:
+        backend = await self._store.open()
+        self._adds = [Coalescer(partial(backend.add, shard), self._timeout) for shard in range(backend.shards)]
+        self._chores += [self._group.create_task(coalescer.run()) for coalescer in self._adds]
+        self._backend = backend
+        return backend
+
+    async def add(self, add: Add) -> bool:
+        """Send an add with the others of this turn; True if it made its timeline ready."""
+        began = asyncio.get_running_loop().time()
+        backend = self._backend or await self.backend()
+        shard = backend.shard_of(add.key)
+        ready = await self._adds[shard].submit(add, weight(add), since=began)
+        if ready:
+            self.poke(shard)
+        return ready
+
+    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        """Send adds past the queue, in batches, each shard's in order."""
+        try:
+            backend = await self.backend()
+        except AiodigestError as error:
+            return [error] * len(adds)
+        shards: dict[int, list[int]] = {}
+        for index, add in enumerate(adds):
+            shards.setdefault(backend.shard_of(add.key), []).append(index)
+        answers: dict[int, bool | AiodigestError] = {}
+
+        async def send(shard: int, indices: list[int]) -> None:
+            sent = 0
+            for batch in batches([adds[index] for index in indices], weight):
+                some = indices[sent : sent + len(batch)]
+                sent += len(batch)
+                try:
+                    results = await backend.add(shard, batch)
+                except AiodigestError as error:
+                    unsent = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
+                    answers.update(dict.fromkeys(some, error))
+                    answers.update(dict.fromkeys(indices[sent:], unsent))
+                    return
+                answers.update(zip(some, results, strict=True))
+                if True in results:
+                    self.poke(shard)
+
+        async with asyncio.TaskGroup() as group:
+            for shard, indices in shards.items():
+                group.create_task(send(shard, indices))
+        return [answers[index] for index in range(len(adds))]
+
+    def poke(self, shard: int) -> None:
+        """Wake this process's own scheduler, if it has one."""
+        if self._scheduler is not None:
+            self._scheduler.poke(shard)
+
+    def hurry(self) -> None:
+        """Stop, and drain no longer."""
+        self._stopping.set()
+        if self._scheduler is not None:
+            self._scheduler.stop(at_once=True)
+
+    async def stop(self) -> None:
+        """Send what is queued, drain, and close. A cancellation meanwhile only ends the drain."""
+        self._stopping.set()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._scheduler is not None:
+            self._scheduler.stop()
+        cancelled: asyncio.CancelledError | None = None
+        with CancelScope(shield=True):
+            for owned in (self.main, self._connecting):
+                while owned is not None and not owned.done():
+                    try:
+                        await asyncio.wait([owned])
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        self.hurry()
+            try:
+                if self._backend is not None:
+                    await self._backend.aclose()
+            finally:
+                await self._store.close()
+        if cancelled is not None:
+            raise cancelled
+        if not self.main.cancelled():
+            self.main.result()
+
+    async def _run(self) -> None:
+        async with self._group:
+            self._started.set()
+            if self._schedule is not None:
+                await self._deliver(self._schedule)
+            await self._stopping.wait()
+            for coalescer in self._adds:
+                await coalescer.drain()
+            for chore in self._chores:
+                chore.cancel()
+
+    async def _deliver(self, schedule: Callable[[Backend], Scheduler]) -> None:
+        outage, tries = Outage("the server"), 0
+        while not self._stopping.is_set():
+            try:
+                backend = await self.backend()
+            except Exception as error:
+                if not self._stopping.is_set():
+                    outage.failed(error)
+                    tries += 1
+                    await elapse(self._stopping, BACKOFF(tries))
+                continue
+            outage.answered()
+            if not self._stopping.is_set():  # it may have begun during the very last try
+                self._scheduler = schedule(backend)
+                await self._scheduler.run()
+
+    def _ended(self, main: asyncio.Task[None]) -> None:
+        if not main.cancelled() and main.exception() is not None:
+            logger.critical("a fault of aiodigest has ended its background task", exc_info=main.exception())

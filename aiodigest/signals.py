@@ -1,0 +1,44 @@
+"""SIGTERM and SIGINT, for all the engines of a process that run until one comes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from aiodigest.errors import ConfigurationError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_calls: dict[Callable[[], None], asyncio.AbstractEventLoop] = {}
+
+
+@contextmanager
+def on_signals(call: Callable[[], None]) -> Generator[None, None, None]:
+    """Call a function in the running loop when a signal comes.
+
+    The first to enter installs the handlers, and the last to leave puts back those that were there before. Raises
+    ConfigurationError outside the main thread, where Python hears no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("run() hears signals, and so needs the main thread: elsewhere use `delivering()`")
+    if not _calls:
+        _before.update({number: signal.signal(number, _signalled) for number in SIGNALS})
+    _calls[call] = asyncio.get_running_loop()
+    try:
+        yield
+    finally:
+        del _calls[call]
+        if not _calls:
+            for number in SIGNALS:
+                signal.signal(number, _before[number] or signal.SIG_DFL)
+
+
+def _signalled(number: int, frame: object) -> None:
+    for call, loop in list(_calls.items()):
+        loop.call_soon_threadsafe(call)
+
+
+_before = {number: signal.getsignal(number) for number in SIGNALS}

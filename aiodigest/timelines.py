@@ -1,0 +1,107 @@
+"""What the reference keeps: the schedule of a shard, and what there is of each timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from aiodigest.backend import SLICE, Closed, Window
+from aiodigest.models import State
+from aiodigest.policy import Limits
+from aiodigest.wire import identity, latest
+
+
+class Schedule:
+    """Which timelines wait, are ready or are leased, with the time that each is placed at."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, int] = {}
+        self.ready: dict[str, int] = {}
+        self.leased: dict[str, int] = {}
+
+    def placed(self, key: str) -> tuple[State, int] | None:
+        if key in self.ready:
+            return "ready", self.ready[key]
+        if key in self.leased:
+            return "leased", self.leased[key]
+        return ("waiting", self.waiting[key]) if key in self.waiting else None
+
+    def leave(self, key: str) -> None:
+        for schedule in (self.ready, self.leased, self.waiting):
+            schedule.pop(key, None)
+
+    @property
+    def head_ms(self) -> float:
+        """When the next timeline is due; what is ready is due at once."""
+        return -1.0 if self.ready else min(self.waiting.values(), default=inf)
+
+    def place(self, key: str, due: int, now: int) -> bool:
+        """Schedule a timeline, and say whether it is ready."""
+        self.leave(key)
+        (self.ready if due <= now else self.waiting)[key] = due
+        return due <= now
+
+
+@dataclass
+class Delivery:
+    """A digest that was opened and is not closed: under delivery, in a retry wait, or with an unknown outcome."""
+
+    digest_id: str
+    attempts: int = 0
+    dropped: int = 0
+    part: int = 0
+    cut_ms: int = 0
+    token: str = ""
+    frozen: bool = False  # an outcome is unknown: these contents, under this id, until closed or buried
+    parted: bool = False  # a part of it was delivered, so its end starts a cool-down
+    deferred_ms: int = 0  # when RetryAfter first gave an attempt back
+    last_error: str = ""
+    entries: list[bytes] = field(default_factory=list[bytes])
+
+
+@dataclass
+class Held:
+    """What is kept of one timeline."""
+
+    log: list[bytes] = field(default_factory=list[bytes])
+    delivery: Delivery | None = None
+    iteration: int = 0
+    last_ms: int = 0  # the last digest, or the add that opened the window
+    cool_ms: int = 0
+    dropped: int = 0
+    end_ms: int = 0
+    flush: bool = False
+    own: Limits | None = None
+    done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
+
+    @property
+    def empty(self) -> bool:
+        return not self.log and self.delivery is None
+
+    def window(self, key: str, state: State, due: int) -> Window:
+        delivery = self.delivery or Delivery("")
+        dropped = self.dropped + delivery.dropped
+        return Window(
+            key, state, due, len(self.log), len(delivery.entries), delivery.attempts, self.iteration, dropped,
+            self.cool_ms, delivery.digest_id, delivery.last_error,
+        )  # fmt: skip
+
+
+def earliest(schedule: dict[str, int], until: int | None = None, count: int = SLICE) -> list[tuple[str, int]]:
+    """A slice of a sorted set, in its order."""
+    items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
+    return [item for item in items if until is None or item[1] <= until][:count]
+
+
+def trim(entries: Sequence[bytes], capacity: int) -> tuple[list[bytes], int]:
+    """The newest ``capacity`` records, and how many older ones went."""
+    kept = latest(entries)
+    dropped = max(0, len(kept) - capacity)
+    return kept[dropped:], dropped
+
+
+def only(entries: Iterable[bytes], ids: Iterable[bytes]) -> list[bytes]:
+    """The entries with these ids."""
+    wanted = set(ids)
+    return [entry for entry in entries if identity(entry) in wanted]

@@ -1,0 +1,296 @@
+"""Engines on the in-memory store, in virtual time: what the tests of everything above the store stand on.
+
+`engine_on` is the one place that gives an engine its store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import wraps
+from itertools import count
+from typing import Any, ParamSpec
+
+from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
+from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Retry
+from aiodigest.memory import ReferenceBackend
+from aiodigest.policy import Limits
+from aiodigest.wire import pack
+
+P = ParamSpec("P")
+
+CODEC = JSONCodec[JSON]()
+START = 1_000_000.0  # seconds: what the clocks of a test, the server's and the loop's, show at its beginning
+PATIENCE = 20.0  # real seconds for a test that would go on for ever
+DEADLINE = 1e7  # virtual seconds: what has not come by then never comes
+EVERY_CALL = ("open", "add", "claim", "read", "renew", "close", "retry", "release", "wait")
+
+
+class IdleSelector(selectors.DefaultSelector):
+    """Moves the loop's clock to the next timer instead of waiting for it."""
+
+    now = START
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = time.monotonic() + PATIENCE
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if time.monotonic() > self.ends:
+            self.ends += PATIENCE
+            raise RuntimeError("the test does not come to an end")
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise RuntimeError("the test waits for what nothing will bring about")
+        self.now += max(timeout, 1e-6)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which time passes only while nothing else happens: no test waits, and each runs the same way."""
+
+    def __init__(self) -> None:
+        self.idle = IdleSelector()
+        super().__init__(self.idle)
+
+    def time(self) -> float:
+        return self.idle.now
+
+
+def virtual_time(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run an async test in virtual time, and see that it leaves no task and no error that nobody looked at."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        unseen: list[dict[str, Any]] = []
+
+        async def main() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+            await test(*args, **kwargs)
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks are left"
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(main())
+        assert not unseen, unseen
+
+    return run
+
+
+def now() -> float:
+    """Seconds since the test began."""
+    return asyncio.get_running_loop().time() - START
+
+
+def now_ms() -> int:
+    """The server's clock."""
+    return int(asyncio.get_running_loop().time() * 1000 + 0.01)
+
+
+async def settle() -> None:
+    """Let everything happen that can happen now."""
+    await asyncio.sleep(0.001)
+
+
+class WatchedBackend(ReferenceBackend):
+    """Counts calls, and lets them fail.
+
+    ``down`` maps a call to the error that it raises, of every shard or of those in ``down_shards``. ``lost`` counts
+    the next calls of a kind that are carried out, and whose answers are lost. ``gates`` hold calls until they are set.
+    """
+
+    def __init__(self, shards: int = 1) -> None:
+        numbers = count(1)
+        super().__init__(shards=shards, now=now_ms, nonce=lambda: f"n{next(numbers)}")
+        self.calls: list[tuple[str, int, float, int]] = []  # call, shard, when, items
+        self.down: dict[str, Exception] = {}
+        self.down_shards = set(range(shards))
+        self.lost = Counter[str]()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.closed: list[str] = []
+
+    def count(self, call: str, shard: int | None = None) -> int:
+        return sum(call == name and shard in (None, at) for name, at, _, _ in self.calls)
+
+    def items(self, call: str) -> list[int]:
+        """How many items each call of a kind had."""
+        return [items for name, _, _, items in self.calls if name == call]
+
+    def times(self, call: str) -> list[float]:
+        return [when for name, _, when, _ in self.calls if name == call]
+
+    def take_down(self, *calls: str, error: Exception | None = None) -> None:
+        """Let calls fail (all of them, if none is named) until `bring_up`."""
+        for call in calls or EVERY_CALL:
+            self.down[call] = error or BackendUnavailable("connection refused")
+
+    def bring_up(self) -> None:
+        self.down.clear()
+
+    async def ask(self, call: str, shard: int, items: int = 1) -> None:
+        self.calls.append((call, shard, now(), items))
+        await asyncio.sleep(0)
+        if call in self.gates:
+            await self.gates[call].wait()
+        if call in self.down and shard in self.down_shards:
+            raise self.down[call]
+
+    def answer(self, call: str) -> None:
+        if self.lost[call]:
+            self.lost[call] -= 1
+            raise BackendUnavailable("connection reset", stored="unknown")
+
+    async def aclose(self) -> None:
+        self.closed.append("backend")
+
+    async def put(self, key: str, *values: JSON, policy: Policy = Policy(), record_id: str | None = None) -> None:
+        """Add records as another process would."""
+        for value in values:
+            name = record_id if record_id is not None else str(value)
+            entry = pack(name.encode(), None, CODEC.encode(value))
+            await super().add(self.shard_of(key), [Add(key, entry, policy.terms)])
+
+    async def wait(self, shard: int, bell: str) -> str:
+        await self.ask("wait", shard)
+        return await super().wait(shard, bell)
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        await self.ask("add", shard, len(adds))
+        added = await super().add(shard, adds)
+        self.answer("add")
+        return added
+
+    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+        await self.ask("claim", shard, slots)
+        claims = await super().claim(shard, slots, lease_ms, limits)
+        if claims.leases:
+            self.answer("claim")
+        return replace(claims, leases=[replace(lease, entries=lease.entries[:SLICE]) for lease in claims.leases])
+
+    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+        await self.ask("read", shard, count)
+        return await super().read(shard, lease, start, count)
+
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+        await self.ask("renew", shard, len(leases))
+        return await super().renew(shard, leases, lease_ms)
+
+    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
+        await self.ask("close", shard, len(closes))
+        closed = await super().close(shard, closes)
+        self.answer("close")
+        return closed
+
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
+        await self.ask("retry", shard, len(retries))
+        kept = await super().retry(shard, retries)
+        self.answer("retry")
+        return kept
+
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+        await self.ask("release", shard, len(leases))
+        return await super().release(shard, leases, started)
+
+
+def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
+    """An engine whose store is ``backend``."""
+    engine = DigestEngine[JSON]("redis://localhost/0", namespace="test", **options)
+
+    async def opened() -> Backend:
+        await backend.ask("open", 0)
+        return backend
+
+    async def closed() -> None:
+        backend.closed.append("store")
+
+    engine._store.open, engine._store.close = opened, closed
+    return engine
+
+
+class Inbox:
+    """A delivery callback: keeps each digest and when it came, and then does what it was told, one reply a digest.
+
+    A reply is an exception to raise, a function to await, or None to return at once; after the last it returns.
+    """
+
+    def __init__(self, *replies: BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None) -> None:
+        self.digests: list[Digest[JSON]] = []
+        self.times: list[float] = []
+        self.seen: list[Delivery] = []
+        self._replies = iter(replies)
+        self._changed = asyncio.Event()
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        self.digests.append(digest)
+        self.times.append(now())
+        self._changed.set()
+        reply = next(self._replies, None)
+        if isinstance(reply, BaseException):
+            raise reply
+        if reply is not None:
+            await reply(digest)
+
+    def observe(self, delivery: Delivery) -> None:
+        self.seen.append(delivery)
+        self._changed.set()
+
+    async def digest(self, number: int = 1) -> Digest[JSON]:
+        """The ``number``-th digest, when it has come."""
+        await self._until(lambda: len(self.digests) >= number)
+        return self.digests[number - 1]
+
+    async def outcome(self, number: int = 1) -> Delivery:
+        """The ``number``-th report to the observer, when it has come."""
+        await self._until(lambda: len(self.seen) >= number)
+        return self.seen[number - 1]
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+    @property
+    def values(self) -> list[list[JSON]]:
+        return [[record.value for record in digest.records] for digest in self.digests]
+
+    @property
+    def results(self) -> list[str]:
+        return [delivery.result for delivery in self.seen]
+
+
+@asynccontextmanager
+async def delivering(
+    inbox: Inbox, backend: WatchedBackend | None = None, **options: Any
+) -> AsyncGenerator[tuple[DigestEngine[JSON], WatchedBackend], None]:
+    """An engine that delivers to ``inbox``, and the store that it delivers from."""
+    store = backend or WatchedBackend()
+    engine = engine_on(store, **options)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        yield engine, store
+
+
+async def forever(digest: Digest[JSON]) -> None:
+    """A callback that never returns."""
+    await asyncio.Event().wait()
+
+
+def lasting(seconds: float) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    """A callback that takes a while."""
+
+    async def callback(digest: Digest[JSON]) -> None:
+        await asyncio.sleep(seconds)
+
+    return callback
+
+
+def policy(**options: Any) -> Policy:
+    """A policy with no cool-down, so that each test says which delay it is about."""
+    return Policy(**{"minimum_delay": 0, "increment_delay": 0, **options})

@@ -1,0 +1,42 @@
+"""Deliver until told to stop, and write a line for each digest; complain if two workers have one timeline at once.
+
+Arguments: URL, namespace, folder for one lock file a timeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from aiodigest import Digest, DigestEngine, Policy
+
+url, namespace, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+policy = Policy(minimum_delay=0.02, increment_delay=0.005, maximum_delay=0.05)
+engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=5)
+
+
+@engine.deliver
+async def deliver(digest: Digest[int]) -> None:
+    mark = folder / digest.key.replace("/", "_")
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        print(json.dumps({"overlap": digest.key}), flush=True)
+        raise
+    try:
+        await asyncio.sleep(0.002)  # long enough for another to come, if it could
+    finally:
+        mark.unlink()
+    records = [record.id for record in digest.records]
+    print(json.dumps({"key": digest.key, "id": digest.id, "records": records}), flush=True)
+
+
+async def main() -> None:
+    print(json.dumps({"started": True}), flush=True)
+    await engine.run()
+
+
+asyncio.run(main())

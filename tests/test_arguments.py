@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodigest.arguments import EPOCH, VALUE_BYTES, duration, microseconds, moment, name, pack_entry, whole
+from aiodigest.errors import InvalidArgument, LimitExceeded
+from aiodigest.wire import UNSTAMPED, unpack
+
+text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=400)
+
+
+class Nowhere(tzinfo):
+    """A time zone that does not know its offset, which makes a datetime naive to Python."""
+
+    def utcoffset(self, dt: datetime | None) -> timedelta | None:
+        return None
+
+
+@given(text)
+def test_any_text_of_1_to_1024_bytes_is_a_name_and_any_longer_one_is_not(value: str) -> None:
+    if len(value.encode()) <= 1024:
+        assert name(value, "key").decode() == value
+    else:
+        with pytest.raises(InvalidArgument, match="1024 bytes"):
+            name(value, "key")
+
+
+@pytest.mark.parametrize("value", ["", "x" * 1025, "\N{SNOWMAN}" * 342, "\ud800", "a\udfff", None, 5, b"key"])
+def test_what_is_no_name_is_refused_and_the_message_names_it(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="record_id must"):
+        name(value, "record_id")
+
+
+@given(st.datetimes(timezones=st.timezones()))
+def test_an_aware_datetime_keeps_its_instant(value: datetime) -> None:
+    try:
+        instant = value.astimezone(UTC)
+    except OverflowError:
+        with pytest.raises(InvalidArgument, match="years 1 to 9999"):
+            microseconds(value)
+    else:
+        assert moment(microseconds(value)) == instant
+
+
+@given(st.one_of(st.floats(), st.integers()))
+def test_a_number_is_an_instant_in_the_years_1_to_9999_or_refused(value: float) -> None:
+    try:
+        micros = microseconds(value)
+    except InvalidArgument:
+        assert not -62_135_596_800 < value < 253_402_300_800
+    else:
+        assert moment(micros) - EPOCH == pytest.approx(timedelta(seconds=value), abs=timedelta(milliseconds=1))
+
+
+@pytest.mark.parametrize(
+    "value", [nan, inf, -inf, True, False, "2026-01-01", None, 1e18, -1e18, 1e308, 10**400, -(10**400)]
+)
+def test_what_is_no_instant_is_refused_and_the_message_says_what_is(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="timestamp must be"):
+        microseconds(value)
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 1), datetime(2026, 1, 1, tzinfo=Nowhere())])
+def test_a_naive_datetime_is_refused(value: datetime) -> None:
+    with pytest.raises(InvalidArgument, match="aware datetime"):
+        microseconds(value)
+
+
+def test_a_datetime_whose_utc_has_no_year_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="years 1 to 9999"):
+        microseconds(datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))))
+    with pytest.raises(InvalidArgument, match="years 1 to 9999"):
+        microseconds(datetime.max.replace(tzinfo=timezone(timedelta(hours=-12))))
+
+
+def test_a_value_may_take_one_mebibyte_and_no_more() -> None:
+    assert unpack(pack_entry(b"id", 5, b"x" * VALUE_BYTES)).value == b"x" * VALUE_BYTES
+    with pytest.raises(LimitExceeded, match="1,048,576 bytes"):
+        pack_entry(b"id", 5, b"x" * (VALUE_BYTES + 1))
+
+
+def test_a_record_without_a_timestamp_is_stamped_on_arrival() -> None:
+    assert pack_entry(b"id", None, b"value")[0] & UNSTAMPED
+    assert not pack_entry(b"id", 0, b"value")[0] & UNSTAMPED
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None, nan])
+def test_what_is_no_whole_number_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="concurrency must be a whole number of at least 1"):
+        whole(value, "concurrency", 1)
+
+
+@pytest.mark.parametrize("value", [0.05, -1, nan, inf, True, "1s", None, timedelta(0)])
+def test_what_is_no_duration_or_too_short_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="lease_timeout must be"):
+        duration(value, "lease_timeout", 0.1)

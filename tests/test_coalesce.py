@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+from engines import now, settle, virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodigest import coalesce
+from aiodigest.coalesce import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Coalescer, batches
+from aiodigest.errors import AiodigestError, BackendUnavailable, LimitExceeded
+
+TIMEOUT = 5.0
+
+
+class Wire:
+    """A call to the store: answers each item with its double, after ``pace`` seconds, or when ``gate`` is set."""
+
+    def __init__(self, pace: float = 0.0) -> None:
+        self.sent: list[list[int]] = []
+        self.pace = pace
+        self.gate: asyncio.Event | None = None
+        self.error: Exception | None = None
+
+    async def __call__(self, items: Sequence[int]) -> Sequence[int | AiodigestError]:
+        self.sent.append(list(items))
+        if self.gate is not None:
+            await self.gate.wait()
+        await asyncio.sleep(self.pace)
+        if self.error is not None:
+            raise self.error
+        return [LimitExceeded(f"{item} is too large") if item < 0 else 2 * item for item in items]
+
+
+@asynccontextmanager
+async def coalescing(wire: Wire) -> AsyncGenerator[Coalescer[int, int], None]:
+    coalescer = Coalescer[int, int](wire, TIMEOUT)
+    running = asyncio.create_task(coalescer.run())
+    try:
+        yield coalescer
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def submit_all(coalescer: Coalescer[int, int], items: Sequence[int], size: int = 0) -> list[int | BaseException]:
+    return await asyncio.gather(*(coalescer.submit(item, size) for item in items), return_exceptions=True)
+
+
+def held(coalescer: Coalescer[int, int], items: Sequence[int]) -> list[asyncio.Task[int]]:
+    return [asyncio.create_task(coalescer.submit(item)) for item in items]
+
+
+async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
+    with pytest.raises(BackendUnavailable) as caught:
+        await task
+    return caught.value
+
+
+@virtual_time
+async def test_what_is_submitted_in_one_turn_goes_out_as_one_call_in_order() -> None:
+    wire = Wire()
+    async with coalescing(wire) as coalescer:
+        assert await submit_all(coalescer, range(100)) == [2 * item for item in range(100)]
+    assert wire.sent == [list(range(100))]
+
+
+@virtual_time
+async def test_what_comes_during_a_call_goes_out_together_with_the_next() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        first = held(coalescer, [1])
+        await settle()
+        await asyncio.gather(*first, *held(coalescer, [2, 3]))
+    assert wire.sent == [[1], [2, 3]]
+
+
+@virtual_time
+async def test_a_call_has_at_most_256_items() -> None:
+    wire = Wire()
+    async with coalescing(wire) as coalescer:
+        await submit_all(coalescer, range(600))
+    assert [len(call) for call in wire.sent] == [256, 256, 88]
+
+
+@virtual_time
+async def test_a_call_has_at_most_256_kib() -> None:
+    wire = Wire()
+    async with coalescing(wire) as coalescer:
+        await submit_all(coalescer, range(7), size=100 * 1024)
+    assert [len(call) for call in wire.sent] == [2, 2, 2, 1]
+
+
+@virtual_time
+async def test_an_item_of_more_than_256_kib_goes_alone() -> None:
+    wire = Wire()
+    async with coalescing(wire) as coalescer:
+        await asyncio.gather(coalescer.submit(1), coalescer.submit(2, BATCH_BYTES + 1), coalescer.submit(3))
+    assert wire.sent == [[1], [2], [3]]
+
+
+@given(st.lists(st.integers(0, BATCH_BYTES + 10), max_size=600))
+def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(sizes: list[int]) -> None:
+    cut = [list(batch) for batch in batches(sizes, lambda size: size)]
+    assert [size for batch in cut for size in batch] == sizes
+    for batch in cut:
+        assert 1 <= len(batch) <= BATCH_ITEMS
+        assert len(batch) == 1 or sum(batch) <= BATCH_BYTES
+    for batch, following in pairwise(cut):
+        assert len(batch) == BATCH_ITEMS or sum(batch) + following[0] > BATCH_BYTES
+
+
+@virtual_time
+async def test_an_item_that_fails_fails_alone() -> None:
+    async with coalescing(Wire()) as coalescer:
+        before, bad, after = await submit_all(coalescer, [1, -1, 2])
+    assert (before, after) == (2, 4)
+    assert isinstance(bad, LimitExceeded)
+
+
+@virtual_time
+async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made() -> None:
+    wire = Wire()
+    wire.error = BackendUnavailable("gone", stored="unknown")
+    async with coalescing(wire) as coalescer:
+        assert await submit_all(coalescer, [1, 2]) == [wire.error, wire.error]
+        wire.error = None
+        assert await submit_all(coalescer, [3]) == [6]
+
+
+@virtual_time
+async def test_a_fault_in_a_call_is_told_to_its_callers_and_ends_nothing_else() -> None:
+    wire = Wire()
+    wire.error = ZeroDivisionError("a fault")
+    async with coalescing(wire) as coalescer:
+        assert await submit_all(coalescer, [1, 2]) == [wire.error, wire.error]
+        wire.error = None
+        assert await submit_all(coalescer, [3]) == [6]
+
+
+@virtual_time
+async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever() -> None:
+    async def short(items: Sequence[int]) -> Sequence[int]:
+        return items[1:]
+
+    coalescer = Coalescer[int, int](short, TIMEOUT)
+    running = asyncio.create_task(coalescer.run())
+    assert [type(answer) for answer in await submit_all(coalescer, [1, 2])] == [ValueError, ValueError]
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@virtual_time
+async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        first, second, third = held(coalescer, [1]), *held(coalescer, [2, 3])
+        await settle()
+        later = held(coalescer, [4, 5])
+        await settle()
+        later[0].cancel()
+        assert await asyncio.gather(*first, second, third, later[1]) == [2, 4, 6, 10]
+    assert wire.sent == [[1, 2, 3], [5]]
+
+
+@virtual_time
+async def test_an_item_that_is_cancelled_after_it_was_sent_leaves_the_others_their_own_answers() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        first, second, third = held(coalescer, [1, 2, 3])
+        await settle()
+        second.cancel()
+        assert await asyncio.gather(first, third) == [2, 6]
+
+
+@virtual_time
+async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored() -> None:
+    wire = Wire()
+    wire.gate = asyncio.Event()
+    async with coalescing(wire) as coalescer:
+        [task] = held(coalescer, [1])
+        error = await unavailable(task)
+        assert (error.stored, now()) == ("unknown", pytest.approx(TIMEOUT))
+
+
+@virtual_time
+async def test_what_was_not_sent_in_time_is_not_stored_and_never_sent() -> None:
+    wire = Wire()
+    wire.gate = asyncio.Event()
+    async with coalescing(wire) as coalescer:
+        [sent] = held(coalescer, [1])
+        await settle()
+        [unsent] = held(coalescer, [2])
+        assert (await unavailable(unsent)).stored == "no"
+        await unavailable(sent)
+        wire.gate.set()
+        assert await coalescer.submit(3) == 6
+    assert wire.sent == [[1], [3]]
+
+
+@virtual_time
+async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
+    wire = Wire()
+    wire.gate = asyncio.Event()
+    ends: list[float] = []
+
+    async def end(item: int) -> None:
+        await asyncio.sleep(item)
+        with pytest.raises(BackendUnavailable):
+            await coalescer.submit(item)
+        ends.append(now())
+
+    async with coalescing(wire) as coalescer:
+        await asyncio.gather(*(end(item) for item in range(4)))
+    assert ends == pytest.approx([5, 6, 7, 8], abs=0.02)
+
+
+@virtual_time
+async def test_time_that_was_spent_before_counts() -> None:
+    wire = Wire()
+    wire.gate = asyncio.Event()
+    async with coalescing(wire) as coalescer:
+        [first] = held(coalescer, [1])
+        await settle()
+        began = asyncio.get_running_loop().time() - 4
+        with pytest.raises(BackendUnavailable):
+            await coalescer.submit(2, since=began)
+        assert now() == pytest.approx(1, abs=0.02)
+        await unavailable(first)
+
+
+@virtual_time
+async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() -> None:
+    wire = Wire()
+    wire.gate = asyncio.Event()
+    total = QUEUE_ITEMS + BATCH_ITEMS + 500
+    async with coalescing(wire) as coalescer:
+        tasks = held(coalescer, range(total))
+        await settle()
+        wire.gate.set()
+        assert await asyncio.gather(*tasks) == [2 * item for item in range(total)]
+    assert sum(len(call) for call in wire.sent) == total
+    assert max(len(call) for call in wire.sent) == BATCH_ITEMS
+
+
+@virtual_time
+async def test_a_full_queue_fails_as_not_stored_when_there_is_no_room_in_time() -> None:
+    wire = Wire(pace=100)
+    async with coalescing(wire) as coalescer:
+        tasks = held(coalescer, range(QUEUE_ITEMS + BATCH_ITEMS))
+        await settle()
+        with pytest.raises(BackendUnavailable, match="no room") as caught:
+            await coalescer.submit(1)
+        assert (caught.value.stored, now()) == ("no", pytest.approx(TIMEOUT, abs=0.1))
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@virtual_time
+async def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesce, "QUEUE_BYTES", 1000)
+    wire = Wire(pace=100)
+    async with coalescing(wire) as coalescer:
+        first = held(coalescer, [1])
+        await settle()
+        tasks = [asyncio.create_task(coalescer.submit(item, 500)) for item in (2, 3)]
+        await settle()
+        with pytest.raises(BackendUnavailable, match="no room"):
+            await coalescer.submit(4, 1)
+        await asyncio.gather(*first, *tasks, return_exceptions=True)
+
+
+@virtual_time
+async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesce, "QUEUE_ITEMS", 2)
+    wire = Wire(pace=3)
+    async with coalescing(wire) as coalescer:
+        first = held(coalescer, [1])
+        await settle()
+        others = held(coalescer, [2, 3])
+        await settle()
+        waiter = held(coalescer, [4])  # gets its room at 3 s
+        await asyncio.sleep(3)
+        others += held(coalescer, [5])
+        assert (await unavailable(waiter[0])).stored == "no"
+        assert now() == pytest.approx(5, abs=0.05)
+        await asyncio.gather(*first, *others, return_exceptions=True)
+
+
+@virtual_time
+async def test_drain_returns_when_everything_has_its_answer() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        tasks = held(coalescer, range(BATCH_ITEMS + 1))
+        await settle()
+        await coalescer.drain()
+        assert now() == pytest.approx(2, abs=0.01)
+        await asyncio.gather(*tasks)
+
+
+@virtual_time
+async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_is_not() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        [sent] = held(coalescer, [1])
+        await settle()
+        [unsent] = held(coalescer, [2])
+        await settle()
+    assert ((await unavailable(sent)).stored, (await unavailable(unsent)).stored) == ("unknown", "no")
+
+
+@virtual_time
+async def test_after_the_end_a_submit_fails_at_once() -> None:
+    async with coalescing(Wire()) as coalescer:
+        assert await coalescer.submit(1) == 2
+    with pytest.raises(BackendUnavailable) as caught:
+        await coalescer.submit(2)
+    assert (caught.value.stored, now()) == ("no", pytest.approx(0, abs=0.01))
+
+
+@virtual_time
+async def test_at_the_end_who_waits_for_room_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesce, "QUEUE_ITEMS", 1)
+    async with coalescing(Wire(pace=1)) as coalescer:
+        sent = held(coalescer, [1])
+        await settle()
+        waiting = held(coalescer, [2, 3])
+        await settle()
+    errors = [await unavailable(task) for task in (*sent, *waiting)]
+    assert [error.stored for error in errors] == ["unknown", "no", "no"]
+    assert now() < 0.1

@@ -1,0 +1,439 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from math import nan
+from typing import Any, cast
+
+import anyio
+import pytest
+from engines import forever, virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest.backend import Close, Lease, Letter, Retry
+from aiodigest.dispatch import ERROR_LENGTH, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.errors import CodecError
+from aiodigest.wire import pack
+
+CODEC = JSONCodec[JSON]()
+TIMEOUT = 30.0
+LEASE_MS = 60_000
+RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0 * attempt)
+
+Reply = BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None
+
+
+def entry(record_id: str, value: JSON = 1, timestamp: int = 5) -> bytes:
+    return pack(record_id.encode(), timestamp * 1_000_000, CODEC.encode(value))
+
+
+def broken(record_id: str) -> bytes:
+    """An entry whose value no codec of ours wrote."""
+    return pack(record_id.encode(), 5_000_000, b"\xff not ours")
+
+
+def lease_of(entries: Sequence[bytes], **changes: Any) -> Lease:
+    facts: dict[str, Any] = {"attempt": 1, "iteration": 4, "dropped": 2, "due_ms": 0, "size": len(entries), **changes}
+    return Lease("key", "token", "digest-1", entries=tuple(entries), **facts)
+
+
+async def default_policy(key: str) -> Policy:
+    return Policy()
+
+
+async def attempt(
+    reply: Reply, *entries: bytes, policy: Callable[[str], Awaitable[Policy]] | None = None, **changes: Any
+) -> Outcome:
+    """What comes of delivering ``entries`` to a callback that raises ``reply``, or awaits it, or returns."""
+
+    async def callback(digest: Digest[JSON]) -> None:
+        if isinstance(reply, BaseException):
+            raise reply
+        if reply is not None:
+            await reply(digest)
+
+    dispatcher = Dispatcher(callback, CODEC, policy or default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
+    return await dispatcher.attempt(lease_of(entries, **changes), entries)
+
+
+def close_of(outcome: Outcome) -> Close:
+    assert isinstance(outcome.report, Close)
+    return outcome.report
+
+
+def retry_of(outcome: Outcome) -> Retry:
+    assert isinstance(outcome.report, Retry)
+    return outcome.report
+
+
+# contents
+
+
+def test_records_are_in_order_of_their_timestamps_and_then_of_arrival() -> None:
+    entries = [entry("a", timestamp=9), entry("b", timestamp=5), entry("c", timestamp=9), entry("d", timestamp=1)]
+    assert [record.id for record in read(entries, CODEC).records] == ["d", "b", "a", "c"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3))))
+def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None:
+    contents = read([entry(record_id, value) for record_id, value in adds], CODEC)
+    assert {record.id: record.value for record in contents.records} == dict(adds)
+    assert len(contents.records) == len(dict(adds))
+
+
+def test_a_timestamp_comes_out_as_an_aware_datetime_in_utc() -> None:
+    [record] = read([entry("a", timestamp=5)], CODEC).records
+    assert record.timestamp == datetime(1970, 1, 1, 0, 0, 5, tzinfo=UTC)
+    assert record.timestamp.utcoffset() == timedelta(0)
+
+
+def test_a_record_that_is_too_old_is_left_out_and_counted() -> None:
+    contents = read([entry("old", timestamp=4), entry("new", timestamp=5)], CODEC, cut_ms=5000)
+    assert ([record.id for record in contents.records], contents.aged) == (["new"], 1)
+
+
+@pytest.mark.parametrize("bad", [broken("bad"), b"", b"\x0f no entry at all", pack(b"\xff", 5, CODEC.encode(1))])
+def test_what_cannot_be_decoded_is_kept_raw_beside_the_others(bad: bytes) -> None:
+    contents = read([entry("a"), bad, entry("b")], CODEC)
+    assert [record.id for record in contents.records] == ["a", "b"]
+    assert len(contents.raw) == len(contents.undecodable) == 1
+
+
+def test_a_codec_may_raise_anything() -> None:
+    class Wild:
+        def encode(self, value: int, /) -> bytes:
+            return b""
+
+        def decode(self, data: bytes, /) -> int:
+            raise ZeroDivisionError("wild")
+
+    assert read([entry("a")], Wild()).undecodable == {b"a": "ZeroDivisionError: wild"}
+
+
+# errors in words
+
+
+def test_an_error_is_described_in_one_bounded_line() -> None:
+    assert describe(ValueError("two\n  lines")) == "ValueError: two lines"
+    assert describe(CodecError("ours")) == "ours"
+    assert len(describe(ValueError("x" * 10_000))) == ERROR_LENGTH
+
+
+def test_an_error_with_a_lone_surrogate_is_described_in_text_that_can_be_stored() -> None:
+    describe(ValueError("bad \ud800")).encode()
+
+
+def test_an_error_whose_text_fails_is_described_by_its_type() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert describe(Mute()) == "Mute"
+
+
+# how a delivery may end
+
+
+@virtual_time
+async def test_the_callback_gets_the_digest_that_the_lease_names() -> None:
+    seen: list[Digest[JSON]] = []
+
+    async def keep(digest: Digest[JSON]) -> None:
+        seen.append(digest)
+
+    await attempt(keep, entry("a", {"x": 1}), attempt=2)
+    [digest] = seen
+    assert (digest.key, digest.id, digest.attempt, digest.dropped, digest.iteration) == ("key", "digest-1", 2, 2, 5 - 1)
+    assert [(record.id, record.value) for record in digest.records] == [("a", {"x": 1})]
+
+
+@virtual_time
+async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
+    outcome = await attempt(None, entry("a"), entry("b"), entry("a"))
+    assert (outcome.result, outcome.records, outcome.success) == ("delivered", 2, True)
+    close = close_of(outcome)
+    assert (close.taken, close.delivered, close.cool_ms, close.lease_ms, close.counts) == (
+        3,
+        2,
+        300_000,
+        LEASE_MS,
+        True,
+    )
+    assert close.limits == Policy().terms.limits
+    assert not close.letters
+
+
+@virtual_time
+async def test_raising_lets_the_digest_wait_for_its_next_attempt() -> None:
+    outcome = await attempt(ValueError("smtp is down"), entry("a"), attempt=2)
+    assert (outcome.result, outcome.records, outcome.success) == ("failed", 0, False)
+    retry = retry_of(outcome)
+    assert (retry.delay_ms, retry.error, retry.give_back, retry.unknown) == (
+        20_000,
+        "ValueError: smtp is down",
+        False,
+        False,
+    )
+    assert retry.failed is None
+
+
+class Odd(BaseException):
+    """What no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), Odd(), TimeoutError("theirs")])
+@virtual_time
+async def test_whatever_a_callback_raises_is_a_failure_of_this_delivery_alone(error: BaseException) -> None:
+    outcome = await attempt(error, entry("a"))
+    assert (outcome.result, outcome.success, retry_of(outcome).unknown) == ("failed", False, False)
+
+
+@virtual_time
+async def test_a_cancellation_inside_the_callback_is_a_failure_of_this_delivery_alone() -> None:
+    async def inner(digest: Digest[JSON]) -> None:
+        task = asyncio.create_task(asyncio.sleep(100))
+        asyncio.get_running_loop().call_later(1, task.cancel)
+        await task
+
+    assert (await attempt(inner, entry("a"))).result == "failed"
+
+
+@virtual_time
+async def test_a_timeout_of_the_callback_s_own_is_a_failure() -> None:
+    async def inner(digest: Digest[JSON]) -> None:
+        with anyio.fail_after(1):
+            await anyio.sleep(100)
+
+    assert (await attempt(inner, entry("a"))).result == "failed"
+
+
+@virtual_time
+async def test_a_callback_that_takes_too_long_is_cancelled_and_its_outcome_is_unknown() -> None:
+    outcome = await attempt(forever, entry("a"))
+    assert (outcome.result, outcome.success) == ("timeout", False)
+    assert (retry_of(outcome).unknown, retry_of(outcome).delay_ms) == (True, 10_000)
+
+
+@virtual_time
+async def test_a_callback_that_raises_because_it_took_too_long_has_an_unknown_outcome_all_the_same() -> None:
+    async def turns(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            raise ConnectionError("the line broke") from None
+
+    assert retry_of(await attempt(turns, entry("a"))).unknown
+
+
+@virtual_time
+async def test_a_callback_that_returns_although_it_took_too_long_has_delivered() -> None:
+    async def stays(digest: Digest[JSON]) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+
+    assert (await attempt(stays, entry("a"))).result == "delivered"
+
+
+@pytest.mark.parametrize("error", [None, ValueError("cut short"), SystemExit()])
+@virtual_time
+async def test_a_delivery_that_is_cancelled_from_outside_reports_nothing(error: BaseException | None) -> None:
+    async def cut(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            if error is None:
+                raise
+            raise error from None
+
+    task = asyncio.create_task(attempt(cut, entry("a")))
+    asyncio.get_running_loop().call_later(1, task.cancel)
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+@virtual_time
+async def test_the_last_attempt_that_fails_is_buried_with_its_error() -> None:
+    outcome = await attempt(ValueError("no more"), entry("a"), attempt=3)
+    assert (outcome.result, outcome.success) == ("buried", False)
+    close = close_of(outcome)
+    assert (close.letters, close.delivered, close.counts) == ([Letter("ValueError: no more")], 0, True)
+
+
+@virtual_time
+async def test_a_digest_whose_attempts_are_used_up_is_buried_with_the_last_error_and_no_callback() -> None:
+    outcome = await attempt(AssertionError("called"), entry("a"), attempt=4, last_error="ValueError: earlier")
+    assert close_of(outcome).letters == [Letter("ValueError: earlier")]
+    assert outcome.success is None
+
+
+@virtual_time
+async def test_a_digest_no_attempt_at_which_ever_had_an_outcome_is_buried_saying_so() -> None:
+    [letter] = close_of(await attempt(AssertionError("called"), entry("a"), attempt=4)).letters
+    assert "outcome" in letter.reason
+
+
+# signals
+
+
+@virtual_time
+async def test_retry_after_gives_the_attempt_back_and_says_nothing_of_the_receiver() -> None:
+    outcome = await attempt(RetryAfter(timedelta(minutes=2)), entry("a"), attempt=3)
+    assert (outcome.result, outcome.success, outcome.pause) == ("deferred", None, 0.0)
+    assert (retry_of(outcome).delay_ms, retry_of(outcome).give_back) == (120_000, True)
+
+
+@virtual_time
+async def test_retry_after_with_pause_stops_this_process_for_as_long() -> None:
+    assert (await attempt(RetryAfter(90, pause=True), entry("a"))).pause == 90
+
+
+@pytest.mark.parametrize("delay", [nan, -1, "soon", None])
+@virtual_time
+async def test_retry_after_with_what_is_no_delay_is_a_failure(delay: Any) -> None:
+    outcome = await attempt(RetryAfter(delay), entry("a"))
+    assert (outcome.result, retry_of(outcome).give_back) == ("failed", False)
+    assert "RetryAfter" in retry_of(outcome).error
+
+
+@virtual_time
+async def test_reject_buries_the_digest_at_once() -> None:
+    outcome = await attempt(Reject("address gone"), entry("a"))
+    assert (outcome.result, outcome.records, outcome.success) == ("rejected", 0, None)
+    assert close_of(outcome).letters == [Letter("address gone")]
+
+
+@virtual_time
+async def test_a_partial_failure_keeps_what_failed_and_closes_the_rest() -> None:
+    outcome = await attempt(PartialFailure({"b": "bounced"}), entry("a"), entry("b"), entry("c"))
+    assert (outcome.result, outcome.records, outcome.success) == ("partial", 2, None)
+    retry = retry_of(outcome)
+    assert (retry.failed, retry.taken, retry.delivered, retry.error) == ([b"b"], 3, 2, "b: bounced")
+
+
+@virtual_time
+async def test_a_partial_failure_at_the_last_attempt_buries_what_failed_and_closes_the_rest() -> None:
+    outcome = await attempt(PartialFailure({"b": "bounced"}), entry("a"), entry("b"), attempt=3)
+    assert (outcome.result, outcome.records) == ("buried", 1)
+    close = close_of(outcome)
+    assert (close.delivered, close.letters) == (1, [Letter("b: bounced", [b"b"])])
+
+
+@pytest.mark.parametrize("failed", [{"nobody": "x"}, {"a": "x", "nobody": "y"}, {"\ud800": "x"}, {1: "x"}, {None: "x"}])
+@virtual_time
+async def test_a_partial_failure_that_names_an_unknown_id_keeps_all(failed: Any) -> None:
+    outcome = await attempt(PartialFailure(failed), entry("a"), entry("b"))
+    assert (outcome.result, outcome.success) == ("failed", None)
+    assert retry_of(outcome).failed is None
+
+
+@virtual_time
+async def test_a_partial_failure_without_a_failure_is_a_delivery() -> None:
+    assert (await attempt(PartialFailure({}), entry("a"))).result == "delivered"
+
+
+@virtual_time
+async def test_a_partial_failure_s_reasons_are_one_bounded_line_that_can_be_stored() -> None:
+    failed = {"a": "\ud800\n" + "x" * 10_000}
+    error = retry_of(await attempt(PartialFailure(failed), entry("a"))).error
+    assert len(error.encode()) <= ERROR_LENGTH
+    assert "\n" not in error
+
+
+# records that are not for the callback
+
+
+@virtual_time
+async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
+    outcome = await attempt(None, entry("a"), broken("bad"), entry("b"))
+    assert (outcome.result, outcome.records) == ("delivered", 2)
+    close = close_of(outcome)
+    [letter] = close.letters
+    assert (close.delivered, letter.ids) == (2, [b"bad"])
+    assert "first byte" in letter.reason
+
+
+@virtual_time
+async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_if_there_are_no_others() -> None:
+    outcome = await attempt(AssertionError("called"), broken("x"), broken("y"))
+    assert (outcome.result, outcome.records, outcome.success) == ("empty", 0, None)
+    close = close_of(outcome)
+    assert ([letter.ids for letter in close.letters], close.counts) == ([[b"x"], [b"y"]], True)
+
+
+@virtual_time
+async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_cool_down() -> None:
+    outcome = await attempt(AssertionError("called"), entry("a", timestamp=1), cut_ms=2000)
+    assert outcome.result == "empty"
+    close = close_of(outcome)
+    assert (close.aged, close.delivered, close.counts) == (1, 0, False)
+
+
+@virtual_time
+async def test_a_partial_failure_keeps_what_cannot_be_decoded_for_the_dead_letter_to_come() -> None:
+    outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"))
+    assert retry_of(outcome).failed == [b"a", b"bad"]
+    outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"), attempt=3)
+    assert [letter.ids for letter in close_of(outcome).letters] == [[b"a"], [b"bad"]]
+
+
+# policies and strategies of the user's that fail
+
+
+@virtual_time
+async def test_a_policy_function_that_raises_fails_the_attempt() -> None:
+    async def policy(key: str) -> Policy:
+        raise KeyError(key)
+
+    outcome = await attempt(AssertionError("called"), entry("a"), policy=policy)
+    assert (outcome.result, retry_of(outcome).error) == ("failed", "KeyError: 'key'")
+
+
+@virtual_time
+async def test_a_cool_down_that_is_no_duration_fails_the_attempt() -> None:
+    async def policy(key: str) -> Policy:
+        return Policy(minimum_delay=lambda iteration: nan)
+
+    outcome = await attempt(AssertionError("called"), entry("a"), policy=policy)
+    assert "minimum_delay" in retry_of(outcome).error
+
+
+@virtual_time
+async def test_the_cool_down_is_the_strategy_s_for_this_iteration() -> None:
+    async def policy(key: str) -> Policy:
+        return Policy(minimum_delay=lambda iteration: 100.0 * iteration)
+
+    assert close_of(await attempt(None, entry("a"), policy=policy)).cool_ms == 400_000
+
+
+@virtual_time
+async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    waits = iter([1.0, 1.0, nan])
+
+    async def default(key: str) -> Policy:
+        return Policy()
+
+    async def callback(digest: Digest[JSON]) -> None:
+        raise ValueError
+
+    dispatcher = Dispatcher(callback, CODEC, default, RetryPolicy(3, lambda _: next(waits)), 60, TIMEOUT)
+    delays = [retry_of(await dispatcher.attempt(lease_of([entry("a")]), [entry("a")])).delay_ms for _ in range(4)]
+    assert delays == [1000, 1000, 60_000, 60_000]
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
+
+
+async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complained_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def plain(digest: Digest[JSON]) -> None:
+        pass
+
+    dispatcher = Dispatcher(cast("Callback[JSON]", plain), CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
+    entries = [entry("a")]
+    outcome = await dispatcher.attempt(lease_of(entries), entries)
+    assert outcome.result == "delivered"
+    assert "must be an async function" in caplog.text

@@ -1,0 +1,1345 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from math import inf, nan
+from typing import Any
+
+import anyio
+import pytest
+from engines import (
+    START,
+    Inbox,
+    VirtualLoop,
+    WatchedBackend,
+    delivering,
+    engine_on,
+    forever,
+    lasting,
+    now,
+    policy,
+    settle,
+    virtual_time,
+)
+
+from aiodigest import (
+    JSON,
+    AiodigestError,
+    BackendUnavailable,
+    BackoffMode,
+    CodecError,
+    ConfigurationError,
+    Delivery,
+    Digest,
+    DigestEngine,
+    Entry,
+    InvalidArgument,
+    JSONCodec,
+    LimitExceeded,
+    PartialAdd,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+)
+from aiodigest.backend import Add
+
+HOUR, DAY = 3600.0, 86_400.0
+RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
+
+
+async def state_of(backend: WatchedBackend, key: str) -> tuple[str, int] | None:
+    """A timeline's state and the attempts charged to it."""
+    window = await backend.look(key)
+    return None if window is None else (window.state, window.attempt)
+
+
+def stored(backend: WatchedBackend) -> list[str]:
+    return [key for machine in backend.machines for key in machine.held]
+
+
+def the_error(caught: pytest.ExceptionInfo[BackendUnavailable]) -> tuple[str | None, str]:
+    return caught.value.record_id, caught.value.stored
+
+
+async def fault() -> int:
+    """What stands in for a fault of ours."""
+    raise ZeroDivisionError
+
+
+async def nothing(digest: Digest[JSON]) -> None:
+    pass
+
+
+# adding
+
+
+@virtual_time
+async def test_the_add_that_makes_a_timeline_ready_says_true_and_every_other_false() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert [await engine.add("key", value) for value in range(3)] == [True, False, False]
+        assert await engine.add("other", 1)
+
+
+@virtual_time
+async def test_two_adds_of_a_new_timeline_at_once_open_one_window() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert await asyncio.gather(engine.add("key", 1), engine.add("key", 2)) == [True, False]
+
+
+@virtual_time
+async def test_one_event_is_delivered_at_once_and_a_burst_in_one_more_message() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (engine, _):
+        for value in range(500):
+            await engine.add("key", value)
+            await settle()
+        await inbox.digest(2)
+    assert inbox.values == [[0], list(range(1, 500))]
+    assert inbox.times == pytest.approx([0, 1800], abs=0.01)
+
+
+@virtual_time
+async def test_adds_of_one_turn_are_one_call_a_shard_in_order() -> None:
+    backend = WatchedBackend(shards=2)
+    async with engine_on(backend) as engine:
+        await asyncio.gather(*(engine.add(f"key-{value % 7}", value) for value in range(200)))
+        assert sorted(shard for call, shard, _, _ in backend.calls if call == "add") == [0, 1]
+        peeked = await engine.peek("key-3")
+    assert peeked is not None
+    assert [record.value for record in peeked.records] == [value for value in range(200) if value % 7 == 3]
+
+
+@virtual_time
+async def test_a_call_carries_at_most_256_adds_and_256_kib() -> None:
+    backend = WatchedBackend()
+    plain = JSONCodec[JSON](compress_above=10**6)
+    async with engine_on(backend, codec=plain) as engine:
+        await asyncio.gather(*(engine.add("key", value) for value in range(600)))
+        await asyncio.gather(*(engine.add("large", "x" * 100_000) for _ in range(5)))
+    assert backend.items("add") == [256, 256, 88, 2, 2, 1]
+
+
+@virtual_time
+async def test_an_id_that_is_added_again_replaces_its_value() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        await engine.add("key", "old", record_id="x")
+        await engine.add("key", "new", record_id="x")
+        peeked = await engine.peek("key")
+    assert peeked is not None
+    assert [(record.id, record.value) for record in peeked.records] == [("x", "new")]
+
+
+@virtual_time
+async def test_a_record_without_an_id_has_one_of_its_own() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=policy(initial_delay=1)) as (engine, _):
+        await asyncio.gather(engine.add("key", 1), engine.add("key", 1))
+        digest = await inbox.digest()
+    assert len({record.id for record in digest.records}) == 2
+
+
+@virtual_time
+async def test_timestamps_order_records_and_never_schedule() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=policy(initial_delay=5)) as (engine, _):
+        await engine.add("key", "future", timestamp=datetime(9999, 1, 1, tzinfo=UTC))
+        await engine.add("key", "past", timestamp=-5)
+        await engine.add("key", "arrival")
+        digest = await inbox.digest()
+    assert [record.value for record in digest.records] == ["past", "arrival", "future"]
+    assert digest.records[1].timestamp == datetime.fromtimestamp(START, UTC)
+    assert inbox.times == pytest.approx([5], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "options"),
+    [
+        ("", 1, {}),
+        ("k" * 1025, 1, {}),
+        ("\ud800", 1, {}),
+        (None, 1, {}),
+        ("key", 1, {"record_id": ""}),
+        ("key", 1, {"record_id": "x" * 1025}),
+        ("key", 1, {"record_id": "\udfff"}),
+        ("key", 1, {"record_id": 7}),
+        ("key", 1, {"timestamp": nan}),
+        ("key", 1, {"timestamp": inf}),
+        ("key", 1, {"timestamp": True}),
+        ("key", 1, {"timestamp": "now"}),
+        ("key", 1, {"timestamp": 1e308}),
+        ("key", 1, {"timestamp": 10**400}),
+        ("key", 1, {"timestamp": 1e15}),
+        ("key", 1, {"timestamp": datetime(2026, 1, 1)}),
+        ("key", {1: 2}, {}),
+        ("key", object(), {}),
+        ("key", b"bytes", {}),
+    ],
+)
+@virtual_time
+async def test_an_add_with_a_bad_argument_raises_a_typed_error_and_stores_nothing(
+    key: Any, value: Any, options: dict[str, Any]
+) -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        with pytest.raises((InvalidArgument, CodecError)) as caught:
+            await engine.add(key, value, **options)
+        with pytest.raises(PartialAdd) as partial:
+            await engine.add_many([Entry(key, value, **options), Entry("good", 1)])
+    assert str(caught.value)
+    assert [type(result) for result in partial.value.results] == [type(caught.value), bool]
+    assert stored(backend) == ["good"]
+
+
+@virtual_time
+async def test_a_value_that_is_too_large_is_refused_and_nothing_is_stored() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        with pytest.raises(LimitExceeded, match="1,048,576"):
+            await engine.add("key", "x" * 1_048_577)
+    assert not stored(backend)
+
+
+@virtual_time
+async def test_a_value_of_another_type_is_refused_and_nothing_is_stored() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend, value_type=int) as engine:
+        with pytest.raises(InvalidArgument, match="type"):
+            await engine.add("key", "5")
+    assert not stored(backend)
+
+
+@virtual_time
+async def test_a_policy_function_is_asked_for_each_key_and_may_be_async() -> None:
+    asked: list[str] = []
+
+    async def choose(key: str) -> Policy:
+        asked.append(key)
+        await asyncio.sleep(1)
+        return Policy(initial_delay=60) if key == "slow" else Policy()
+
+    inbox = Inbox()
+    async with delivering(inbox, policy=choose) as (engine, _):
+        assert await engine.add("fast", 1)
+        assert not await engine.add("slow", 2)
+        await inbox.outcome(2)
+    assert asked == ["fast", "slow", "fast", "slow"] or asked == ["fast", "fast", "slow", "slow"]
+    assert inbox.times[1] == pytest.approx(62 + 1, abs=0.1)
+
+
+@virtual_time
+async def test_an_add_whose_policy_function_raises_fails_and_stores_nothing() -> None:
+    def choose(key: str) -> Policy:
+        raise KeyError(key)
+
+    backend = WatchedBackend()
+    async with engine_on(backend, policy=choose) as engine:
+        with pytest.raises(KeyError, match="key"):
+            await engine.add("key", 1)
+    assert not stored(backend)
+
+
+@virtual_time
+async def test_an_attempt_whose_policy_function_raises_fails_and_is_tried_again() -> None:
+    answers = iter([Policy(), None, Policy()])
+
+    def choose(key: str) -> Policy:
+        answer = next(answers)
+        if answer is None:
+            raise ConnectionError("no settings")
+        return answer
+
+    inbox = Inbox()
+    async with delivering(inbox, policy=choose, retry=RETRY) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome(2)
+    assert inbox.results == ["failed", "delivered"]
+    assert [digest.attempt for digest in inbox.digests] == [2]
+
+
+# adding while the server is away
+
+
+@virtual_time
+async def test_an_add_that_was_not_sent_in_time_says_so_with_its_record_id() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend, timeout=5) as engine:
+        backend.gates["add"] = asyncio.Event()
+        first = asyncio.create_task(engine.add("key", 1, record_id="first"))
+        await settle()
+        with pytest.raises(BackendUnavailable) as unsent:
+            await engine.add("key", 2, record_id="second")
+        with pytest.raises(BackendUnavailable) as sent:
+            await first
+        assert now() == pytest.approx(5, abs=0.1)
+        backend.gates["add"].set()
+    assert (the_error(sent), the_error(unsent)) == (("first", "unknown"), ("second", "no"))
+
+
+@virtual_time
+async def test_an_add_whose_reply_was_lost_is_not_repeated_by_the_engine() -> None:
+    backend = WatchedBackend()
+    backend.lost["add"] = 1
+    async with engine_on(backend) as engine:
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("key", 1)
+        record_id, certainty = the_error(caught)
+        assert certainty == "unknown"
+        assert backend.count("add") == 1
+        assert record_id is not None
+        assert not await engine.add("key", 1, record_id=record_id)
+        peeked = await engine.peek("key")
+    assert peeked is not None
+    assert len(peeked.records) == 1
+
+
+@virtual_time
+async def test_an_add_that_is_cancelled_before_it_was_sent_is_withdrawn_and_one_that_was_sent_is_stored() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        backend.gates["add"] = asyncio.Event()
+        sent = asyncio.create_task(engine.add("sent", 1))
+        await settle()
+        unsent = asyncio.create_task(engine.add("unsent", 1))
+        await settle()
+        sent.cancel()
+        unsent.cancel()
+        backend.gates["add"].set()
+        await engine.add("later", 1)
+    assert stored(backend) == ["sent", "later"]
+
+
+@virtual_time
+async def test_an_add_after_the_server_came_back_connects() -> None:
+    backend = WatchedBackend()
+    backend.take_down()
+    async with engine_on(backend, timeout=5) as engine:
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("key", 1, record_id="x")
+        assert the_error(caught) == ("x", "no")
+        backend.bring_up()
+        assert await engine.add("key", 1)
+
+
+@virtual_time
+async def test_connecting_and_adding_together_have_one_timeout() -> None:
+    backend = WatchedBackend()
+    backend.take_down("open")
+    async with engine_on(backend, timeout=5) as engine:
+        backend.bring_up()
+        backend.gates = {"open": asyncio.Event(), "add": asyncio.Event()}
+        asyncio.get_running_loop().call_later(4, backend.gates["open"].set)
+        with pytest.raises(BackendUnavailable):
+            await engine.add("key", 1)
+        assert now() == pytest.approx(5, abs=0.1)
+        backend.gates["add"].set()
+
+
+@virtual_time
+async def test_all_who_wait_for_the_server_share_one_attempt_to_connect() -> None:
+    backend = WatchedBackend()
+    backend.take_down("open")
+    async with engine_on(backend) as engine:
+        backend.bring_up()
+        await asyncio.gather(*(engine.add("key", value) for value in range(50)))
+    assert backend.count("open") == 2
+    assert backend.items("add") == [50]
+
+
+# adding many
+
+
+@virtual_time
+async def test_add_many_answers_as_add_would_in_order_and_in_few_calls() -> None:
+    backend = WatchedBackend(shards=2)
+    async with engine_on(backend) as engine:
+        answers = await engine.add_many(Entry(f"key-{value % 500}", value) for value in range(2500))
+    assert answers == [True] * 500 + [False] * 2000
+    assert backend.count("add") < 2500 / 100
+
+
+@virtual_time
+async def test_add_many_of_nothing_is_nothing() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert await engine.add_many([]) == []
+
+
+@virtual_time
+async def test_a_bad_entry_fails_alone_and_every_result_is_told() -> None:
+    def choose(key: str) -> Policy:
+        if key == "unknown":
+            raise KeyError(key)
+        return Policy()
+
+    entries = [Entry("a", 1), Entry("", 2), Entry("unknown", 3), Entry("a", 4), Entry("b", 5)]
+    async with engine_on(WatchedBackend(), policy=choose) as engine:
+        with pytest.raises(PartialAdd, match="2 of 5") as caught:
+            await engine.add_many(entries)
+    good, empty, unknown, second, other = caught.value.results
+    assert (good, second, other) == (True, False, True)
+    assert isinstance(empty, InvalidArgument)
+    assert isinstance(unknown, AiodigestError)
+    assert isinstance(unknown.__cause__, KeyError)
+
+
+@virtual_time
+async def test_add_many_tells_what_was_sent_from_what_was_not() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        backend.lost["add"] = 1
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many([Entry("key", value, f"r{value}") for value in range(2500)])
+    failed = [result for result in caught.value.results if isinstance(result, BackendUnavailable)]
+    assert [error.stored for error in failed] == ["unknown"] * 256 + ["no"] * 2244
+    assert [error.record_id for error in failed] == [f"r{value}" for value in range(2500)]
+    assert backend.count("add") == 1
+
+
+@virtual_time
+async def test_add_many_while_the_server_is_away_takes_one_timeout_and_not_one_a_chunk() -> None:
+    backend = WatchedBackend()
+    backend.gates["open"] = asyncio.Event()
+    async with engine_on(backend, timeout=5) as engine:
+        began = now()
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many([Entry("key", value) for value in range(5000)])
+        assert now() - began == pytest.approx(5, abs=0.1)
+    assert len(caught.value.results) == 5000
+
+
+@virtual_time
+async def test_an_add_many_that_is_cancelled_leaves_nothing_behind() -> None:
+    backend = WatchedBackend(shards=2)
+    async with engine_on(backend) as engine:
+        backend.gates["add"] = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await engine.add_many([Entry(f"key-{value}", value) for value in range(20)])
+        backend.gates.pop("add").set()
+
+
+@virtual_time
+async def test_add_many_wakes_the_worker_of_its_own_process() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.gates["wait"] = asyncio.Event()
+    async with delivering(inbox, backend) as (engine, _):
+        await asyncio.sleep(1)
+        await engine.add_many([Entry("key", 1)])
+        await inbox.digest()
+        assert now() == pytest.approx(1, abs=0.01)
+
+
+# what a callback may say
+
+
+@virtual_time
+async def test_a_callback_that_raises_gets_the_digest_again_with_what_came_since_and_a_new_id() -> None:
+    inbox = Inbox(lasting(5), ValueError("no"))
+    async with delivering(inbox, retry=RETRY, policy=policy()) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await engine.add("key", 2)
+        await inbox.outcome(2)
+        await engine.add("key", 3)
+        await inbox.outcome(3)
+    assert inbox.values == [[1], [2], [2, 3]]
+    assert [digest.attempt for digest in inbox.digests] == [1, 1, 2]
+    assert inbox.digests[1].id != inbox.digests[2].id
+    assert inbox.times[2] - inbox.times[1] == pytest.approx(10, abs=0.01)
+
+
+@virtual_time
+async def test_a_digest_whose_attempts_are_used_up_is_a_dead_letter_with_its_last_error() -> None:
+    inbox = Inbox(ValueError("first"), ValueError("second"), ValueError("third"))
+    async with delivering(inbox, retry=RETRY, policy=policy()) as (engine, backend):
+        await engine.add("key", 1)
+        await inbox.outcome(3)
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+        assert await state_of(backend, "key") is None
+        await engine.add("key", 2)
+        await inbox.outcome(4)
+    assert (letter.key, letter.reason, letter.attempt) == ("key", "ValueError: third", 3)
+    assert [record.value for record in letter.records] == [1]
+    assert inbox.results == ["failed", "failed", "buried", "delivered"]
+    assert inbox.values[-1] == [2]
+
+
+@virtual_time
+async def test_retry_after_does_not_use_up_attempts_for_a_day_and_then_does() -> None:
+    inbox = Inbox(*[RetryAfter(HOUR)] * 100)
+    async with delivering(inbox, retry=RETRY) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome(24)
+        assert {digest.attempt for digest in inbox.digests} == {1}
+        async with asyncio.timeout(10 * HOUR):
+            while inbox.results[-1] != "buried":
+                await inbox.outcome(len(inbox.seen) + 1)
+    assert len(inbox.digests) == pytest.approx(24 + 3, abs=1)
+
+
+@virtual_time
+async def test_reject_makes_a_dead_letter_at_once_and_starts_a_cool_down() -> None:
+    inbox = Inbox(Reject("address gone"))
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+        assert not await engine.add("key", 2)
+    assert letter.reason == "address gone"
+    assert inbox.results == ["rejected"]
+
+
+@virtual_time
+async def test_a_partial_failure_keeps_what_failed_under_a_new_id_and_closes_the_rest() -> None:
+    inbox = Inbox(PartialFailure({"b": "bounced"}))
+    async with delivering(inbox, retry=RETRY, policy=policy(initial_delay=1)) as (engine, backend):
+        for name in "abc":
+            await engine.add("key", name, record_id=name)
+        await inbox.outcome(2)
+        await settle()
+        assert (await backend.counts())["delivered"] == 3
+    assert inbox.values == [["a", "b", "c"], ["b"]]
+    assert [digest.attempt for digest in inbox.digests] == [1, 2]
+    assert [(delivery.result, delivery.records) for delivery in inbox.seen] == [("partial", 2), ("delivered", 1)]
+    assert inbox.digests[0].id != inbox.digests[1].id
+
+
+@virtual_time
+async def test_a_partial_failure_that_names_an_unknown_id_keeps_all() -> None:
+    inbox = Inbox(PartialFailure({"a": "bounced", "nobody": "?"}))
+    async with delivering(inbox, retry=RETRY, policy=policy(initial_delay=1)) as (engine, _):
+        for name in "ab":
+            await engine.add("key", name, record_id=name)
+        await inbox.outcome(2)
+    assert inbox.values == [["a", "b"], ["a", "b"]]
+
+
+@virtual_time
+async def test_a_partial_failure_at_the_last_attempt_buries_what_failed_and_delivers_the_rest() -> None:
+    inbox = Inbox(PartialFailure({"b": "bounced"}))
+    async with delivering(inbox, retry=RetryPolicy(max_attempts=1), policy=policy(initial_delay=1)) as (
+        engine,
+        backend,
+    ):
+        for name in "ab":
+            await engine.add("key", name, record_id=name)
+        await inbox.outcome()
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+        counts = await backend.counts()
+    assert ([record.id for record in letter.records], letter.reason) == (["b"], "b: bounced")
+    assert (counts["delivered"], counts["buried"]) == (1, 1)
+
+
+@virtual_time
+async def test_a_partial_failure_after_an_unknown_outcome_keeps_all_under_the_first_id() -> None:
+    inbox = Inbox(forever, PartialFailure({"b": "bounced"}))
+    async with delivering(inbox, retry=RETRY, delivery_timeout=5, policy=policy(initial_delay=1)) as (engine, _):
+        for name in "ab":
+            await engine.add("key", name, record_id=name)
+        await inbox.outcome(3)
+    assert inbox.values == [["a", "b"]] * 3
+    assert len({digest.id for digest in inbox.digests}) == 1
+
+
+@virtual_time
+async def test_a_record_that_cannot_be_decoded_is_set_aside_raw_and_the_others_are_delivered() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", "good", 5, "fine")
+    async with delivering(inbox, backend, value_type=str) as (engine, _):
+        await inbox.outcome()
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+    assert inbox.values == [["good", "fine"]]
+    assert [(record.id, record.value) for record in letter.records] == [("5", b"\x015")]
+    assert "type" in letter.reason
+    assert inbox.results == ["delivered"]
+
+
+@virtual_time
+async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 5, 6)
+    async with delivering(inbox, backend, value_type=str) as (engine, _):
+        await inbox.outcome()
+        await settle()
+        letters = [letter async for letter in engine.dead_letters()]
+        assert await state_of(backend, "key") is None
+    assert len(letters) == 2
+    assert not inbox.digests
+
+
+@virtual_time
+async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_cool_down() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=Policy(max_age=60)) as (engine, backend):
+        await engine.add("key", "old", timestamp=START - 100)
+        await inbox.outcome()
+        await settle()
+        assert (await backend.counts())["aged"] == 1
+        assert await engine.add("key", "new")
+        await inbox.digest()
+    assert inbox.values == [["new"]]
+    assert inbox.results[0] == "empty"
+
+
+@virtual_time
+async def test_a_digest_over_max_size_comes_in_parts_under_one_lease_in_order_of_arrival() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    parts = policy(max_size=10, capacity=50)
+    await backend.put("key", *range(35), policy=parts)
+    async with delivering(inbox, backend, policy=parts):
+        await inbox.outcome(4)
+        await settle()
+        assert await state_of(backend, "key") is None
+    assert inbox.values == [list(range(start, min(start + 10, 35))) for start in range(0, 35, 10)]
+    assert len({digest.id for digest in inbox.digests}) == 4
+    assert {digest.attempt for digest in inbox.digests} == {1}
+    assert backend.count("claim") <= 3
+
+
+@virtual_time
+async def test_parts_of_a_log_that_did_not_fit_into_the_claim_are_paged() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    parts = policy(max_size=600, capacity=3000)
+    await backend.put("key", *range(1500), policy=parts)
+    async with delivering(inbox, backend, policy=parts):
+        await inbox.outcome(3)
+    assert [len(values) for values in inbox.values] == [600, 600, 300]
+    assert [value for values in inbox.values for value in values] == list(range(1500))
+
+
+@virtual_time
+async def test_a_part_that_fails_waits_and_the_parts_before_it_are_not_delivered_again() -> None:
+    inbox, backend = Inbox(None, ValueError("no")), WatchedBackend()
+    parts = policy(max_size=2)
+    await backend.put("key", 1, 2, 3, 4, 5, policy=parts)
+    async with delivering(inbox, backend, policy=parts, retry=RETRY):
+        await inbox.outcome(4)
+    assert inbox.values == [[1, 2], [3, 4], [3, 4], [5]]
+    assert [digest.attempt for digest in inbox.digests] == [1, 1, 2, 1]
+
+
+@virtual_time
+async def test_no_digest_is_larger_than_max_size_after_retries_either() -> None:
+    inbox = Inbox(*[ValueError("no")] * 5)
+    async with delivering(inbox, policy=policy(max_size=10), retry=RetryPolicy(12, lambda _: 10.0)) as (engine, _):
+        for value in range(60):
+            await engine.add("key", value)
+            await asyncio.sleep(1)
+        await asyncio.sleep(60)
+    assert max(len(values) for values in inbox.values) == 10
+    seen = [value for values in inbox.values for value in values]
+    assert all(value in seen for value in range(60))
+
+
+@virtual_time
+async def test_a_record_that_is_added_again_during_its_delivery_is_in_the_next_digest() -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox, policy=policy()) as (engine, _):
+        await engine.add("key", "old", record_id="x")
+        await inbox.digest()
+        await engine.add("key", "new", record_id="x")
+        await inbox.digest(2)
+    assert inbox.values == [["old"], ["new"]]
+
+
+@virtual_time
+async def test_a_digest_tells_what_it_is() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=Policy(capacity=2, minimum_delay=10, increment_delay=0)) as (engine, _):
+        await engine.add("key", 0)
+        await inbox.outcome()
+        await settle()
+        for value in range(1, 6):
+            await engine.add("key", value)
+        await inbox.outcome(2)
+    second = inbox.digests[1]
+    assert (second.key, second.iteration, second.attempt, second.dropped) == ("key", 2, 1, 3)
+    assert inbox.values == [[0], [4, 5]]
+
+
+# the observer
+
+
+@virtual_time
+async def test_the_observer_is_told_how_late_and_how_long_an_attempt_was() -> None:
+    inbox, backend = Inbox(lasting(3)), WatchedBackend()
+    await backend.put("key", 1, 2)
+    await asyncio.sleep(7)
+    async with delivering(inbox, backend):
+        delivery = await inbox.outcome()
+    late, long = delivery.lateness, delivery.duration
+    assert delivery == Delivery("key", inbox.digests[0].id, 1, "delivered", 2, late, long)
+    assert (late, long) == pytest.approx((7, 3), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("reply", "result", "records"),
+    [
+        (None, "delivered", 2),
+        (ValueError(), "failed", 0),
+        (PartialFailure({"a": "no"}), "partial", 1),
+        (RetryAfter(5), "deferred", 0),
+        (Reject("no"), "rejected", 0),
+        (forever, "timeout", 0),
+    ],
+)
+@virtual_time
+async def test_the_observer_is_told_how_an_attempt_ended(reply: Any, result: str, records: int) -> None:
+    inbox, backend = Inbox(reply), WatchedBackend()
+    await backend.put("key", "a", "b")
+    async with delivering(inbox, backend, retry=RETRY):
+        delivery = await inbox.outcome()
+    assert (delivery.result, delivery.records, delivery.attempt) == (result, records, 1)
+
+
+# entering and leaving
+
+
+def test_deliver_returns_the_function_unchanged() -> None:
+    assert DigestEngine("redis://localhost", namespace="test").deliver(nothing) is nothing
+
+
+def test_a_second_callback_is_refused() -> None:
+    engine = DigestEngine("redis://localhost", namespace="test")
+    engine.deliver(nothing)
+    with pytest.raises(ConfigurationError, match="other channels are other engines"):
+        engine.deliver(nothing)
+
+
+@virtual_time
+async def test_delivering_takes_the_registered_callback_or_another() -> None:
+    first, second, backend = Inbox(), Inbox(), WatchedBackend()
+    engine = engine_on(backend, policy=policy())
+    engine.deliver(first)
+    async with engine.delivering():
+        await engine.add("key", 1)
+        await first.digest()
+    async with engine.delivering(second):
+        await engine.add("key", 2)
+        await second.digest()
+    assert (first.values, second.values) == ([[1]], [[2]])
+
+
+@virtual_time
+async def test_delivering_without_a_callback_is_refused() -> None:
+    engine = engine_on(WatchedBackend())
+    with pytest.raises(ConfigurationError, match="no callback"):
+        async with engine.delivering():
+            pass
+    with pytest.raises(ConfigurationError, match="no callback"):
+        await engine.run()
+
+
+@virtual_time
+async def test_a_lifespan_delivers_while_the_app_lives() -> None:
+    inbox = Inbox()
+    engine = engine_on(WatchedBackend())
+    engine.deliver(inbox)
+    async with engine.lifespan(object()):
+        await engine.add("key", 1)
+        await inbox.digest()
+
+
+@virtual_time
+async def test_entering_twice_is_refused_and_changes_nothing() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        with pytest.raises(ConfigurationError, match="entered already"):
+            async with engine:
+                pass
+        with pytest.raises(ConfigurationError, match="entered already"):
+            async with engine.delivering(nothing):
+                pass
+        assert await engine.add("key", 1)
+
+
+@pytest.mark.parametrize("entered_before", [False, True])
+@virtual_time
+async def test_an_engine_that_is_not_entered_says_how_to(entered_before: bool) -> None:
+    engine = engine_on(WatchedBackend())
+    if entered_before:
+        async with engine:
+            pass
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.add("key", 1),
+        lambda: engine.add_many([]),
+        lambda: engine.flush("key"),
+        lambda: engine.delete("key"),
+        lambda: engine.remove("key", "x"),
+        lambda: engine.reschedule("key"),
+        lambda: engine.peek("key"),
+        lambda: engine.stats(),
+        lambda: engine.replay("x"),
+        lambda: engine.discard("x"),
+        lambda: anext(aiter(engine.timelines())),
+        lambda: anext(aiter(engine.dead_letters())),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="async with engine"):
+            await call()
+
+
+@virtual_time
+async def test_an_engine_can_be_entered_again() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    for value in range(3):
+        async with engine:
+            assert await engine.add("key", value) is (value == 0)
+    assert backend.count("open") == 3
+    assert backend.closed == ["backend", "store"] * 3
+
+
+def test_an_engine_can_be_entered_again_from_another_loop() -> None:
+    engine = engine_on(WatchedBackend())
+
+    async def use(value: int) -> list[list[JSON]]:
+        inbox, backend = Inbox(), WatchedBackend()
+        engine._store.open = engine_on(backend)._store.open
+        async with engine.delivering(inbox):
+            await engine.add("key", value)
+            await inbox.digest()
+        return inbox.values
+
+    for value in range(2):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            assert runner.run(use(value)) == [[value]]
+
+
+@virtual_time
+async def test_entering_needs_no_live_server_and_delivering_begins_when_there_is_one() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.take_down()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await asyncio.sleep(600)
+        assert not inbox.digests
+        backend.bring_up()
+        await inbox.digest()
+        assert now() < 600 + 1.1
+    assert backend.count("open") < 3 * 600
+
+
+@virtual_time
+async def test_entering_waits_no_longer_than_the_timeout_for_a_server_that_does_not_answer() -> None:
+    backend = WatchedBackend()
+    backend.gates["open"] = asyncio.Event()
+    async with delivering(Inbox(), backend, timeout=5):
+        assert now() == pytest.approx(5, abs=0.01)
+    assert now() == pytest.approx(5, abs=0.01)
+
+
+@virtual_time
+async def test_a_server_that_is_away_is_one_line_when_it_goes_and_one_when_it_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = WatchedBackend()
+    backend.take_down()
+    async with delivering(Inbox(), backend):
+        await asyncio.sleep(600)
+        backend.bring_up()
+        await asyncio.sleep(2)
+    assert len(caplog.messages) == 2
+    assert "the server is unavailable" in caplog.messages[0]
+    assert "the server is available again" in caplog.messages[1]
+
+
+@virtual_time
+async def test_an_error_of_configuration_is_raised_by_entering_and_leaves_nothing_behind() -> None:
+    backend = WatchedBackend()
+    backend.take_down("open", error=ConfigurationError("another layout"))
+    engine = engine_on(backend)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="another layout"):
+            async with engine.delivering(nothing):
+                pass
+    backend.bring_up()
+    async with engine.delivering(nothing):
+        pass
+
+
+@virtual_time
+async def test_an_engine_that_is_left_as_its_server_comes_ends() -> None:
+    backend = WatchedBackend()
+    backend.gates["open"] = asyncio.Event()
+    async with delivering(Inbox(), backend, timeout=5):
+        await asyncio.sleep(2)
+        backend.gates["open"].set()
+    async with asyncio.timeout(60):
+        async with delivering(Inbox(), backend, timeout=5):
+            pass
+
+
+@virtual_time
+async def test_an_engine_that_is_left_in_the_very_turn_in_which_its_server_comes_ends() -> None:
+    backend = WatchedBackend()
+    backend.gates["open"] = asyncio.Event()
+    async with delivering(Inbox(), backend, timeout=5) as (engine, _):
+        asyncio.get_running_loop().call_later(1, backend.gates["open"].set)
+        await engine.stats()
+    assert now() == pytest.approx(6, abs=0.01)
+
+
+@virtual_time
+async def test_leaving_waits_for_what_connecting_has_to_put_away() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend, timeout=1)
+
+    async def slow() -> WatchedBackend:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.5)
+            backend.closed.append("half a connection")
+        return backend
+
+    engine._store.open = slow
+    async with engine:
+        pass
+    assert backend.closed == ["half a connection", "store"]
+
+
+@virtual_time
+async def test_leaving_waits_for_what_listening_has_to_put_away() -> None:
+    class Slow(WatchedBackend):
+        async def wait(self, shard: int, bell: str) -> str:
+            try:
+                return await super().wait(shard, bell)
+            finally:
+                await asyncio.sleep(0.5)
+                self.closed.append("doorbell")
+
+    backend = Slow()
+    async with delivering(Inbox(), backend):
+        await settle()
+    assert backend.closed == ["doorbell", "backend", "store"]
+
+
+@virtual_time
+async def test_leaving_sends_what_is_queued() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        backend.gates["add"] = asyncio.Event()
+        adds = [asyncio.create_task(engine.add("first", 1))]
+        await settle()
+        adds += [asyncio.create_task(engine.add("key", value)) for value in range(300)]
+        await settle()
+        asyncio.get_running_loop().call_later(1, backend.gates["add"].set)
+    assert sum(await asyncio.gather(*adds)) == 2
+    assert len(backend.machines[0].held["key"].log) == 300
+
+
+@virtual_time
+async def test_leaving_fails_what_cannot_be_sent_and_closes_the_store() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend, timeout=5) as engine:
+        backend.gates["add"] = asyncio.Event()
+        adds = [asyncio.create_task(engine.add("key", 1))]
+        await settle()
+        adds.append(asyncio.create_task(engine.add("key", 2)))
+        await settle()
+    first, second = await asyncio.gather(*adds, return_exceptions=True)
+    assert isinstance(first, BackendUnavailable)
+    assert isinstance(second, BackendUnavailable)
+    assert (first.stored, second.stored) == ("unknown", "no")
+    assert now() < 6
+    assert backend.closed == ["backend", "store"]
+
+
+@virtual_time
+async def test_an_add_that_comes_too_late_fails_at_once_as_not_stored() -> None:
+    async def slow(key: str) -> Policy:
+        await asyncio.sleep(10)
+        return Policy()
+
+    async with engine_on(WatchedBackend(), policy=slow) as engine:
+        late = asyncio.create_task(engine.add("key", 1))
+        await settle()
+    with pytest.raises(BackendUnavailable) as caught:
+        await late
+    assert caught.value.stored == "no"
+    assert now() < 11
+
+
+@virtual_time
+async def test_an_add_that_comes_too_late_connects_to_nothing() -> None:
+    async def slow(key: str) -> Policy:
+        await asyncio.sleep(10)
+        return Policy()
+
+    backend = WatchedBackend()
+    backend.take_down("open")
+    async with engine_on(backend, policy=slow) as engine:
+        late = asyncio.create_task(engine.add("key", 1))
+        await settle()
+    tries = backend.count("open")
+    with pytest.raises(BackendUnavailable, match="left"):
+        await late
+    assert backend.count("open") == tries
+
+
+@virtual_time
+async def test_a_callback_may_still_add_while_the_engine_drains() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+
+    async def chain(digest: Digest[JSON]) -> None:
+        await asyncio.sleep(5)
+        await engine.add("audit", digest.id)
+
+    async with engine.delivering(chain):
+        await engine.add("key", 1)
+        await settle()
+    assert await state_of(backend, "key") is None
+    assert await state_of(backend, "audit") == ("ready", 0)
+
+
+@virtual_time
+async def test_an_engine_cannot_be_entered_while_it_drains() -> None:
+    inbox, backend = Inbox(lasting(5)), WatchedBackend()
+    engine = engine_on(backend)
+
+    async def use() -> None:
+        async with engine.delivering(inbox):
+            await engine.add("key", 1)
+            await inbox.digest()
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(1)
+    with pytest.raises(ConfigurationError, match="entered already"):
+        async with engine:
+            pass
+    await task
+
+
+@virtual_time
+async def test_an_error_in_the_body_is_raised_after_the_drain() -> None:
+    inbox = Inbox(lasting(5))
+
+    async def use() -> None:
+        async with delivering(inbox) as (engine, _):
+            await engine.add("key", 1)
+            await inbox.digest()
+            await fault()
+
+    with pytest.raises(ZeroDivisionError):
+        await use()
+    assert inbox.results == ["delivered"]
+
+
+@virtual_time
+async def test_two_engines_share_a_process() -> None:
+    mail, push = Inbox(), Inbox(ValueError("push is down"))
+    async with delivering(mail) as (mailing, _), delivering(push, retry=RETRY) as (pushing, _):
+        await asyncio.gather(mailing.add("key", 1), pushing.add("key", 2))
+        await push.outcome(2)
+    assert (mail.values, push.values) == ([[1]], [[2], [2]])
+
+
+@virtual_time
+async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox(lasting(50))
+
+    async def use() -> None:
+        async with delivering(inbox) as (engine, _):
+            await engine.add("key", 1)
+            await inbox.digest()
+            scheduler = engine._entered()._scheduler
+            assert scheduler is not None
+            scheduler._slots = fault
+            await engine.add("other", 1)
+            await asyncio.sleep(1)
+
+    with pytest.raises(ExceptionGroup):
+        await use()
+    assert "a fault of aiodigest has ended its background task" in caplog.messages
+    assert now() < 5
+
+
+# cancellation
+
+
+@asynccontextmanager
+async def used(engine: DigestEngine[JSON], inbox: Inbox) -> AsyncGenerator[asyncio.Task[None], None]:
+    """A task that delivers one record and then waits to be cancelled."""
+
+    async def use() -> None:
+        async with engine.delivering(inbox):
+            await engine.add("key", 1)
+            await inbox.digest()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(use())
+    await inbox.digest()
+    yield task
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+@virtual_time
+async def test_a_task_that_is_cancelled_inside_an_engine_drains_it() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    async with used(engine_on(backend), inbox) as task:
+        task.cancel()
+    assert now() == pytest.approx(10, abs=0.1)
+    assert await state_of(backend, "key") is None
+    assert backend.closed == ["backend", "store"]
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@virtual_time
+async def test_a_task_that_is_cancelled_again_during_the_drain_ends_it_and_gives_all_back(times: int) -> None:
+    inbox, backend = Inbox(lasting(100)), WatchedBackend()
+    async with used(engine_on(backend), inbox) as task:
+        task.cancel()
+        for _ in range(times):
+            await asyncio.sleep(0.0001)
+            task.cancel()
+    assert now() < 1
+    assert await state_of(backend, "key") == ("ready", 0)
+    assert backend.closed == ["backend", "store"]
+
+
+@virtual_time
+async def test_a_task_that_is_cancelled_while_it_leaves_is_cancelled() -> None:
+    inbox, backend = Inbox(lasting(100)), WatchedBackend()
+
+    async def use() -> None:
+        async with delivering(inbox, backend) as (engine, _):
+            await engine.add("key", 1)
+            await inbox.digest()
+
+    task = asyncio.create_task(use())
+    asyncio.get_running_loop().call_later(1, task.cancel)
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert now() == pytest.approx(1, abs=0.1)
+    assert await state_of(backend, "key") == ("ready", 0)
+
+
+@virtual_time
+async def test_an_engine_under_an_anyio_scope_that_is_cancelled_drains() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    with anyio.move_on_after(1) as scope:
+        async with delivering(inbox, backend) as (engine, _):
+            await engine.add("key", 1)
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    assert now() == pytest.approx(10, abs=0.1)
+    assert await state_of(backend, "key") is None
+
+
+@virtual_time
+async def test_an_engine_under_a_timeout_drains() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+
+    async def use() -> None:
+        async with asyncio.timeout(1), delivering(inbox, backend) as (engine, _):
+            await engine.add("key", 1)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await use()
+    assert now() == pytest.approx(10, abs=0.1)
+    assert await state_of(backend, "key") is None
+
+
+@virtual_time
+async def test_entering_that_is_cancelled_leaves_nothing_behind() -> None:
+    backend = WatchedBackend()
+    backend.gates["open"] = asyncio.Event()
+    engine = engine_on(backend)
+
+    async def use() -> None:
+        async with asyncio.timeout(1), engine.delivering(nothing):
+            pass
+
+    with pytest.raises(TimeoutError):
+        await use()
+    backend.gates["open"].set()
+    async with engine.delivering(nothing):
+        pass
+
+
+# running as a service
+
+
+async def run_until(engine: DigestEngine[JSON], inbox: Inbox, *signals: int) -> None:
+    """Run an engine, and send this process signals a second apart once the first digest has come."""
+    running = asyncio.create_task(engine.run(inbox))
+    await inbox.digest()
+    for number in signals:
+        await asyncio.sleep(1)
+        os.kill(os.getpid(), number)
+    await running
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@virtual_time
+async def test_run_drains_and_returns_at_a_signal(number: int) -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    await backend.put("key", 1)
+    await run_until(engine_on(backend), inbox, number)
+    assert now() == pytest.approx(10, abs=0.1)
+    assert await state_of(backend, "key") is None
+
+
+@virtual_time
+async def test_run_stops_at_once_at_a_second_signal() -> None:
+    inbox, backend = Inbox(lasting(1000)), WatchedBackend()
+    await backend.put("key", 1)
+    await run_until(engine_on(backend, drain_timeout=500), inbox, signal.SIGTERM, signal.SIGINT)
+    assert now() == pytest.approx(2, abs=0.1)
+    assert await state_of(backend, "key") == ("ready", 0)
+
+
+@virtual_time
+async def test_the_signal_handlers_of_before_are_back_after_run() -> None:
+    seen: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        inbox, backend = Inbox(), WatchedBackend()
+        await backend.put("key", 1)
+        await run_until(engine_on(backend), inbox, signal.SIGTERM)
+        assert not seen
+        os.kill(os.getpid(), signal.SIGTERM)
+        await settle()
+        assert seen == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@virtual_time
+async def test_a_signal_stops_every_engine_that_runs() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    inboxes = [Inbox(lasting(3)), Inbox(lasting(6))]
+    backends = [WatchedBackend(), WatchedBackend()]
+    runs: list[asyncio.Task[None]] = []
+    for inbox, backend in zip(inboxes, backends, strict=True):
+        await backend.put("key", 1)
+        runs.append(asyncio.create_task(engine_on(backend).run(inbox)))
+        await inbox.digest()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.gather(*runs)
+    assert [await state_of(backend, "key") for backend in backends] == [None, None]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@virtual_time
+async def test_a_run_that_is_cancelled_drains_and_removes_its_handlers() -> None:
+    inbox, backend = Inbox(lasting(5)), WatchedBackend()
+    await backend.put("key", 1)
+    before = signal.getsignal(signal.SIGTERM)
+    running = asyncio.create_task(engine_on(backend).run(inbox))
+    await inbox.digest()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await state_of(backend, "key") is None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@virtual_time
+async def test_run_ends_when_its_background_task_has_a_fault() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    engine = engine_on(backend)
+    running = asyncio.create_task(engine.run(inbox))
+    await inbox.digest()
+    scheduler = engine._entered()._scheduler
+    assert scheduler is not None
+
+    scheduler._slots = fault
+    await engine.add("other", 1)
+    with pytest.raises(ExceptionGroup):
+        await running
+
+
+# making an engine
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"concurrency": 0},
+        {"concurrency": -1},
+        {"concurrency": 1.5},
+        {"concurrency": True},
+        {"lease_timeout": 0},
+        {"lease_timeout": nan},
+        {"lease_timeout": "1m"},
+        {"delivery_timeout": 0},
+        {"delivery_timeout": nan},
+        {"drain_timeout": -1},
+        {"drain_timeout": nan},
+        {"timeout": 0},
+        {"timeout": timedelta(seconds=-1)},
+        {"wait_replicas": -1},
+        {"policy": Policy(ttl=1801)},
+        {"retry": RetryPolicy(backoff=lambda attempt: nan)},
+        {"retry": RetryPolicy(max_attempts=1000, backoff=lambda attempt: DAY)},
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_when_the_engine_is_made(options: dict[str, Any]) -> None:
+    name = "ttl|retry" if "policy" in options or "retry" in options else next(iter(options))
+    with pytest.raises(InvalidArgument, match=name):
+        DigestEngine("redis://localhost", namespace="test", **options)
+
+
+def test_making_an_engine_does_no_io() -> None:
+    engine = DigestEngine("redis://no-such-host.invalid/0", namespace="test", backoff_mode=BackoffMode(maximum=0))
+    assert "no-such-host" in repr(engine)
+
+
+def test_the_url_and_the_repr_hide_the_password() -> None:
+    engine = DigestEngine("redis://user:secret@localhost/0", namespace="test")
+    assert "secret" not in engine.url + repr(engine)
+    assert "localhost" in engine.url
+
+
+@virtual_time
+async def test_what_an_embedded_server_says_is_in_the_error_of_an_add() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    engine._store.why_down = lambda: "no space left on device"
+    async with engine:
+        backend.take_down()
+        with pytest.raises(BackendUnavailable, match=r"connection refused \(no space left on device\)"):
+            await engine.add("key", 1)
+
+
+@virtual_time
+async def test_the_entries_of_one_add_are_what_the_store_gets() -> None:
+    sent: list[Add] = []
+
+    class Keeping(WatchedBackend):
+        async def add(self, shard: int, adds: Any) -> Any:
+            sent.extend(adds)
+            return await super().add(shard, adds)
+
+    def choose(key: str) -> Policy:
+        return Policy(capacity=5) if key == "small" else Policy()
+
+    async with engine_on(Keeping(), policy=choose) as engine:
+        await engine.add("small", 1)
+        await engine.add("usual", 1)
+    assert [(add.key, add.own, add.terms.limits.capacity) for add in sent] == [
+        ("small", True, 5),
+        ("usual", False, 1000),
+    ]
+
+
+async def test_run_outside_the_main_thread_says_what_to_use_there() -> None:
+    engine = engine_on(WatchedBackend())
+    with pytest.raises(ConfigurationError, match="main thread.*delivering"):
+        await asyncio.to_thread(asyncio.run, engine.run(Inbox()))

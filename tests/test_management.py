@@ -1,0 +1,623 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from math import inf, nan
+from typing import Any
+
+import pytest
+from engines import (
+    START,
+    Inbox,
+    WatchedBackend,
+    delivering,
+    engine_on,
+    forever,
+    lasting,
+    now,
+    policy,
+    settle,
+    virtual_time,
+)
+
+from aiodigest import (
+    JSON,
+    BackendUnavailable,
+    Digest,
+    DigestEngine,
+    InvalidArgument,
+    InvalidState,
+    LimitExceeded,
+    Policy,
+    Reject,
+    RetryPolicy,
+    Stats,
+    Timeline,
+)
+from aiodigest.backend import Move
+
+RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 100.0)
+
+
+def clock(seconds: float) -> datetime:
+    """The time of a test as the server shows it."""
+    return datetime.fromtimestamp(START + seconds, UTC)
+
+
+async def look(engine: DigestEngine[JSON], key: str = "key") -> Timeline[JSON]:
+    timeline = await engine.peek(key)
+    assert timeline is not None
+    return timeline
+
+
+def values(timeline: Timeline[JSON]) -> list[JSON | bytes]:
+    return [record.value for record in timeline.records]
+
+
+# looking
+
+
+@virtual_time
+async def test_peek_shows_a_timeline_and_leaves_it_as_it_is() -> None:
+    async with engine_on(WatchedBackend(), policy=Policy(initial_delay=60)) as engine:
+        await engine.add("key", "b", record_id="x")
+        await engine.add("key", "a", record_id="y", timestamp=5)
+        seen = await look(engine)
+        assert await look(engine) == seen
+    assert (seen.key, seen.state, seen.size, seen.attempt, seen.iteration) == ("key", "waiting", 2, 0, 0)
+    assert seen.due == clock(90)
+    assert values(seen) == ["a", "b"]
+    assert seen.digest_id is seen.last_error is seen.cool_until is None
+
+
+@virtual_time
+async def test_peek_at_a_timeline_that_holds_nothing_is_none() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert await engine.peek("nothing") is None
+
+
+@virtual_time
+async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.digest()
+        await engine.add("key", 2)
+        seen = await look(engine)
+        assert (seen.state, seen.attempt, seen.digest_id) == ("leased", 1, inbox.digests[0].id)
+        assert values(seen) == [1, 2]
+
+
+@virtual_time
+async def test_peek_shows_why_a_timeline_waits_for_a_retry() -> None:
+    inbox = Inbox(ValueError("smtp is down"))
+    async with delivering(inbox, retry=RETRY) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        seen = await look(engine)
+    assert (seen.state, seen.attempt, seen.last_error) == ("waiting", 1, "ValueError: smtp is down")
+    assert seen.due == pytest.approx(clock(100), abs=timedelta(milliseconds=1))
+
+
+@virtual_time
+async def test_peek_shows_the_cool_down_that_a_timeline_waits_for() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        await engine.add("key", 2)
+        seen = await look(engine)
+    assert seen.cool_until == pytest.approx(clock(300), abs=timedelta(milliseconds=1))
+    assert seen.iteration == 1
+
+
+@virtual_time
+async def test_a_value_that_cannot_be_decoded_is_shown_raw() -> None:
+    backend = WatchedBackend()
+    await backend.put("key", "text", 5)
+    async with engine_on(backend, value_type=str) as engine:
+        assert values(await look(engine)) == ["text", b"\x015"]
+
+
+@virtual_time
+async def test_timelines_are_listed_by_state_earliest_due_first() -> None:
+    inbox = Inbox(forever)
+    async with delivering(inbox, concurrency=1, drain_timeout=0) as (engine, backend):
+        await engine.add("leased", 1)
+        await inbox.digest()
+        for number in range(3):
+            await backend.put(f"waiting-{number}", 1, policy=policy(initial_delay=100 - number))
+        await engine.add("ready", 1)
+        listed = [(timeline.key, timeline.state) async for timeline in engine.timelines()]
+        assert [timeline.key async for timeline in engine.timelines("waiting")] == [
+            "waiting-2", "waiting-1", "waiting-0",
+        ]  # fmt: skip
+        assert [timeline.key async for timeline in engine.timelines("ready")] == ["ready"]
+        assert [timeline.key async for timeline in engine.timelines(state="leased")] == ["leased"]
+    assert len(listed) == 5
+    assert set(listed) >= {("leased", "leased"), ("ready", "ready")}
+
+
+@virtual_time
+async def test_any_number_of_timelines_is_listed() -> None:
+    backend = WatchedBackend(shards=3)
+    for number in range(1700):
+        await backend.put(f"key-{number}", 1)
+    async with engine_on(backend) as engine:
+        listed = [timeline.key async for timeline in engine.timelines()]
+    assert sorted(listed) == sorted(f"key-{number}" for number in range(1700))
+
+
+@virtual_time
+async def test_an_unknown_state_is_refused_and_the_known_ones_are_named() -> None:
+    state: Any = "sleeping"
+    async with engine_on(WatchedBackend()) as engine:
+        with pytest.raises(InvalidArgument, match="waiting, ready, leased"):
+            await anext(aiter(engine.timelines(state)))
+
+
+@virtual_time
+async def test_stats_count_timelines_by_state_and_what_happened() -> None:
+    inbox = Inbox(None, Reject("no"))
+    async with delivering(inbox, policy=policy(capacity=4, initial_delay=1)) as (engine, backend):
+        for value in range(10):
+            await engine.add("key", value)
+        await inbox.outcome()
+        await engine.add("bad", 1)
+        await inbox.outcome(2)
+        await settle()
+        await backend.put("later", 1, policy=policy(initial_delay=60))
+        due = clock(now() + 60)
+        stats = await engine.stats()
+    assert stats == Stats(waiting=1, dead=1, digests=1, delivered=4, dropped=6, buried=1, oldest_due=stats.oldest_due)
+    assert stats.oldest_due == pytest.approx(due, abs=timedelta(milliseconds=2))
+
+
+@virtual_time
+async def test_stats_of_a_new_namespace_are_all_zero() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert await engine.stats() == Stats()
+
+
+# flushing
+
+
+@virtual_time
+async def test_flush_makes_a_waiting_timeline_due_now() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=policy(initial_delay=600)) as (engine, _):
+        await engine.add("key", 1)
+        assert await engine.flush("key")
+        await inbox.digest()
+        assert now() < 1
+
+
+@virtual_time
+async def test_flush_during_a_delivery_makes_what_came_since_due_at_its_end() -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.digest()
+        await engine.add("key", 2)
+        assert await engine.flush("key")
+        await inbox.digest(2)
+        assert now() == pytest.approx(5, abs=0.01)
+
+
+@virtual_time
+async def test_flush_ends_a_retry_wait_and_keeps_the_attempts() -> None:
+    inbox = Inbox(ValueError())
+    async with delivering(inbox, retry=RETRY) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        await engine.flush("key")
+        digest = await inbox.digest(2)
+        assert (digest.attempt, now()) == (2, pytest.approx(0, abs=0.1))
+
+
+@virtual_time
+async def test_flush_of_a_timeline_that_holds_nothing_says_so() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        assert not await engine.flush("nothing")
+
+
+@virtual_time
+async def test_what_is_made_due_by_hand_wakes_the_worker_of_its_own_process_although_the_doorbell_is_silent() -> None:
+    inbox, backend = Inbox(Reject("no")), WatchedBackend()
+    backend.gates["wait"] = asyncio.Event()
+    async with delivering(inbox, backend, policy=policy(initial_delay=600)) as (engine, _):
+        await engine.add("key", 1)
+        await settle()
+        await engine.flush("key")
+        await inbox.outcome()
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+        await settle()
+        await engine.replay(letter.id)
+        await settle()
+        await engine.reschedule("key", delay=1)
+        await inbox.outcome(2)
+        assert now() == pytest.approx(1, abs=0.1)
+
+
+@virtual_time
+async def test_a_replay_that_is_due_now_wakes_the_worker_of_its_own_process() -> None:
+    inbox, backend = Inbox(Reject("no")), WatchedBackend()
+    backend.gates["wait"] = asyncio.Event()
+    async with delivering(inbox, backend, policy=policy()) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        [letter] = [letter async for letter in engine.dead_letters()]
+        await settle()
+        assert await engine.replay(letter.id)
+        await inbox.outcome(2)
+        assert now() < 0.1
+
+
+# deleting and removing
+
+
+@virtual_time
+async def test_delete_drops_records_and_cool_down() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        await engine.add("key", 2)
+        assert await engine.delete("key")
+        assert not await engine.delete("key")
+        assert await engine.peek("key") is None
+        assert await engine.add("key", 3)
+
+
+@virtual_time
+async def test_delete_during_a_delivery_cancels_it_and_a_later_add_starts_anew() -> None:
+    ended: list[float] = []
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(now())
+
+    inbox = Inbox(callback)
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.digest()
+        assert await engine.delete("key")
+        assert await engine.add("key", 2)
+        await inbox.digest(2)
+        await asyncio.sleep(60)
+    assert ended == pytest.approx([20], abs=0.1)
+    assert inbox.values == [[1], [2]]
+
+
+@virtual_time
+async def test_a_delivery_that_ends_after_its_timeline_was_deleted_ends_quietly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.digest()
+        await engine.delete("key")
+        await inbox.outcome()
+    assert not caplog.messages
+
+
+@virtual_time
+async def test_remove_drops_one_record() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        for name in "ab":
+            await engine.add("key", name, record_id=name)
+        assert await engine.remove("key", "a")
+        assert not await engine.remove("key", "a")
+        assert values(await look(engine)) == ["b"]
+        assert await engine.remove("key", "b")
+        assert await engine.peek("key") is None
+
+
+@virtual_time
+async def test_a_record_under_delivery_is_not_removed() -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1, record_id="x")
+        await inbox.digest()
+        assert not await engine.remove("key", "x")
+        assert (await inbox.outcome()).result == "delivered"
+
+
+@virtual_time
+async def test_a_record_that_was_removed_in_a_retry_wait_is_in_no_later_attempt() -> None:
+    inbox = Inbox(ValueError())
+    async with delivering(inbox, retry=RETRY, policy=policy(initial_delay=1)) as (engine, _):
+        for name in "ab":
+            await engine.add("key", name, record_id=name)
+        await inbox.outcome()
+        await settle()
+        assert await engine.remove("key", "a")
+        await inbox.digest(2)
+    assert inbox.values == [["a", "b"], ["b"]]
+    assert inbox.digests[0].id != inbox.digests[1].id
+
+
+@virtual_time
+async def test_remove_respects_the_timeline_s_own_capacity() -> None:
+    small = Policy(capacity=2)
+    async with engine_on(WatchedBackend(), policy=lambda key: small) as engine:  # pyright: ignore[reportUnknownLambdaType]
+        for name in "abc":
+            await engine.add("key", name, record_id=name)
+        assert await engine.remove("key", "c")
+        assert values(await look(engine)) == ["b"]
+
+
+# rescheduling
+
+
+@virtual_time
+async def test_reschedule_moves_a_waiting_timeline_to_a_time_or_by_a_delay() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=policy(initial_delay=600)) as (engine, _):
+        await engine.add("key", 1)
+        assert await engine.reschedule("key", at=clock(900)) == clock(900)
+        assert await engine.reschedule("key", at=START + 800) == clock(800)
+        assert await engine.reschedule("key", delay=timedelta(minutes=1)) == clock(60)
+        await inbox.digest()
+        assert now() == pytest.approx(60, abs=0.01)
+
+
+@virtual_time
+async def test_reschedule_without_a_time_takes_what_the_policy_says_today() -> None:
+    delay = 600
+
+    def choose(key: str) -> Policy:
+        return policy(initial_delay=delay)
+
+    inbox = Inbox()
+    async with delivering(inbox, policy=choose) as (engine, _):
+        await engine.add("key", 1)
+        delay = 30
+        assert await engine.reschedule("key") == clock(30)
+        await inbox.digest()
+        assert now() == pytest.approx(30, abs=0.01)
+
+
+@virtual_time
+async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() -> None:
+    gap = 600.0
+
+    def choose(key: str) -> Policy:
+        return Policy(minimum_delay=lambda iteration: gap * iteration, increment_delay=0)
+
+    inbox = Inbox()
+    async with delivering(inbox, policy=choose) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        await engine.add("key", 2)
+        gap = 50
+        assert await engine.reschedule("key") == pytest.approx(clock(50), abs=timedelta(milliseconds=1))
+        await inbox.digest(2)
+        assert now() == pytest.approx(50, abs=0.01)
+
+
+@virtual_time
+async def test_reschedule_keeps_within_the_cool_down_and_the_maximum() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        await engine.add("key", 2)
+        close = timedelta(milliseconds=1)
+        assert await engine.reschedule("key", at=0) == pytest.approx(clock(300), abs=close)
+        assert await engine.reschedule("key", delay=10**6) == pytest.approx(clock(1800), abs=close)
+
+
+@virtual_time
+async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
+    inbox = Inbox(ValueError())
+    async with delivering(inbox, retry=RETRY) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        with pytest.raises(InvalidState, match="retry"):
+            await engine.reschedule("key")
+        await engine.reschedule("key", delay=7)
+        await inbox.digest(2)
+        assert now() == pytest.approx(7, abs=0.01)
+
+
+@virtual_time
+async def test_only_a_waiting_timeline_can_be_rescheduled() -> None:
+    inbox = Inbox(lasting(5))
+    async with delivering(inbox, concurrency=1) as (engine, _):
+        await engine.add("leased", 1)
+        await inbox.digest()
+        await engine.add("ready", 1)
+        for key in ("leased", "ready", "nothing"):
+            with pytest.raises(InvalidState, match="waiting"):
+                await engine.reschedule(key, delay=5)
+
+
+@virtual_time
+async def test_a_reschedule_that_meets_a_close_looks_again() -> None:
+    class Busy(WatchedBackend):
+        outdated = 2
+
+        async def reschedule(self, key: str, move: Move) -> int | None:
+            if self.outdated:
+                self.outdated -= 1
+                return None
+            return await super().reschedule(key, move)
+
+    async with engine_on(Busy(), policy=policy(initial_delay=600)) as engine:
+        await engine.add("key", 1)
+        assert await engine.reschedule("key", delay=5) == clock(5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"at": nan}, {"at": inf}, {"at": True}, {"at": "noon"}, {"at": datetime(2026, 1, 1)}, {"at": 1e300},
+        {"delay": nan}, {"delay": -1}, {"delay": "5m"}, {"delay": True}, {"at": 5, "delay": 5},
+    ],
+)  # fmt: skip
+@virtual_time
+async def test_a_reschedule_to_no_time_is_refused_and_changes_nothing(options: dict[str, Any]) -> None:
+    async with engine_on(WatchedBackend(), policy=policy(initial_delay=600)) as engine:
+        await engine.add("key", 1)
+        before = await look(engine)
+        with pytest.raises(InvalidArgument):
+            await engine.reschedule("key", **options)
+        assert await look(engine) == before
+
+
+@pytest.mark.parametrize("key", ["", "k" * 1025, "\ud800", 5, None])
+@virtual_time
+async def test_a_key_that_is_none_is_refused_everywhere(key: Any) -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        for call in (engine.flush, engine.delete, engine.peek, engine.reschedule):
+            with pytest.raises(InvalidArgument, match="key must"):
+                await call(key)
+        for call in (engine.replay, engine.discard):
+            with pytest.raises(InvalidArgument, match="dead letter must"):
+                await call(key)
+        with pytest.raises(InvalidArgument, match="key must"):
+            await engine.remove(key, "x")
+        with pytest.raises(InvalidArgument, match="record_id must"):
+            await engine.remove("key", key)
+
+
+# dead letters
+
+
+async def buried(engine: DigestEngine[JSON], inbox: Inbox, key: str, *values: JSON) -> str:
+    """Add records whose delivery ``inbox`` rejects; the id of their dead letter."""
+    seen, known = len(inbox.seen), {letter.id async for letter in engine.dead_letters()}
+    for value in values:
+        await engine.add(key, value, record_id=str(value))
+    await inbox.outcome(seen + 1)
+    await settle()
+    [letter_id] = [letter.id async for letter in engine.dead_letters() if letter.id not in known]
+    return letter_id
+
+
+@virtual_time
+async def test_a_dead_letter_tells_what_it_holds_and_why() -> None:
+    inbox = Inbox(Reject("address gone"))
+    async with delivering(inbox, policy=policy(initial_delay=1)) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", 1, 2)
+        [letter] = [letter async for letter in engine.dead_letters()]
+    assert (letter.id, letter.key, letter.reason, letter.attempt) == (letter_id, "key", "address gone", 1)
+    assert letter.digest_id == inbox.digests[0].id
+    assert letter.buried_at == pytest.approx(clock(1), abs=timedelta(milliseconds=2))
+    assert [record.value for record in letter.records] == [1, 2]
+
+
+@virtual_time
+async def test_any_number_of_dead_letters_is_listed() -> None:
+    inbox, backend = Inbox(*[Reject("no")] * 1200), WatchedBackend(shards=2)
+    for number in range(1200):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend, concurrency=2000) as (engine, _):
+        await inbox.outcome(1200)
+        await settle()
+        assert len({letter.key async for letter in engine.dead_letters()}) == 1200
+
+
+@virtual_time
+async def test_replay_delivers_a_dead_letter_again_and_drops_it() -> None:
+    inbox = Inbox(Reject("no"))
+    async with delivering(inbox, policy=policy()) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", 1)
+        assert await engine.replay(letter_id)
+        await inbox.digest(2)
+        assert not [letter async for letter in engine.dead_letters()]
+        with pytest.raises(InvalidState, match="no dead letter"):
+            await engine.replay(letter_id)
+    assert inbox.values == [[1], [1]]
+    assert inbox.digests[1].attempt == 1
+
+
+@virtual_time
+async def test_newer_values_win_over_those_of_a_dead_letter_that_is_replayed() -> None:
+    inbox = Inbox(Reject("no"))
+    async with delivering(inbox, policy=policy(minimum_delay=60)) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", "x")
+        await engine.add("key", "newer", record_id="x")
+        assert not await engine.replay(letter_id)
+        await inbox.digest(2)
+    assert inbox.values == [["x"], ["newer"]]
+
+
+@virtual_time
+async def test_a_replay_while_a_digest_is_under_delivery_or_retried_changes_nothing() -> None:
+    inbox = Inbox(Reject("no"), ValueError("no"))
+    async with delivering(inbox, policy=policy(), retry=RETRY) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", "old")
+        await engine.add("key", "new")
+        await inbox.outcome(2)
+        await settle()
+        with pytest.raises(InvalidState, match="retry"):
+            await engine.replay(letter_id)
+        assert [letter.id async for letter in engine.dead_letters()] == [letter_id]
+        await inbox.outcome(3)
+        await settle()
+        await engine.replay(letter_id)
+        await inbox.digest(4)
+    assert inbox.values == [["old"], ["new"], ["new"], ["old"]]
+
+
+@virtual_time
+async def test_a_replay_over_the_capacity_changes_nothing() -> None:
+    inbox = Inbox(Reject("no"))
+    async with delivering(inbox, policy=policy(capacity=2, minimum_delay=60)) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", 1)
+        for value in (2, 3):
+            await engine.add("key", value)
+        with pytest.raises(LimitExceeded, match="capacity"):
+            await engine.replay(letter_id)
+        assert [letter.id async for letter in engine.dead_letters()] == [letter_id]
+        assert values(await look(engine)) == [2, 3]
+
+
+@virtual_time
+async def test_discard_drops_a_dead_letter_and_says_whether_there_was_one() -> None:
+    inbox = Inbox(Reject("no"))
+    async with delivering(inbox) as (engine, _):
+        letter_id = await buried(engine, inbox, "key", 1)
+        assert await engine.discard(letter_id)
+        assert not await engine.discard(letter_id)
+        assert not [letter async for letter in engine.dead_letters()]
+
+
+@virtual_time
+async def test_a_dead_letter_that_goes_while_all_are_listed_is_left_out() -> None:
+    class Vanishing(WatchedBackend):
+        async def letter(self, letter_id: str) -> None:
+            return None
+
+    inbox, backend = Inbox(Reject("no")), Vanishing()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend) as (engine, _):
+        await inbox.outcome()
+        await settle()
+        assert not [letter async for letter in engine.dead_letters()]
+
+
+@virtual_time
+async def test_everything_says_when_the_server_is_away() -> None:
+    backend = WatchedBackend()
+    backend.take_down("open")
+    async with engine_on(backend) as engine:
+        for call in (engine.flush, engine.delete, engine.peek, engine.reschedule, engine.replay, engine.discard):
+            with pytest.raises(BackendUnavailable, match="connection refused"):
+                await call("x")
+        with pytest.raises(BackendUnavailable):
+            await engine.stats()

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf, nan
+from typing import Any
+
+import pytest
+from engines import virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiodigest import DecorrelatedJitter, IterationBackoff, Policy, RetryPolicy
+from aiodigest.errors import InvalidArgument
+from aiodigest.policy import Limits, Policies, Terms
+
+DAY = 86_400
+
+
+def flat(wait: Any) -> Callable[[int], Any]:
+    """A strategy that always answers the same."""
+    return lambda n: wait
+
+
+@pytest.mark.parametrize(
+    "field", ["initial_delay", "minimum_delay", "increment_delay", "maximum_delay", "max_age", "ttl"]
+)
+@pytest.mark.parametrize("value", ["5m", nan, inf, -inf, -1, True, 10**10, timedelta(seconds=-1), b"1", [30]])
+def test_a_duration_that_is_none_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        Policy(**{field: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("field", ["capacity", "max_size"])
+@pytest.mark.parametrize("value", [0, -1, 10_001, 2.0, "3", True, nan])
+def test_a_size_that_is_no_whole_number_in_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        Policy(**{field: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_digest_may_not_be_larger_than_the_timeline_it_comes_from() -> None:
+    with pytest.raises(InvalidArgument, match="max_size"):
+        Policy(capacity=10, max_size=11)
+    assert Policy(capacity=10, max_size=10).max_size == 10
+
+
+@pytest.mark.parametrize("field", ["initial_delay", "minimum_delay"])
+def test_no_delay_may_be_above_the_maximum(field: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{field}.*maximum_delay"):
+        Policy(**{field: 1801})
+    Policy(**{field: 1800})
+
+
+def test_the_ttl_must_be_longer_than_the_maximum_delay() -> None:
+    with pytest.raises(InvalidArgument, match="ttl must be longer than maximum_delay"):
+        Policy(ttl=1800)
+    Policy(ttl=1801)
+
+
+def test_the_ttl_must_be_longer_than_all_retries_together() -> None:
+    Policy(ttl=4.6 * 3600).check(RetryPolicy(max_attempts=5, backoff=flat(3600)))
+    with pytest.raises(InvalidArgument, match="retry span"):
+        Policy(ttl=4 * 3600).check(RetryPolicy(max_attempts=5, backoff=flat(3600)))
+
+
+def test_a_record_may_not_be_too_old_at_once() -> None:
+    with pytest.raises(InvalidArgument, match="max_age"):
+        Policy(max_age=0)
+
+
+def test_delays_become_whole_milliseconds() -> None:
+    policy = Policy(
+        initial_delay=0.5, increment_delay=timedelta(seconds=2), maximum_delay=400, max_size=5, capacity=50, max_age=60
+    )
+    assert policy.terms == Terms(500, 2000, 400_000, Limits(50, 5, 60_000, 7 * DAY * 1000))
+
+
+def test_no_bound_is_zero_to_the_store() -> None:
+    assert Policy().terms.limits == Limits(1000, 0, 0, 7 * DAY * 1000)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 10**6))
+def test_what_a_strategy_returns_is_clamped_to_the_maximum(iteration: int, wait: float) -> None:
+    assert Policy(minimum_delay=flat(wait)).cool_ms(iteration) == min(round(wait * 1000), 1_800_000)
+
+
+def test_a_strategy_is_given_the_number_of_the_digest() -> None:
+    policy = Policy(minimum_delay=IterationBackoff(base=300, steps=2))
+    assert [policy.cool_ms(iteration) for iteration in (1, 2, 3)] == [600_000, 1_200_000, 1_200_000]
+
+
+@pytest.mark.parametrize("wait", [nan, inf, -1, "30", None])
+def test_a_strategy_that_returns_no_duration_is_refused_when_it_is_asked(wait: object) -> None:
+    with pytest.raises(InvalidArgument, match="minimum_delay"):
+        Policy(minimum_delay=flat(wait)).cool_ms(1)
+
+
+# retries
+
+
+@pytest.mark.parametrize("attempts", [0, -1, 1001, 1.0, True, "12", nan])
+def test_the_attempts_are_a_whole_number_in_range(attempts: Any) -> None:
+    with pytest.raises(InvalidArgument, match="max_attempts"):
+        RetryPolicy(max_attempts=attempts)
+
+
+def test_the_default_spans_at_most_five_hours_and_the_ttl_covers_it() -> None:
+    assert RetryPolicy().span < 5 * 3600
+    Policy().check(RetryPolicy())
+
+
+def test_the_span_is_the_sum_of_the_longest_waits() -> None:
+    retry = RetryPolicy(max_attempts=4, backoff=DecorrelatedJitter(base=1, cap=20))
+    assert retry.span == 3 + 9 + 20
+
+
+@pytest.mark.parametrize("wait", [nan, inf, -1, "30", None])
+def test_a_retry_strategy_that_returns_no_duration_is_refused_when_an_engine_is_made(wait: object) -> None:
+    with pytest.raises(InvalidArgument, match="retry"):
+        Policies(Policy(), RetryPolicy(backoff=flat(wait)))
+
+
+# the policies of an engine
+
+
+@virtual_time
+async def test_one_policy_serves_every_key() -> None:
+    policy = Policy(capacity=7)
+    policies = Policies(policy, RetryPolicy())
+    assert await policies.of("a") is policy
+    assert policies.limits == policy.terms.limits
+    assert not policies.own(policy)
+
+
+@virtual_time
+async def test_a_function_or_an_async_function_gives_each_key_its_policy() -> None:
+    large, small = Policy(), Policy(capacity=5)
+
+    def plain(key: str) -> Policy:
+        return small if key == "small" else large
+
+    async def awaited(key: str) -> Policy:
+        return plain(key)
+
+    for source in (plain, awaited):
+        policies = Policies(source, RetryPolicy())
+        assert [await policies.of(key) for key in ("small", "large")] == [small, large]
+        assert [policies.own(policy) for policy in (small, large)] == [True, False]
+
+
+@pytest.mark.parametrize("wrong", [None, 300, {"minimum_delay": 300}, Policy])
+@virtual_time
+async def test_a_function_that_returns_no_policy_is_told_so(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match="must return a Policy"):
+        await Policies(flat(wrong), RetryPolicy()).of("key")  # pyright: ignore[reportArgumentType]
+
+
+@virtual_time
+async def test_the_policy_of_a_function_is_checked_against_the_retries_too() -> None:
+    def short(key: str) -> Policy:
+        return Policy(ttl=1801)
+
+    with pytest.raises(InvalidArgument, match="retry span"):
+        await Policies(short, RetryPolicy()).of("key")
+
+
+def test_an_engine_s_policy_is_checked_against_the_retries_when_it_is_made() -> None:
+    with pytest.raises(InvalidArgument, match="retry span"):
+        Policies(Policy(ttl=1801), RetryPolicy())

@@ -1,0 +1,56 @@
+"""Several processes on one namespace, as they are in production."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from processes import running
+
+from aiodigest import DigestEngine
+
+TIMELINES = 7
+RECORDS = 600
+
+
+async def test_records_added_by_two_processes_are_delivered_once_each_and_no_timeline_is_with_two_workers(
+    tmp_path: Path,
+) -> None:
+    locks = tmp_path / "locks"
+    locks.mkdir()
+    url = f"embedded://{tmp_path / 'data'}"
+    async with AsyncExitStack() as stack:
+        watcher = await stack.enter_async_context(DigestEngine(url, namespace="shared", value_type=int))
+        workers = [await stack.enter_async_context(running("worker.py", url, "shared", locks)) for _ in range(2)]
+        for worker in workers:
+            assert json.loads(await worker.line()) == {"started": True}
+        producers = [
+            await stack.enter_async_context(running("producer.py", url, "shared", name, RECORDS, TIMELINES))
+            for name in ("a", "b")
+        ]
+        added = [record for lines in await asyncio.gather(*(p.rest() for p in producers)) for record in lines]
+        assert len(added) == 2 * RECORDS
+
+        delivered: list[str] = []
+        by_worker: Counter[int] = Counter()
+
+        async def collect(number: int) -> None:
+            while line := await workers[number].line():
+                digest = json.loads(line)
+                assert "overlap" not in digest
+                delivered.extend(digest["records"])
+                by_worker[number] += 1
+                if len(delivered) >= len(added):
+                    for worker in workers:
+                        worker.process.send_signal(signal.SIGTERM)
+
+        await asyncio.gather(*(collect(number) for number in range(2)))
+        assert Counter(delivered) == Counter(added)
+        assert all(by_worker[number] for number in range(2)), "both workers took part"
+        stats = await watcher.stats()
+        assert (stats.waiting, stats.ready, stats.leased, stats.delivered) == (0, 0, 0, len(added))
+        assert [await worker.process.wait() for worker in workers] == [0, 0]

@@ -1,0 +1,996 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from engines import Inbox, WatchedBackend, delivering, forever, lasting, now, policy, settle, virtual_time
+
+from aiodigest import JSON, BackoffMode, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest.backend import Claims, Lease
+from aiodigest.policy import Limits
+
+LEASE = 60.0
+MINUTE = 60.0
+RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
+
+
+def lines(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
+    """What was logged with all of these words in it."""
+    return [text for text in caplog.messages if all(word in text for word in words)]
+
+
+def keys_in(backend: WatchedBackend, shard: int, count: int = 1) -> list[str]:
+    return [key for key in map(str, range(1000)) if backend.shard_of(key) == shard][:count]
+
+
+# idling and waking
+
+
+@virtual_time
+async def test_an_idle_worker_claims_three_times_a_minute() -> None:
+    async with delivering(Inbox()) as (_, backend):
+        await asyncio.sleep(10 * MINUTE)
+    assert backend.count("claim") <= 31
+    assert backend.count("renew") == backend.count("close") == 0
+
+
+@virtual_time
+async def test_a_worker_that_waits_for_a_due_time_does_not_poll_for_it() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (_, backend):
+        await backend.put("key", 1, policy=policy(initial_delay=15 * MINUTE))
+        await inbox.digest()
+        assert inbox.times == pytest.approx([15 * MINUTE], abs=0.01)
+    assert backend.count("claim") <= 15 * 3 + 5
+
+
+@virtual_time
+async def test_another_process_s_add_wakes_a_sleeping_worker_at_once() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (_, backend):
+        await asyncio.sleep(1)
+        await backend.put("key", 1)
+        await inbox.digest()
+        assert now() == pytest.approx(1, abs=0.001)
+
+
+@virtual_time
+async def test_an_add_that_makes_the_next_due_time_earlier_wakes_a_sleeping_worker() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (_, backend):
+        await backend.put("late", 1, policy=policy(initial_delay=18))
+        await settle()
+        await backend.put("soon", 1, policy=policy(initial_delay=2))
+        await inbox.digest()
+        assert (inbox.digests[0].key, now()) == ("soon", pytest.approx(2, abs=0.01))
+
+
+@virtual_time
+async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_doorbell_is_silent() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.gates["wait"] = asyncio.Event()
+    async with delivering(inbox, backend) as (engine, _):
+        await asyncio.sleep(1)
+        await engine.add("key", 1)
+        await inbox.digest()
+        assert now() == pytest.approx(1, abs=0.001)
+
+
+@virtual_time
+async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_doorbell_rings_too() -> None:
+    inbox = Inbox()
+    async with delivering(inbox) as (engine, backend):
+        await settle()
+        claims = backend.count("claim")
+        await engine.add("k", 1)
+        await inbox.digest()
+        await settle()
+        assert backend.count("claim") == claims + 1
+
+
+@virtual_time
+async def test_an_add_during_a_claim_is_not_missed() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        await settle()
+        backend.gates["claim"] = asyncio.Event()
+        await asyncio.sleep(LEASE / 3)  # the worker's own round
+        await backend.put("key", 1)
+        backend.gates.pop("claim").set()
+        await inbox.digest()
+        assert now() == pytest.approx(LEASE / 3, abs=0.01)
+
+
+@virtual_time
+async def test_a_broken_doorbell_costs_a_claim_a_second_at_most() -> None:
+    backend = WatchedBackend()
+    backend.take_down("wait", error=ZeroDivisionError("a fault"))
+    async with delivering(Inbox(), backend):
+        await asyncio.sleep(10 * MINUTE)
+    assert 600 < backend.count("claim") < 2 * 600
+
+
+@virtual_time
+async def test_a_doorbell_that_broke_once_is_armed_again() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.take_down("wait")
+    async with delivering(inbox, backend):
+        await asyncio.sleep(5)
+        backend.bring_up()
+        await asyncio.sleep(2)
+        claims = backend.count("claim")
+        await asyncio.sleep(15)
+        assert backend.count("claim") <= claims + 1
+        await backend.put("key", 1)
+        await settle()
+        assert inbox.values == [[1]]
+
+
+# slots
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@virtual_time
+async def test_no_more_than_concurrency_deliveries_are_under_way(shards: int) -> None:
+    under_way, most = 0, 0
+
+    async def callback(digest: Digest[JSON]) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(1)
+        under_way -= 1
+
+    inbox, backend = Inbox(*[callback] * 40), WatchedBackend(shards)
+    for number in range(40):
+        await backend.put(f"key-{number}", 1)
+    async with delivering(inbox, backend, concurrency=3):
+        await inbox.outcome(40)
+    assert most == 3
+
+
+@virtual_time
+async def test_the_oldest_due_time_is_served_first() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    for number, delay in enumerate((3, 1, 2)):
+        await backend.put(f"key-{number}", 1, policy=policy(initial_delay=delay))
+    await asyncio.sleep(5)
+    async with delivering(inbox, backend, concurrency=1):
+        await inbox.outcome(3)
+    assert [digest.key for digest in inbox.digests] == ["key-1", "key-2", "key-0"]
+
+
+@virtual_time
+async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> None:
+    inbox, backend = Inbox(*[lasting(1)] * 1000), WatchedBackend()
+    async with delivering(inbox, backend, concurrency=1, policy=policy()) as (engine, _):
+        busy = [f"busy-{number}" for number in range(5)]
+        for turn in range(20):
+            for key in busy:
+                await engine.add(key, turn)
+            if turn == 10:
+                await engine.add("rare", turn)
+            await asyncio.sleep(1)
+    assert "rare" in [digest.key for digest in inbox.digests[11:20]]
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+@virtual_time
+async def test_every_shard_is_served_though_there_are_fewer_slots_than_shards(shard: int) -> None:
+    inbox, backend = Inbox(), WatchedBackend(shards=3)
+    async with delivering(inbox, backend, concurrency=1):
+        await asyncio.sleep(1)
+        await backend.put(keys_in(backend, shard)[0], "x")
+        await inbox.outcome()
+        assert now() == pytest.approx(1, abs=0.01)
+
+
+@virtual_time
+async def test_a_shard_with_a_backlog_leaves_slots_to_the_others() -> None:
+    inbox, backend = Inbox(*[lasting(1)] * 100), WatchedBackend(shards=2)
+    for key in keys_in(backend, 0, 40):
+        await backend.put(key, "backlog")
+    async with delivering(inbox, backend, concurrency=2):
+        await inbox.digest()
+        await backend.put(keys_in(backend, 1)[0], "other")
+        await asyncio.sleep(2.5)
+        assert ["other"] in inbox.values
+
+
+@virtual_time
+async def test_a_huge_concurrency_is_allowed() -> None:
+    inbox, backend = Inbox(), WatchedBackend(shards=2)
+    for number in range(300):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend, concurrency=10**9):
+        await inbox.outcome(300)
+
+
+# the store is away
+
+
+@virtual_time
+async def test_after_an_outage_the_worker_is_back_within_a_second() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        await settle()
+        backend.take_down()
+        await asyncio.sleep(30 * MINUTE)
+        await backend.put("key", 1)
+        backend.bring_up()
+        await inbox.digest()
+        assert now() < 30 * MINUTE + 1.1
+
+
+@virtual_time
+async def test_an_outage_is_no_hot_loop() -> None:
+    backend = WatchedBackend()
+    async with delivering(Inbox(), backend):
+        backend.take_down()
+        await asyncio.sleep(10 * MINUTE)
+        tries = backend.times("claim")
+        backend.bring_up()
+    assert 600 < len(tries) < 3 * 600
+    waits = [later - earlier for earlier, later in pairwise(tries[10:])]
+    assert max(waits) <= 1.01
+    assert len({round(wait, 3) for wait in waits}) > 100  # jittered
+
+
+@virtual_time
+async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    backend = WatchedBackend()
+    async with delivering(Inbox(), backend):
+        await settle()
+        backend.take_down()
+        await asyncio.sleep(10 * MINUTE)
+        backend.bring_up()
+        await asyncio.sleep(2)
+    assert len(lines(caplog, "unavailable", "connection refused")) == 1
+    assert len(lines(caplog, "available again after 5")) == 1
+
+
+@virtual_time
+async def test_claims_that_fail_while_renewals_work_are_one_outage(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(lasting(1000)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=0):
+        await inbox.digest()
+        backend.take_down("claim")
+        await asyncio.sleep(10 * MINUTE)
+        backend.bring_up()
+        await asyncio.sleep(2)
+    assert backend.count("claim") < 3 * 600
+    assert len(lines(caplog, "unavailable")) == len(lines(caplog, "available again")) == 1
+
+
+@virtual_time
+async def test_renewals_that_fail_while_claims_work_are_one_outage(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(*[lasting(50)] * 3), WatchedBackend()
+    async with delivering(inbox, backend, policy=policy(), drain_timeout=0) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.digest()
+        backend.take_down("renew")
+        for turn in range(450):
+            await engine.add(f"busy-{turn}", turn)
+            await asyncio.sleep(0.1)
+        backend.bring_up()
+        await asyncio.sleep(2)
+    assert backend.count("renew") < 3 * 45
+    assert len(lines(caplog, "unavailable")) == len(lines(caplog, "available again")) == 1
+
+
+@virtual_time
+async def test_an_error_that_nobody_foresaw_is_an_outage_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        backend.take_down("claim", error=ZeroDivisionError("a fault"))
+        await backend.put("key", 1)
+        await asyncio.sleep(MINUTE)
+        backend.bring_up()
+        await inbox.outcome()
+    [record] = [record for record in caplog.records if "is unavailable" in record.getMessage()]
+    assert record.exc_info is not None
+
+
+@virtual_time
+async def test_one_shard_s_failure_does_not_stop_another() -> None:
+    inbox, backend = Inbox(), WatchedBackend(shards=2)
+    backend.take_down("claim", "renew", "wait", error=ZeroDivisionError("a fault"))
+    backend.down_shards = {0}
+    [sick], [well] = keys_in(backend, 0), keys_in(backend, 1)
+    async with delivering(inbox, backend, policy=policy()) as (engine, _):
+        for turn in range(10):
+            await engine.add(sick, turn)
+            await engine.add(well, turn)
+            await asyncio.sleep(1)
+        assert [digest.key for digest in inbox.digests] == [well] * 10
+        backend.bring_up()
+        await inbox.digest(11)
+        assert inbox.values[10] == list(range(10))
+
+
+@virtual_time
+async def test_a_worker_whose_server_was_away_renews_before_it_claims_and_recovers_nothing_of_its_own() -> None:
+    inbox, backend = Inbox(lasting(1000)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=0):
+        await inbox.digest()
+        await asyncio.sleep(LEASE / 3 + 1)
+        backend.take_down()
+        await asyncio.sleep(LEASE - 5)
+        backend.bring_up()
+        before = len(backend.calls)
+        await asyncio.sleep(LEASE)
+        order = [call for call, _, _, _ in backend.calls[before:] if call in ("renew", "claim")]
+        assert order[0] == "renew"
+        assert len(inbox.digests) == 1
+
+
+# reports
+
+
+@virtual_time
+async def test_a_close_whose_reply_was_lost_is_repeated_and_nothing_is_delivered_twice() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.lost["close"] = 3
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await asyncio.sleep(5 * MINUTE)
+        assert backend.count("close") == 4
+        assert (await backend.counts())["digests"] == 1
+    assert inbox.values == [[1]]
+
+
+@virtual_time
+async def test_a_retry_whose_reply_was_lost_is_repeated_and_charged_once() -> None:
+    inbox, backend = Inbox(ValueError()), WatchedBackend()
+    backend.lost["retry"] = 3
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, retry=RETRY):
+        await inbox.digest(2)
+    assert [digest.attempt for digest in inbox.digests] == [1, 2]
+
+
+@virtual_time
+async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_delivered_twice() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        backend.take_down("close", "renew", "claim", "wait")
+        backend.down.pop("claim")
+        await inbox.outcome()
+        backend.take_down()
+        await asyncio.sleep(10 * MINUTE)
+        backend.bring_up()
+        await asyncio.sleep(5 * MINUTE)
+        assert await backend.look("key") is None
+    assert inbox.values == [[1]]
+
+
+@virtual_time
+async def test_reports_of_one_turn_go_out_as_one_call() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    for number in range(50):
+        await backend.put(f"key-{number}", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome(50)
+        await settle()
+    assert backend.items("close") == [50]
+
+
+@virtual_time
+async def test_a_claim_whose_reply_was_lost_costs_an_attempt_and_a_lease_and_no_more() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.lost["claim"] = 1
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        digest = await inbox.digest()
+        assert (digest.attempt, now()) == (2, pytest.approx(LEASE, abs=1.1))
+
+
+# leases
+
+
+@virtual_time
+async def test_a_long_delivery_keeps_its_lease() -> None:
+    inbox, backend = Inbox(lasting(290)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+        await settle()
+        assert backend.count("renew") == pytest.approx(290 / (LEASE / 3), abs=1)
+        assert await backend.look("key") is None
+    assert inbox.results == ["delivered"]
+
+
+@virtual_time
+async def test_a_lost_lease_cancels_the_callback(caplog: pytest.LogCaptureFixture) -> None:
+    cancelled: list[float] = []
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            cancelled.append(now())
+            raise
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        await backend.delete("key")
+        await asyncio.sleep(LEASE)
+        assert cancelled == pytest.approx([LEASE / 3], abs=0.01)
+        await backend.put("other", 2)
+        await inbox.digest(2)
+    assert lines(caplog, "lease on timeline 'key' is lost")
+    assert not inbox.results.count("failed")
+
+
+@virtual_time
+async def test_a_lease_that_ends_in_an_outage_cancels_the_callback_and_the_same_digest_comes_again() -> None:
+    ended: list[float] = []
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(now())
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend) as (engine, _):
+        await inbox.digest()
+        backend.take_down("renew", "claim", "wait")
+        await asyncio.sleep(2 * LEASE)
+        assert ended == pytest.approx([LEASE], abs=1.1)
+        await engine.add("key", 2)
+        backend.bring_up()
+        await inbox.digest(3)
+    first, again, newer = inbox.digests
+    assert (again.id, again.records, again.attempt) == (first.id, first.records, 2)
+    assert [record.value for record in newer.records] == [2]
+
+
+@virtual_time
+async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, policy=policy()):
+        await inbox.digest()
+        machine = backend.machines[0]
+        machine.place("key", 0, 1)  # as after a pause of this process for longer than its lease
+        other = machine.open("key", 60_000, Policy().terms.limits, int(1e9), "other")
+        await inbox.outcome()
+        await settle()
+        window = await backend.look("key")
+        assert other is not None
+        assert window is not None
+        assert window.state == "leased"
+    assert lines(caplog, "another worker's")
+
+
+@virtual_time
+async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        await asyncio.sleep(5)
+        await backend.put("key", 1)
+        [lease] = backend.machines[0].claim(1, 60_000, Policy().terms.limits, int((now() + 1e6) * 1000), "dead").leases
+        digest = await inbox.digest()
+        assert now() <= 5 + 2 * LEASE + 1
+        assert (digest.id, digest.attempt) == (lease.digest_id, 2)
+
+
+@virtual_time
+async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    [lease] = (await backend.claim(0, 1, 60_000, Policy().terms.limits)).leases
+    await asyncio.sleep(10 * MINUTE)
+    async with delivering(inbox, backend):
+        digest = await inbox.digest()
+        assert now() <= 10 * MINUTE + 2 * LEASE
+        assert (digest.id, digest.attempt) == (lease.digest_id, 2)
+
+
+@virtual_time
+async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_buried_at_the_claim() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    backend.lost["claim"] = 3
+    async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=3)):
+        await inbox.outcome()
+        await settle()
+        [letter_id] = await backend.letters(0, 0, 10)
+    assert not inbox.digests
+    assert inbox.results == ["buried"]
+    letter = await backend.letter(letter_id)
+    assert letter is not None
+    assert "outcome" in letter.reason
+
+
+@virtual_time
+async def test_a_callback_that_never_returns_gives_its_slot_back_and_the_same_digest_comes_again() -> None:
+    inbox, backend = Inbox(forever), WatchedBackend()
+    async with delivering(inbox, backend, concurrency=1, delivery_timeout=30, retry=RETRY, policy=policy()) as (
+        engine,
+        _,
+    ):
+        await engine.add("key", "old", record_id="x")
+        await inbox.digest()
+        await engine.add("key", "new", record_id="x")
+        await engine.add("other", 1)
+        await inbox.digest(4)
+    first, other, again, newer = inbox.digests
+    assert other.key == "other"
+    assert inbox.times[1] == pytest.approx(30, abs=0.01)
+    assert (again.id, again.records, again.attempt) == (first.id, first.records, 2)
+    assert [record.value for record in newer.records] == ["new"]
+    assert newer.id != first.id
+
+
+# what a timeline holds
+
+
+@virtual_time
+async def test_a_digest_of_more_than_a_thousand_records_is_read_in_pages() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    large = policy(capacity=3000)
+    await backend.put("key", *range(2500), policy=large)
+    async with delivering(inbox, backend, policy=large):
+        await inbox.outcome()
+    assert inbox.values == [list(range(2500))]
+    assert backend.items("read") == [1000, 500]
+
+
+@virtual_time
+async def test_pages_that_cannot_be_read_now_are_read_later() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    large = policy(capacity=3000)
+    await backend.put("key", *range(1500), policy=large)
+    async with delivering(inbox, backend, policy=large):
+        backend.take_down("read")
+        await asyncio.sleep(10)
+        assert not inbox.digests
+        backend.bring_up()
+        await inbox.outcome()
+    assert len(inbox.values[0]) == 1500
+    assert [digest.attempt for digest in inbox.digests] == [1]
+
+
+@virtual_time
+async def test_a_lease_that_is_lost_while_its_pages_are_read_is_given_up() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    large = policy(capacity=3000)
+    await backend.put("key", *range(1500), policy=large)
+    backend.gates["read"] = asyncio.Event()
+    async with delivering(inbox, backend, policy=large):
+        await settle()
+        await backend.delete("key")
+        backend.gates["read"].set()
+        await asyncio.sleep(1)
+        await backend.put("key", "new")
+        await inbox.digest()
+    assert inbox.values == [["new"]]
+
+
+@virtual_time
+async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Reporting(WatchedBackend):
+        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+            claims = await super().claim(shard, slots, lease_ms, limits)
+            return replace(claims, broken=[("odd", "WRONGTYPE")], expired=[("gone", 7)])
+
+    async with delivering(Inbox(), Reporting()):
+        await settle()
+    assert lines(caplog, "'odd'", "WRONGTYPE")
+    assert lines(caplog, "'gone'", "7 records")
+
+
+# isolation
+
+
+@virtual_time
+async def test_a_callback_that_fails_disturbs_no_other_timeline() -> None:
+    async def picky(digest: Digest[JSON]) -> None:
+        if digest.key == "bad":
+            raise SystemExit("no")
+
+    inbox = Inbox(*[picky] * 100)
+    backend = WatchedBackend()
+    async with delivering(inbox, backend, retry=RETRY, policy=policy()) as (engine, _):
+        for turn in range(5):
+            await engine.add("good", turn)
+            if not turn:
+                await engine.add("bad", turn)
+            await asyncio.sleep(1)
+        await asyncio.sleep(MINUTE)
+    assert [digest.records[0].value for digest in inbox.digests if digest.key == "good"] == [0, 1, 2, 3, 4]
+    assert [digest.attempt for digest in inbox.digests if digest.key == "bad"] == [1, 2, 3]
+    assert (await backend.counts())["dead"] == 1
+
+
+@virtual_time
+async def test_an_observer_that_raises_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    def observer(delivery: object) -> None:
+        raise ValueError("no metrics today")
+
+    inbox, backend = Inbox(), WatchedBackend()
+    inbox.observe = observer
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await asyncio.sleep(5 * MINUTE)
+        assert await backend.look("key") is None
+    assert inbox.values == [[1]]
+    assert lines(caplog, "observer")
+
+
+@virtual_time
+async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.take_down("close", error=ZeroDivisionError("a fault"))
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+        await settle()
+        backend.bring_up()
+        await inbox.outcome(2)
+    assert inbox.digests[0].id == inbox.digests[1].id
+    assert lines(caplog, "a fault of aiodigest while delivering 'key'")
+
+
+# leaving
+
+
+@virtual_time
+async def test_leaving_waits_for_deliveries_under_way_while_their_leases_are_renewed() -> None:
+    inbox, backend = Inbox(lasting(150)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=200):
+        await inbox.digest()
+    assert now() == pytest.approx(150, abs=0.1)
+    assert backend.count("renew") == 7
+    assert inbox.results == ["delivered"]
+    assert await backend.look("key") is None
+
+
+@virtual_time
+async def test_leaving_claims_nothing_more() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, concurrency=1):
+        await inbox.digest()
+        await backend.put("other", 2)
+    assert inbox.values == [[1]]
+    window = await backend.look("other")
+    assert window is not None
+    assert window.state == "ready"
+
+
+@virtual_time
+async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_charging_the_attempt() -> None:
+    inbox, backend = Inbox(forever), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=20):
+        await inbox.digest()
+    assert now() == pytest.approx(20, abs=0.1)
+    assert not inbox.seen
+    window = await backend.look("key")
+    assert window is not None
+    assert (window.state, window.attempt) == ("ready", 0)
+    await backend.put("key", 2)
+    async with delivering(inbox, backend, policy=policy()):
+        await inbox.digest(3)
+    first, again, newer = inbox.digests
+    assert (again.id, again.records, again.attempt) == (first.id, first.records, 1)
+    assert [record.value for record in newer.records] == [2]
+
+
+@pytest.mark.parametrize("error", [ValueError("cut short"), SystemExit()])
+@virtual_time
+async def test_a_callback_that_fails_because_it_is_cut_short_is_not_charged(error: BaseException) -> None:
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            raise error from None
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=1):
+        await inbox.digest()
+    window = await backend.look("key")
+    assert window is not None
+    assert (window.state, window.attempt) == ("ready", 0)
+
+
+@virtual_time
+async def test_a_callback_that_finishes_although_it_is_cut_short_has_delivered() -> None:
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1)
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=1):
+        await inbox.digest()
+    assert inbox.results == ["delivered"]
+    assert await backend.look("key") is None
+
+
+@virtual_time
+async def test_a_callback_that_ignores_its_end_does_not_keep_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    free = asyncio.Event()
+    ended = asyncio.Event()
+
+    async def deaf(digest: Digest[JSON]) -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+        ended.set()
+
+    inbox, backend = Inbox(deaf), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=1, timeout=5):
+        await inbox.digest()
+    assert now() == pytest.approx(6, abs=0.1)
+    assert lines(caplog, "1 deliveries under way, 1 of which ignore it")
+    window = await backend.look("key")
+    assert window is not None
+    assert (window.state, window.attempt) == ("ready", 0)
+    free.set()
+    await ended.wait()
+    await settle()
+
+
+@virtual_time
+async def test_a_claim_in_flight_is_not_cancelled_and_what_it_brings_is_given_back_unstarted() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        await settle()
+        backend.gates["claim"] = asyncio.Event()
+        await backend.put("key", 1)
+        await settle()
+        asyncio.get_running_loop().call_later(1, backend.gates["claim"].set)
+    assert not inbox.digests
+    window = await backend.look("key")
+    assert window is not None
+    assert (window.state, window.attempt) == ("ready", 0)
+    await backend.put("key", 2)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+    assert inbox.values == [[1, 2]]  # never begun, so what came since is in it
+
+
+@virtual_time
+async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.gates["close"] = asyncio.Event()
+    await backend.put("a", 1)
+    async with delivering(inbox, backend, drain_timeout=1, timeout=5) as (engine, _):
+        await inbox.outcome()
+        await engine.add("b", 2)
+        await inbox.outcome(2)  # its close waits for the other's
+        asyncio.get_running_loop().call_later(3, backend.gates["close"].set)
+    assert [await backend.look(key) for key in "ab"] == [None, None]
+
+
+@virtual_time
+async def test_leaving_ends_although_the_server_is_away() -> None:
+    inbox, backend = Inbox(None, forever), WatchedBackend()
+    await backend.put("a", 1)
+    await backend.put("b", 2)
+    async with delivering(inbox, backend, drain_timeout=20, timeout=5):
+        backend.take_down("close")
+        await inbox.outcome()
+        backend.take_down()
+    assert now() < 20 + 2 * 5 + 1
+
+
+@virtual_time
+async def test_between_two_parts_a_worker_that_stops_gives_the_rest_back() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    parts = policy(max_size=2)
+    await backend.put("key", 1, 2, 3, policy=parts)
+    async with delivering(inbox, backend, policy=parts):
+        await inbox.digest()
+    window = await backend.look("key")
+    assert window is not None
+    assert (window.state, window.opened, window.attempt) == ("ready", 1, 0)
+    async with delivering(inbox, backend, policy=parts):
+        await inbox.digest(2)
+    assert inbox.values == [[1, 2], [3]]
+    assert inbox.digests[1].attempt == 1
+
+
+@virtual_time
+async def test_leases_that_cannot_be_given_back_are_logged_and_end(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(forever), WatchedBackend()
+    backend.take_down("release")
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=1):
+        await inbox.digest()
+    assert lines(caplog, "1 leases could not be given back")
+    backend.bring_up()
+    async with delivering(inbox, backend):
+        await inbox.digest(2)
+    assert inbox.digests[0].id == inbox.digests[1].id
+
+
+@virtual_time
+async def test_releases_are_bounded_a_call() -> None:
+    inbox, backend = Inbox(*[forever] * 600), WatchedBackend()
+    for number in range(600):
+        await backend.put(f"key-{number}", 1)
+    async with delivering(inbox, backend, concurrency=600, drain_timeout=1):
+        await inbox.digest(600)
+        await asyncio.sleep(LEASE / 3)
+    assert backend.items("release") == backend.items("renew")[:3] == [256, 256, 88]
+
+
+# backoff mode
+
+
+def failing(count: int) -> Sequence[BaseException]:
+    return [ValueError("down")] * count
+
+
+async def fail_in_a_row(inbox: Inbox, backend: WatchedBackend, count: int) -> None:
+    for number in range(count):
+        await backend.put(f"key-{number}", 1)
+        await inbox.outcome(number + 1)
+        await settle()
+
+
+@virtual_time
+async def test_failures_of_distinct_timelines_in_a_row_put_the_process_to_rest() -> None:
+    inbox, backend = Inbox(*failing(5)), WatchedBackend()
+    mode = BackoffMode(threshold=5, multiplier=10, maximum=120)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        await fail_in_a_row(inbox, backend, 5)
+        began, claims = now(), backend.count("claim")
+        await backend.put("next", 1)
+        await inbox.digest(6)
+        assert 10 <= now() - began <= 20 + 0.1  # from the upper half of 10 * 2**1
+        assert backend.count("claim") == claims + 1
+
+
+@virtual_time
+async def test_fewer_failures_in_a_row_or_of_one_timeline_do_not() -> None:
+    inbox, backend = Inbox(*failing(4), None, *failing(4)), WatchedBackend()
+    mode = BackoffMode(threshold=5, multiplier=100, maximum=120)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        await fail_in_a_row(inbox, backend, 9)
+        assert now() < 1
+    inbox, backend = Inbox(*failing(9)), WatchedBackend()
+    began = now()
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 1.0)):
+        await backend.put("key", 1)
+        await inbox.outcome(10)
+        assert now() - began < 10
+
+
+@virtual_time
+async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings_all_back() -> None:
+    inbox, backend = Inbox(*failing(2), *[lasting(5)] * 20), WatchedBackend()
+    mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        await fail_in_a_row(inbox, backend, 2)
+        for number in range(10):
+            await backend.put(f"more-{number}", 1)
+        await inbox.digest(3)
+        await asyncio.sleep(4)
+        assert len(inbox.digests) == 3
+        await inbox.outcome(3)
+        await settle()
+        assert len(inbox.digests) == 12
+
+
+@virtual_time
+async def test_each_failure_after_a_rest_makes_the_next_one_longer_up_to_the_maximum() -> None:
+    inbox, backend = Inbox(*failing(10)), WatchedBackend()
+    mode = BackoffMode(threshold=1, multiplier=1, maximum=8)
+    for number in range(8):
+        await backend.put(f"key-{number}", 1)
+    async with delivering(inbox, backend, concurrency=1, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        await inbox.outcome(8)
+    rests = [later - earlier for earlier, later in pairwise(inbox.times)]
+    for rest, longest in zip(rests, (2, 4, 8, 8, 8, 8, 8), strict=True):
+        assert longest / 2 <= rest <= longest + 0.1
+
+
+@pytest.mark.parametrize("signal", [Reject("no"), RetryAfter(500), PartialFailure({"nobody": "x"})])
+@virtual_time
+async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> None:
+    inbox, backend = Inbox(*[signal] * 10), WatchedBackend()
+    async with delivering(inbox, backend, backoff_mode=BackoffMode(threshold=1, multiplier=100)):
+        await fail_in_a_row(inbox, backend, 10)
+        assert now() < 1
+
+
+@virtual_time
+async def test_a_signal_from_the_delivery_that_was_let_through_lets_the_next_through() -> None:
+    inbox, backend = Inbox(*failing(1), Reject("no"), Reject("no")), WatchedBackend()
+    mode = BackoffMode(threshold=1, multiplier=5)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        for number in range(4):
+            await backend.put(f"key-{number}", 1)
+            await settle()
+        await inbox.outcome(4)
+        assert inbox.times[3] - inbox.times[1] < 0.1
+
+
+@virtual_time
+async def test_a_maximum_of_zero_turns_backoff_mode_off() -> None:
+    inbox, backend = Inbox(*failing(50)), WatchedBackend()
+    mode = BackoffMode(threshold=1, maximum=0)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+        await fail_in_a_row(inbox, backend, 50)
+        assert now() < 1
+
+
+@virtual_time
+async def test_a_pause_stops_all_claims_of_this_process_and_no_longer() -> None:
+    inbox, backend = Inbox(RetryAfter(30, pause=True)), WatchedBackend(shards=2)
+    async with delivering(inbox, backend):
+        await backend.put("key", 1)
+        await inbox.outcome()
+        await settle()
+        claims = backend.count("claim")
+        for shard in range(2):
+            await backend.put(keys_in(backend, shard)[0], 1)
+        await asyncio.sleep(29)
+        assert backend.count("claim") == claims
+        await inbox.digest(4)
+        assert now() == pytest.approx(30, abs=0.01)
+    assert [digest.attempt for digest in inbox.digests] == [1, 1, 1, 1]
+
+
+@virtual_time
+async def test_a_pause_does_not_keep_a_worker_from_stopping() -> None:
+    inbox, backend = Inbox(RetryAfter(3000, pause=True)), WatchedBackend()
+    async with delivering(inbox, backend):
+        await backend.put("key", 1)
+        await inbox.outcome()
+        await settle()
+    assert now() < 1
+
+
+@virtual_time
+async def test_deliveries_that_fail_are_spread_by_jitter() -> None:
+    inbox, backend = Inbox(*failing(100)), WatchedBackend()
+    for number in range(100):
+        await backend.put(f"key-{number}", 1)
+    async with delivering(inbox, backend, concurrency=100, backoff_mode=BackoffMode(maximum=0)):
+        await inbox.digest(200)
+    again = sorted(inbox.times[100:])
+    assert again[-1] - again[0] > 1
+    assert len({round(time, 2) for time in again}) > 50
+
+
+@virtual_time
+async def test_leases_are_logged_at_no_level_above_info_when_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def test_leases_do_not_show_their_entries() -> None:
+    lease = Lease("key", "token", "digest", 1, 1, 0, 0, 1, entries=(b"somebody's mail",))
+    assert "somebody's mail" not in repr(lease)
