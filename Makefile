@@ -43,12 +43,12 @@ $(VENV)/bin/pip:
 
 $(VENV)/.standard: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing aiodigest into $(VENV) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[standard]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[standard]'
 	@touch $@
 
 # --group came with pip 25.1, so pip itself comes first
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing aiodigest and its development tools into $(VENV) ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(BIN)/pip install --quiet -e '.[standard]' --group dev
+	@$(BIN)/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/pip install -qq -e '.[standard]' --group dev
 	@touch $@ $(VENV)/.standard

@@ -1341,5 +1341,5 @@ async def test_the_entries_of_one_add_are_what_the_store_gets() -> None:
 
 async def test_run_outside_the_main_thread_says_what_to_use_there() -> None:
     engine = engine_on(WatchedBackend())
-    with pytest.raises(ConfigurationError, match="main thread.*delivering"):
+    with pytest.raises(ConfigurationError, match=r"main thread.*delivering"):
         await asyncio.to_thread(asyncio.run, engine.run(Inbox()))
