@@ -10,7 +10,7 @@ demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
 
 test: $(VENV)/.dev
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n auto --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -21,7 +21,7 @@ check: $(VENV)/.dev
 
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest -n auto --dist worksteal
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
