@@ -118,6 +118,7 @@ class Retry(NamedTuple):
     delivered: int = 0
     give_back: bool = False
     unknown: bool = False
+    aged: int = 0
 
 
 class Move(NamedTuple):

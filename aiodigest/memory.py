@@ -147,16 +147,21 @@ class ReferenceBackend(Backend):
         total: Counter[str] = Counter()
         for machine in self.machines:
             total.update(machine.counts)
-            for name in ("waiting", "ready", "leased", "dead"):
+            total["dead"] += len(self._letters(machine))
+            for name in ("waiting", "ready", "leased"):
                 total[name] += len(getattr(machine, name))
         dues = [due for machine in self.machines for due in (*machine.waiting.values(), *machine.ready.values())]
         return {**total, **({"oldest_due_ms": min(dues)} if dues else {})}
 
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        return self.machines[shard].letters()[start : start + count]
+        return self._letters(self.machines[shard])[start : start + count]
+
+    def _letters(self, machine: Shard) -> list[str]:
+        now = self._now()
+        return [name for name in machine.dead.oldest_first() if machine.dead.alive(name, now)]
 
     async def letter(self, letter_id: str) -> RawLetter | None:
-        return next((machine.dead[letter_id] for machine in self.machines if letter_id in machine.dead), None)
+        return self.machines[self._burial_place(letter_id)].dead.alive(letter_id, self._now())
 
     def _burial_place(self, letter_id: str) -> int:
         return next((shard for shard, machine in enumerate(self.machines) if letter_id in machine.dead), 0)

@@ -160,7 +160,8 @@ class RedisBackend(Namespace, Backend):
         else:
             mode, value = "policy", move.gap_ms
         delays = pack_delays(move.terms)
-        reply = await self._call("reschedule", self.shard_of(key), key, mode, value, move.iteration, delays)
+        limits = pack_limits(move.terms.limits)
+        reply = await self._call("reschedule", self.shard_of(key), key, mode, value, move.iteration, delays, limits)
         if isinstance(reply, bytes):
             raise self._broken(key, text(reply))
         match cast("Fields", reply):

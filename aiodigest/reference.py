@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
-    LETTER_LIMIT,
-    LETTER_TTL_MS,
     Add,
     Claims,
     Close,
@@ -25,7 +23,7 @@ from aiodigest.backend import (
 )
 from aiodigest.errors import InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
-from aiodigest.timelines import Delivery, Held, Schedule, earliest, only, trim
+from aiodigest.timelines import DeadLetters, Delivery, Held, Schedule, earliest, only, trim
 from aiodigest.wire import aged, distinct, identity, latest, stamp
 
 
@@ -35,14 +33,15 @@ class Shard(Schedule):
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[str, Held] = {}
-        self.dead: dict[str, RawLetter] = {}
+        self.dead = DeadLetters()
         self.counts: Counter[str] = Counter()
         self.seen_ms = 0
+        self.lease_ms = 0
         self.hold_ms = 0
 
     # The schedule
 
-    def settle(self, key: str, held: Held, max_size: int, now: int) -> None:
+    def settle(self, key: str, held: Held, limits: Limits, now: int) -> None:
         """Schedule what came since a digest that is gone."""
         self.leave(key)
         flush, held.flush = held.flush, False
@@ -50,7 +49,8 @@ class Shard(Schedule):
             held.end_ms = held.dropped = 0
             held.own = None
         else:
-            full = max_size > 0 and distinct(held.log) >= max_size
+            self.touch(held, limits.ttl_ms, now)
+            full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
             self.place(key, now if flush or full else max(held.cool_ms, now), now)
 
     def touch(self, held: Held, ttl: int, now: int) -> None:
@@ -98,7 +98,7 @@ class Shard(Schedule):
         """Make a waiting timeline ready if it holds ``max_size`` records."""
         if key not in self.waiting or held.delivery or distinct(held.log) < max_size:
             return False
-        return self.place(key, now, now)
+        return self.place(key, min(self.waiting[key], now), now)
 
     def _compact(self, held: Held, capacity: int) -> None:
         held.log, dropped = trim(held.log, capacity)
@@ -145,7 +145,7 @@ class Shard(Schedule):
         if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
             self.hold_ms = now + lease_ms
         self.hold_ms = min(self.hold_ms, now + lease_ms)
-        self.seen_ms = now
+        self.seen_ms, self.lease_ms = now, lease_ms
 
     def _expire(self, key: str, held: Held) -> int:
         entries = held.log if held.delivery is None else held.delivery.entries + held.log
@@ -230,6 +230,7 @@ class Shard(Schedule):
                 nonce, 1, 0, delivery.part, delivery.cut_ms, lease.token, parted=delivery.parted or close.counts,
                 entries=rest,
             )  # fmt: skip
+            self.touch(held, close.limits.ttl_ms, now)
             self._renew(Lease(key, lease.token, nonce, 1, 0, 0, 0, 0), now + close.lease_ms)
             answer = Closed("part", nonce, len(rest))
         else:
@@ -237,7 +238,7 @@ class Shard(Schedule):
             if close.counts or delivery.parted:
                 held.iteration += 1
                 held.last_ms, held.cool_ms = now, now + close.cool_ms
-            self.settle(key, held, close.limits.max_size, now)
+            self.settle(key, held, close.limits, now)
             answer = Closed("closed")
         held.done = (lease.token, lease.digest_id, answer)
         return answer
@@ -251,11 +252,7 @@ class Shard(Schedule):
         facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
         self.dead[letter_id] = RawLetter(letter_id, *facts, entries)
         self.counts["buried"] += len(entries)
-        excess = len(self.dead) - LETTER_LIMIT
-        for index, name in enumerate(self.letters()[:10]):
-            if index < excess or self.dead[name].buried_ms <= now - LETTER_TTL_MS:
-                del self.dead[name]
-                self.counts["letters_dropped"] += 1
+        self.counts["letters_dropped"] += self.dead.prune(now)
 
     def retry(self, retries: Sequence[Retry], now: int, nonce: str) -> list[bool]:
         return [self._retry(retry, now, f"{nonce}-{index}") for index, retry in enumerate(retries, 1)]
@@ -269,10 +266,11 @@ class Shard(Schedule):
         kept = only(latest(delivery.entries[: retry.taken]), retry.failed or ())
         if kept and not delivery.frozen:  # a choice of nothing would leave nothing to try: all stay
             delivery.entries = kept + delivery.entries[retry.taken :]
-            delivery.digest_id = nonce
-            delivery.parted = True
-            self.counts["digests"] += 1
+            delivery.digest_id, delivery.dropped = nonce, 0
+            delivery.parted = delivery.parted or retry.delivered > 0
+            self.counts["digests"] += retry.delivered > 0
             self.counts["delivered"] += retry.delivered
+            self.counts["aged"] += retry.aged
         if retry.unknown:
             delivery.frozen = True
         if retry.give_back:
@@ -281,7 +279,7 @@ class Shard(Schedule):
                 delivery.attempts = max(0, delivery.attempts - 1)
         delivery.last_error = retry.error
         delivery.token = ""
-        self.touch(held, retry.limits.ttl_ms, now)
+        self.touch(held, retry.delay_ms + retry.limits.ttl_ms, now)
         self.place(lease.key, now + retry.delay_ms, now)
         held.done = (lease.token, lease.digest_id, Closed("closed"))
         return True
@@ -309,6 +307,8 @@ class Shard(Schedule):
         return promoted
 
     def maintenance(self, deadline: int, now: int) -> list[str]:
+        if self.lease_ms:
+            self._watch(self.lease_ms, now)
         ended = earliest(self.leased, deadline if now >= self.hold_ms else -1)
         for key, end in ended:
             self.place(key, end, end)
@@ -316,7 +316,7 @@ class Shard(Schedule):
 
     def flush(self, key: str, now: int) -> bool:
         if key in self.waiting:
-            self.place(key, now, now)
+            self.place(key, min(self.waiting[key], now), now)
         elif key in self.leased:
             self.held[key].flush = True
         return self.placed(key) is not None
@@ -345,9 +345,9 @@ class Shard(Schedule):
                 removed, delivery.entries, delivery.digest_id = True, kept, nonce
                 if not kept:
                     held.delivery = None
-                    self.settle(key, held, limits.max_size, now)
+                    self.settle(key, held, limits, now)
         if held.empty:
-            self.settle(key, held, limits.max_size, now)
+            self.settle(key, held, limits, now)
         return removed
 
     def reschedule(self, key: str, move: Move, now: int) -> int | None:
@@ -367,6 +367,7 @@ class Shard(Schedule):
             due = self._pushed(held, held.cool_ms, terms)
         else:
             due = held.last_ms + terms.initial_ms
+        self.touch(held, due - now + terms.limits.ttl_ms, now)
         self.place(key, due, now)
         return due
 
@@ -376,11 +377,8 @@ class Shard(Schedule):
 
     # Dead letters
 
-    def letters(self) -> list[str]:
-        return sorted(self.dead, key=lambda name: (self.dead[name].buried_ms, name.encode()))
-
     def replay(self, letter_id: str, terms: Terms, own: bool, now: int) -> bool:
-        letter = self.dead.get(letter_id)
+        letter = self.dead.alive(letter_id, now)
         if letter is None:
             raise InvalidState(f"there is no dead letter {letter_id!r}")
         held = self.held.setdefault(letter.key, Held())

@@ -24,6 +24,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "claim": ("prelude", "lease"),
     "open": ("prelude", "lease"),
 }
+CREATES = {"add", "claim", "renew"}  # what begins a namespace; the others find an empty one where there is none
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
     b"closed": "closed",
     b"part": "part",
@@ -45,7 +46,9 @@ def load_script(name: str) -> Script:
     """The script of a transition."""
     folder = files("aiodigest") / "lua"
     parts = (*SHARED.get(name, ("prelude",)), name)
+    begins = f"local CREATES = {str(name in CREATES).lower()}"
     source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    source = f"{begins}\n{source}"
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -93,7 +96,7 @@ def pack_close(close: Close) -> list[Argument]:
     lease = close.lease
     arguments: list[Argument] = [
         lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged, int(close.counts),
-        close.cool_ms, close.lease_ms, close.limits.max_size, len(close.letters),
+        close.cool_ms, close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.letters),
     ]  # fmt: skip
     for letter in close.letters:
         arguments += (_readable(letter.reason), *_pack_ids(letter.ids))
@@ -104,7 +107,7 @@ def pack_retry(retry: Retry) -> list[Argument]:
     lease = retry.lease
     return [
         lease.key, lease.token, lease.digest_id, retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms,
-        retry.taken, retry.delivered, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
+        retry.taken, retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
     ]  # fmt: skip
 
 

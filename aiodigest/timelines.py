@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from aiodigest.backend import SLICE, Closed, Window
+from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, SLICE, Closed, RawLetter, Window
 from aiodigest.models import State
 from aiodigest.policy import Limits
 from aiodigest.wire import identity, latest
@@ -86,6 +86,27 @@ class Held:
             key, state, due, len(self.log), len(delivery.entries), delivery.attempts, self.iteration, dropped,
             self.cool_ms, delivery.digest_id, delivery.last_error,
         )  # fmt: skip
+
+
+class DeadLetters(dict[str, RawLetter]):
+    """The dead letters of a shard, by id."""
+
+    def oldest_first(self) -> list[str]:
+        return sorted(self, key=lambda name: (self[name].buried_ms, name.encode()))
+
+    def alive(self, letter_id: str, now: int) -> RawLetter | None:
+        """A letter that has not reached its end."""
+        letter = self.get(letter_id)
+        return letter if letter and letter.buried_ms > now - LETTER_TTL_MS else None
+
+    def prune(self, now: int) -> int:
+        """Make room, a few letters at a time; how many went."""
+        excess = len(self) - LETTER_LIMIT
+        oldest = enumerate(self.oldest_first()[:10])
+        gone = [name for index, name in oldest if index < excess or not self.alive(name, now)]
+        for name in gone:
+            del self[name]
+        return len(gone)
 
 
 def earliest(schedule: dict[str, int], until: int | None = None, count: int = SLICE) -> list[tuple[str, int]]:

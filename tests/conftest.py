@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import count
 
 import pytest
 from servers import Server, running_server
+from stores import Store
+from storestate import check_invariants, redis_state
+
+from aiodigest.memory import ReferenceBackend
+from aiodigest.redisbackend import RedisBackend
 
 _numbers = count(1)
 
@@ -22,3 +27,28 @@ def server() -> Iterator[Server]:
 def namespace() -> str:
     """A namespace that no other test uses."""
     return f"test-{next(_numbers)}"
+
+
+@pytest.fixture(params=["reference", "redis"])
+async def store(request: pytest.FixtureRequest, server: Server, namespace: str) -> AsyncIterator[Store]:
+    """A store of each kind, and a check of what the test leaves in it."""
+    numbers = count(1)
+    store: Store
+
+    def now() -> int:
+        return store.now
+
+    def nonce() -> str:
+        return f"n{next(numbers)}"
+
+    if request.param == "reference":
+        store = Store(ReferenceBackend(now=now, nonce=nonce))
+        yield store
+        return
+    backend = RedisBackend(server.url, namespace=namespace, now=now, nonce=nonce)
+    store = Store(backend)
+    await backend.connect()
+    yield store
+    await backend.aclose()
+    with server.client() as client:
+        check_invariants(redis_state(client, namespace))

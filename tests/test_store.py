@@ -2,128 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import replace
 
 import pytest
-from servers import Server
-from storestate import check_invariants, redis_state
+from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Move, Retry
-from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
-from aiodigest.memory import ReferenceBackend
+from aiodigest.backend import Closed, Lease, Move, Retry
+from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack, unpack
-
-NOW = 1_700_000_000_000
-LEASE = 60_000
-MINUTE = 60_000
-DAY = 86_400_000
-
-
-@dataclass
-class Store:
-    """A backend whose clock the test moves, and its calls with few arguments."""
-
-    backend: Backend
-    now: int = NOW
-    policy: Policy = field(default_factory=Policy)
-
-    async def add(
-        self, key: str, *records: str, policy: Policy | None = None, value: str = "v", timestamp: float | None = None
-    ) -> list[bool | AiodigestError]:
-        """Add records by their ids, in one call."""
-        stamp = None if timestamp is None else round(timestamp * 1_000_000)
-        terms = (policy or self.policy).terms
-        own = policy is not None
-        adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
-        return await self.backend.add(self.backend.shard_of(key), adds)
-
-    async def claims(self, slots: int = 10) -> Claims:
-        return await self.backend.claim(0, slots, LEASE, self.policy.terms.limits)
-
-    async def claim(self) -> Lease:
-        """The only digest that is due."""
-        [lease] = (await self.claims()).leases
-        return lease
-
-    async def lapse(self) -> None:
-        """Let a lease go by, while a worker without free slots looks in as often as workers do."""
-        for _ in range(3):
-            self.now += LEASE // 3
-            await self.claims(0)
-
-    async def close(self, lease: Lease, taken: int | None = None, *, cool: int = 300_000, letter: str = "") -> Closed:
-        taken = lease.size if taken is None else taken
-        letters = [Letter(letter)] if letter else []
-        delivered = 0 if letter else taken
-        close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, letters=letters)
-        [closed] = await self.backend.close(0, [close])
-        assert isinstance(closed, Closed)
-        return closed
-
-    async def retry(
-        self, lease: Lease, delay: int = 1_000, failed: Sequence[str] | None = None, *, unknown: bool = False
-    ) -> bool:
-        ids = None if failed is None else [record.encode() for record in failed]
-        limits = self.policy.terms.limits
-        [kept] = await self.backend.retry(0, [Retry(lease, delay, "boo", limits, lease.size, ids, 0, False, unknown)])
-        assert isinstance(kept, bool)
-        return kept
-
-    async def release(self, lease: Lease, *, started: bool) -> bool:
-        [released] = await self.backend.release(0, [lease], started)
-        assert isinstance(released, bool)
-        return released
-
-    async def due(self, key: str) -> int:
-        """When a timeline is due, in ms since the tests' beginning."""
-        window = await self.backend.look(key)
-        assert window is not None
-        return window.due_ms - NOW
-
-    async def state(self, key: str) -> str | None:
-        window = await self.backend.look(key)
-        return window and window.state
-
-    async def held(self, key: str) -> list[tuple[str, str]]:
-        return records(await self.backend.entries(key))
-
-
-def records(entries: Sequence[bytes]) -> list[tuple[str, str]]:
-    """Ids and values."""
-    return [(unpack(entry).id.decode(), unpack(entry).value.decode()) for entry in entries]
-
-
-def ids(lease: Lease) -> list[str]:
-    return [record for record, _ in records(lease.entries)]
-
-
-@pytest.fixture(params=["reference", "redis"])
-async def store(request: pytest.FixtureRequest, server: Server, namespace: str) -> AsyncIterator[Store]:
-    numbers = count(1)
-    store: Store
-
-    def now() -> int:
-        return store.now
-
-    def nonce() -> str:
-        return f"n{next(numbers)}"
-
-    if request.param == "reference":
-        store = Store(ReferenceBackend(now=now, nonce=nonce))
-        yield store
-        return
-    backend = RedisBackend(server.url, namespace=namespace, now=now, nonce=nonce)
-    store = Store(backend)
-    await backend.connect()
-    yield store
-    await backend.aclose()
-    with server.client() as client:
-        check_invariants(redis_state(client, namespace))
-
 
 # Records and digests
 
@@ -386,7 +272,10 @@ async def test_a_stale_close_changes_nothing(store: Store) -> None:
 async def test_a_late_close_wins_until_another_claims_and_repeated_it_answers_the_same(store: Store) -> None:
     await store.add("k", "a")
     lease = await store.claim()
-    store.now += LEASE
+    for _ in range(2):  # others go on claiming, so that the lease's end is no gap of all
+        store.now += LEASE * 2 // 5
+        await store.claims(0)
+    store.now += LEASE * 2 // 5
     assert await store.backend.maintenance() == ["k"]
     assert await store.close(lease) == Closed("closed")
     assert await store.close(lease) == Closed("closed")
@@ -496,6 +385,83 @@ async def test_a_touch_extends_the_life_of_records(store: Store) -> None:
     await store.add("k", "b")
     store.now += 3_000_000
     assert ids(await store.claim()) == ["a", "b"]
+
+
+async def test_a_retry_that_waits_longer_than_the_ttl_does_not_outlive_it(store: Store) -> None:
+    store.policy = Policy(ttl=3_600)
+    await store.add("k", "a")
+    await store.retry(await store.claim(), delay=DAY)
+    store.now += DAY
+    assert ids(await store.claim()) == ["a"]
+
+
+async def test_a_retry_that_is_put_off_beyond_the_ttl_does_not_outlive_it(store: Store) -> None:
+    store.policy = Policy(ttl=3_600)
+    await store.add("k", "a")
+    await store.retry(await store.claim())
+    await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=DAY))
+    store.now += DAY
+    assert ids(await store.claim()) == ["a"]
+
+
+async def test_the_rest_of_a_digest_in_parts_lives_on_from_the_close_of_each(store: Store) -> None:
+    store.policy = Policy(ttl=3_600, max_size=1)
+    await store.add("k", "a", "b", "c")
+    lease = await store.claim()
+    for left in (2, 1):
+        store.now += 3_000_000
+        closed = await store.close(lease, 1)
+        assert (closed.status, closed.left) == ("part", left)
+        lease = replace(lease, digest_id=closed.digest_id, size=left)
+    store.now += 3_600_000
+    await store.backend.release(0, [lease], started=False)
+    assert ids(await store.claim()) == ["c"]
+
+
+async def test_records_too_old_for_a_digest_that_failed_in_part_are_counted(store: Store) -> None:
+    store.policy = Policy(max_age=60)
+    await store.add("k", "old", timestamp=store.now / 1000 - 61)
+    await store.add("k", "a", "b")
+    lease = await store.claim()
+    limits = store.policy.terms.limits
+    retry = Retry(lease, 1_000, "boo", limits, lease.size, [b"a"], delivered=1, aged=1)
+    assert await store.backend.retry(0, [retry]) == [True]
+    counts = await store.backend.counts()
+    assert (counts["delivered"], counts["aged"]) == (1, 1)
+
+
+async def test_dead_letters_are_gone_after_30_days_and_do_not_hide_newer_ones(store: Store) -> None:
+    for day in (0, 31):
+        store.now += day * DAY
+        await store.add(f"k{day}", "a")
+        await store.close(await store.claim(), letter="no good", cool=0)
+    store.now += 1
+    [name] = await store.backend.letters(0, 0, 10)
+    letter = await store.backend.letter(name)
+    assert letter is not None
+    assert letter.key == "k31"
+    assert (await store.backend.counts())["dead"] == 1
+
+
+async def test_maintenance_after_a_pause_of_all_recovers_nothing_for_one_more_lease(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    store.now += 10 * LEASE
+    assert await store.backend.maintenance() == []
+    for _ in range(3):
+        store.now += LEASE // 3
+        await store.claims(0)
+    assert await store.state("k") == "ready"
+
+
+async def test_a_flush_does_not_cost_a_timeline_its_place(store: Store) -> None:
+    store.policy = Policy(initial_delay=10)
+    await store.add("first", "a")
+    store.now += 10_000
+    await store.add("second", "a")
+    store.now += 10_000
+    await store.backend.flush("first")
+    assert [lease.key for lease in (await store.claims()).leases] == ["first", "second"]
 
 
 async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_newer_values(store: Store) -> None:

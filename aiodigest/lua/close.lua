@@ -3,14 +3,13 @@
 -- ARGV[3]  nonce for the names of the next digest and of dead letters
 -- ARGV[4]  number of the first close in the caller's request, from 1
 -- then     for each: key, token, digest id, entries taken, records delivered, records aged, 1 if it counts as a
---          digest, cool-down (ms), lease (ms), max_size, number of letters; for each letter: reason, number of ids
+--          digest, cool-down (ms), lease (ms), max_size, ttl (ms), number of letters; for each letter: reason, number of ids
 --          (-1: all records of the part), ids
 -- Returns  for each: {status, digest id, entries left}, or the text of an error; fewer than asked for if much had to
 --          be read, the rest was not looked at
 
 call('PERSIST', layout)
 
-local LETTER_TTL = 30 * 24 * HOUR
 local LETTER_LIMIT = 10000
 local dead = tag .. 'dead'
 
@@ -86,6 +85,7 @@ local function close(item, nonce)
     held.id, held.attempts, held.open_dropped, held.since = nonce, 1, 0, 0
     held.frozen, held.error = nil, nil
     held.parted = (held.parted or item.counts) and '1' or nil
+    touch(held, item.ttl) -- or the rest might end before its turn
     leave(held.key)
     call('ZADD', leased, whole(now + item.lease), held.key)
   else
@@ -95,7 +95,7 @@ local function close(item, nonce)
       held.last, held.cool = now, now + item.cool
     end
     end_delivery(held)
-    settle(held, item.max_size)
+    settle(held, item.max_size, item.ttl)
   end
   answer(held, item.token, item.digest_id, status, next_id, left)
   save(held)
@@ -125,7 +125,7 @@ local function next_item()
     key = next_argument(), token = next_argument(), digest_id = next_argument(), taken = tonumber(next_argument()),
     delivered = tonumber(next_argument()), aged = tonumber(next_argument()), counts = next_argument() == '1',
     cool = tonumber(next_argument()), lease = tonumber(next_argument()), max_size = tonumber(next_argument()),
-    letters = {},
+    ttl = tonumber(next_argument()), letters = {},
   }
   for index = 1, tonumber(next_argument()) do
     item.letters[index] = next_letter()

@@ -10,9 +10,10 @@ local function tell(name, number)
   end
 end
 
-for _, name in ipairs({'waiting', 'ready', 'leased', 'dead'}) do
+for _, name in ipairs({'waiting', 'ready', 'leased'}) do
   tell(name, call('ZCARD', tag .. name))
 end
+tell('dead', call('ZCOUNT', tag .. 'dead', '(' .. whole(now - LETTER_TTL), '+inf'))
 for _, name in ipairs({'digests', 'delivered', 'dropped', 'aged', 'expired', 'buried', 'letters_dropped'}) do
   tell(name, tonumber(call('HGET', layout, name)))
 end

@@ -4,9 +4,9 @@
 -- Returns  1 if it holds records, else 0
 
 local key = ARGV[3]
-local state = state_of(key)
+local state, due = state_of(key)
 if state == 'waiting' then
-  place(key, now, state)
+  place(key, math.min(due, now), state)
 elseif state == 'leased' and call('EXISTS', tag .. 'meta:' .. key) == 1 then
   call('HSET', tag .. 'meta:' .. key, 'flush', '1')
 end

@@ -9,7 +9,7 @@ local PAGE_BYTES = 262144
 local letter, remains = tag .. 'letter:' .. ARGV[3], tag .. 'remains:' .. ARGV[3]
 local start = tonumber(ARGV[4])
 local facts = call('HMGET', letter, 'key', 'reason', 'buried', 'attempt', 'digest')
-if not facts[1] then
+if not facts[1] or tonumber(facts[3]) <= now - LETTER_TTL then
   return false
 end
 local entries, bytes = {}, 0

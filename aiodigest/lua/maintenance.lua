@@ -3,7 +3,8 @@
 -- ARGV[3]  deadline, ms, or '' for now
 -- Returns  key, lease's end (ms), ... of what was recovered
 
-if now < (tonumber(call('HGET', layout, 'hold')) or 0) then
+local lease = tonumber(call('HGET', layout, 'lease'))
+if lease and now < watch_gap(lease) then
   return {}
 end
 watch_head()

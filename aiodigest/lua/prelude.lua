@@ -4,14 +4,15 @@
 -- ARGV[1]  the version of the layout that the caller knows, "SCHEMA:SHARDS:EPOCH"
 -- ARGV[2]  now in milliseconds, or '' for the server's clock
 --
--- Where the layout is another one, a script does nothing and answers the error "LAYOUT" with what is stored.
+-- Where the layout is another one, a script does nothing and answers the error "LAYOUT" with what is stored. Where there
+-- is none, only those that begin a namespace do (CREATES, which scripts.py sets); the others find an empty one.
 -- A timeline's fields are named in FIELDS; its states and transitions are those of reference.py.
 
 local call, try = redis.call, redis.pcall
 
 local layout = KEYS[1]
 local version = call('HGET', layout, 'version')
-if version ~= ARGV[1] then
+if version ~= ARGV[1] and (version or CREATES) then
   return redis.error_reply('LAYOUT ' .. (version or 'none'))
 end
 
@@ -26,6 +27,7 @@ end
 
 local SLICE = 1000 -- how much is read or moved at once, and how many entries a script reads before it stops
 local HOUR = 3600000
+local LETTER_TTL = 30 * 24 * HOUR
 local scanned = 0 -- entries read so far by compactions and counts
 
 -- Lua prints large numbers with an exponent, which no reader of a number wants
@@ -311,7 +313,7 @@ local function end_delivery(held)
 end
 
 -- Schedule what came since a digest that is gone.
-local function settle(held, max_size)
+local function settle(held, max_size, ttl)
   local flush = held.flush
   leave(held.key)
   held.flush = nil
@@ -319,6 +321,7 @@ local function settle(held, max_size)
     held['end'], held.dropped, held.own, held.idle = 0, 0, nil, true
     return
   end
+  touch(held, ttl)
   local full = max_size > 0 and held.logged >= max_size and distinct(log_of(held.key), held.logged) >= max_size
   place(held.key, (flush or full) and now or math.max(held.cool, now))
 end
@@ -332,6 +335,6 @@ local function watch_gap(lease)
     hold = now + lease
   end
   hold = math.min(hold, now + lease)
-  call('HSET', layout, 'seen', whole(now), 'hold', whole(hold))
+  call('HSET', layout, 'seen', whole(now), 'hold', whole(hold), 'lease', whole(lease))
   return hold
 end

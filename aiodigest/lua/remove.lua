@@ -55,12 +55,12 @@ if held.id and not held.frozen and not held.token and call('ZSCORE', waiting, ke
     rewrite(open_of(key), still, #still, lifetime(held, limits.ttl))
     if #still == 0 then
       end_delivery(held)
-      settle(held, limits.max_size)
+      settle(held, limits.max_size, limits.ttl)
     end
   end
 end
 if held.logged == 0 and not held.id then
-  settle(held, limits.max_size)
+  settle(held, limits.max_size, limits.ttl)
 end
 save(held)
 finish()

@@ -9,8 +9,9 @@
 
 local id, terms = ARGV[3], parse_terms(ARGV[4], ARGV[5], ARGV[6])
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
-local key = call('HGET', letter, 'key')
-if not key then
+local facts = call('HMGET', letter, 'key', 'buried')
+local key = facts[1]
+if not key or tonumber(facts[2]) <= now - LETTER_TTL then
   return {'missing'}
 end
 local held, problem = load_all(key)
@@ -39,7 +40,7 @@ if not settled then
   is_ready = open_or_push(held, due, terms)
   local length = held.logged + #buried
   if terms.max_size > 0 and length >= terms.max_size and not is_ready then
-    is_ready = fill(held, length, terms.max_size)
+    is_ready = fill(held, length, terms.max_size, due)
   end
 end
 save(held)

@@ -5,11 +5,12 @@
 -- ARGV[5]  the time or the delay, ms; for 'policy' the gap after `iteration`, ms
 -- ARGV[6]  iteration for which the policy gave the gap
 -- ARGV[7]  "initial increment maximum", ms
+-- ARGV[8]  limits: "capacity max_size max_age ttl", ms
 -- Returns  {'due', the new due time, ms}, {'outdated'} if the iteration is another, {'state'} if the timeline does
 --          not wait, {'retry'} if only a given time can move it; the text of an error if the timeline is broken
 
 local key, mode, value, iteration = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-local terms = parse_terms(ARGV[7], '0 0 0 0', '0')
+local terms = parse_terms(ARGV[7], ARGV[8], '0')
 if not call('ZSCORE', waiting, key) then
   return {'state'}
 end
@@ -34,6 +35,7 @@ elseif held.cool > 0 then
 else
   due = held.last + terms.initial
 end
+touch(held, due - now + terms.ttl) -- it must still be there when its time comes
 place(key, due, 'waiting')
 save(held)
 finish()

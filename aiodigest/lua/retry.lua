@@ -2,8 +2,8 @@
 --
 -- ARGV[3]  nonce for the name of a digest whose contents change
 -- ARGV[4]  number of the first retry in the caller's request, from 1
--- then     for each: key, token, digest id, delay (ms), error, ttl (ms), entries taken, records delivered, 1 to give
---          the attempt back, 1 if the outcome is unknown, number of ids that stay (-1: all), ids
+-- then     for each: key, token, digest id, delay (ms), error, ttl (ms), entries taken, records delivered, records
+--          aged, 1 to give the attempt back, 1 if the outcome is unknown, number of ids that stay (-1: all), ids
 -- Returns  for each: 1, 0 if the lease is lost, or the text of an error; fewer than asked for if much had to be read,
 --          the rest was not looked at
 
@@ -26,9 +26,13 @@ local function keep(held, item, nonce)
   call('LTRIM', open, item.taken, -1)
   push_front(open, kept)
   call('PEXPIRE', open, whole(lifetime(held, item.ttl)))
-  held.id, held.parted = nonce, '1'
-  count('digests', 1)
+  held.id, held.open_dropped = nonce, 0
+  if item.delivered > 0 then
+    held.parted = '1'
+    count('digests', 1)
+  end
   count('delivered', item.delivered)
+  count('aged', item.aged)
 end
 
 local function retry(item, nonce)
@@ -53,7 +57,7 @@ local function retry(item, nonce)
     end
   end
   held.error, held.token = item.error, nil
-  touch(held, item.ttl)
+  touch(held, item.delay + item.ttl) -- it must still be there when its time comes
   leave(held.key)
   place(held.key, now + item.delay)
   answer(held, item.token, item.digest_id, 'closed', '', 0)
@@ -71,7 +75,7 @@ local function next_item()
   local item = {
     key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = tonumber(next_argument()),
     error = next_argument(), ttl = tonumber(next_argument()), taken = tonumber(next_argument()),
-    delivered = tonumber(next_argument()), give_back = next_argument() == '1', unknown = next_argument() == '1',
+    delivered = tonumber(next_argument()), aged = tonumber(next_argument()), give_back = next_argument() == '1', unknown = next_argument() == '1',
   }
   local ids = tonumber(next_argument())
   if ids >= 0 then

@@ -20,12 +20,12 @@ local function open_or_push(held, due, terms)
   return place(held.key, now + terms.initial)
 end
 
--- Make a waiting timeline ready if it holds `max_size` records.
-local function fill(held, length, max_size)
+-- Make a waiting timeline ready if it holds `max_size` records; one that was due already keeps its place.
+local function fill(held, length, max_size, due)
   if held.id or distinct(log_of(held.key), length) < max_size then
     return false
   end
-  return place(held.key, now, 'waiting')
+  return place(held.key, math.min(due or now, now), 'waiting')
 end
 
 local function parse_terms(delays, limits, own)

@@ -1,0 +1,94 @@
+"""A store as tests use it: a backend, on the in-memory reference or on a real server, whose clock the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Retry
+from aiodigest.errors import AiodigestError
+from aiodigest.policy import Policy
+from aiodigest.wire import pack, unpack
+
+NOW = 1_700_000_000_000
+LEASE = 60_000
+MINUTE = 60_000
+DAY = 86_400_000
+
+
+@dataclass
+class Store:
+    """A backend whose clock the test moves, and its calls with few arguments."""
+
+    backend: Backend
+    now: int = NOW
+    policy: Policy = field(default_factory=Policy)
+
+    async def add(
+        self, key: str, *records: str, policy: Policy | None = None, value: str = "v", timestamp: float | None = None
+    ) -> list[bool | AiodigestError]:
+        """Add records by their ids, in one call."""
+        stamp = None if timestamp is None else round(timestamp * 1_000_000)
+        terms = (policy or self.policy).terms
+        own = policy is not None
+        adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
+        return await self.backend.add(self.backend.shard_of(key), adds)
+
+    async def claims(self, slots: int = 10) -> Claims:
+        return await self.backend.claim(0, slots, LEASE, self.policy.terms.limits)
+
+    async def claim(self) -> Lease:
+        """The only digest that is due."""
+        [lease] = (await self.claims()).leases
+        return lease
+
+    async def lapse(self) -> None:
+        """Let a lease go by, while a worker without free slots looks in as often as workers do."""
+        for _ in range(3):
+            self.now += LEASE // 3
+            await self.claims(0)
+
+    async def close(self, lease: Lease, taken: int | None = None, *, cool: int = 300_000, letter: str = "") -> Closed:
+        taken = lease.size if taken is None else taken
+        letters = [Letter(letter)] if letter else []
+        delivered = 0 if letter else taken
+        close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, letters=letters)
+        [closed] = await self.backend.close(0, [close])
+        assert isinstance(closed, Closed)
+        return closed
+
+    async def retry(
+        self, lease: Lease, delay: int = 1_000, failed: Sequence[str] | None = None, *, unknown: bool = False
+    ) -> bool:
+        ids = None if failed is None else [record.encode() for record in failed]
+        limits = self.policy.terms.limits
+        [kept] = await self.backend.retry(0, [Retry(lease, delay, "boo", limits, lease.size, ids, 0, False, unknown)])
+        assert isinstance(kept, bool)
+        return kept
+
+    async def release(self, lease: Lease, *, started: bool) -> bool:
+        [released] = await self.backend.release(0, [lease], started)
+        assert isinstance(released, bool)
+        return released
+
+    async def due(self, key: str) -> int:
+        """When a timeline is due, in ms since the tests' beginning."""
+        window = await self.backend.look(key)
+        assert window is not None
+        return window.due_ms - NOW
+
+    async def state(self, key: str) -> str | None:
+        window = await self.backend.look(key)
+        return window and window.state
+
+    async def held(self, key: str) -> list[tuple[str, str]]:
+        return records(await self.backend.entries(key))
+
+
+def records(entries: Sequence[bytes]) -> list[tuple[str, str]]:
+    """Ids and values."""
+    return [(unpack(entry).id.decode(), unpack(entry).value.decode()) for entry in entries]
+
+
+def ids(lease: Lease) -> list[str]:
+    return [record for record, _ in records(lease.entries)]
