@@ -198,10 +198,20 @@ def test_everything_that_an_engine_offers_is_explained(name: str) -> None:
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "design.md"], ids=lambda path: path.name)
 def test_the_policy_table_names_every_field_with_its_default(document: Path) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", document.read_text(), re.MULTILINE)
+    names = {field.name for field in fields(Policy)}
+    rows = [(name, told) for name, told in table_rows(document) if name in names]
     assert [name for name, _ in rows] == [field.name for field in fields(Policy)]
     for (name, told), field in zip(rows, fields(Policy), strict=True):
         assert re.match(rf"{re.escape(in_words(field))}\b", told), f"{name} is said to be {told}"
+
+
+def test_the_readme_names_every_argument_of_an_engine() -> None:
+    told = {name for name, _ in table_rows(ROOT / "README.md")}
+    assert set(inspect.signature(DigestEngine).parameters) - {"namespace"} <= told
+
+
+def table_rows(document: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^\| `(\w+)` \| ([^|]+) \|", document.read_text(), re.MULTILINE)
 
 
 def in_words(field: Field[Any]) -> str:
