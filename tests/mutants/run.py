@@ -1,0 +1,124 @@
+"""Take one fix after another out, and show that its test fails without it.
+
+Each ``[[mutant]]`` of ``mutants.toml`` names a fault, the file and the text that guards against it (which must stand
+there once), what to put in its place, and the test that must notice. Names given as arguments choose some.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("aiodigest", "tests", "examples", "pyproject.toml", "README.md")
+TIME_LIMIT = 40  # seconds a test: one that hangs shows nothing, and should have a deadline of its own
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """How pytest ended; its status is None if it did not."""
+
+    status: int | None
+    output: str
+
+    @property
+    def failed(self) -> bool:
+        """A test failed: that it cannot be collected, or its fixtures cannot be made, shows nothing."""
+        return self.status == 1 and " failed" in self.output.splitlines()[-1]
+
+
+def read_mutants(names: Sequence[str]) -> list[Mutant]:
+    listed = tomllib.loads((ROOT / "tests/mutants/mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    mutants = [Mutant(**fields) for fields in listed]
+    if unknown := set(names) - {mutant.name for mutant in mutants}:
+        sys.exit(f"no such mutant: {', '.join(sorted(unknown))}")
+    faults: list[str] = []
+    for mutant in mutants:
+        found = (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+        if found != 1:
+            faults.append(f"{mutant.name!r}: its text stands {found} times in {mutant.file}, not once")
+        if mutant.old == mutant.new:
+            faults.append(f"{mutant.name!r} changes nothing")
+    if len({mutant.name for mutant in mutants}) < len(mutants):
+        faults.append("two mutants have the same name")
+    if faults:
+        sys.exit("\n".join(faults))
+    return [mutant for mutant in mutants if not names or mutant.name in names]
+
+
+def run_tests(folder: Path, tests: Sequence[str], time_limit: float) -> Run:
+    # what the tests start must find this copy too, and not what is installed
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=time_limit)
+        return Run(process.returncode, output.strip() or "no output")
+    except subprocess.TimeoutExpired:
+        return Run(None, f"it did not end within {time_limit:g} s")
+    finally:
+        if process.poll() is None:  # its servers with it
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def copy(folder: Path) -> None:
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / part)
+
+
+def try_mutant(mutant: Mutant) -> Run:
+    with tempfile.TemporaryDirectory(prefix="aiodigest-mutant-") as name:
+        folder = Path(name)
+        copy(folder)
+        file = folder / mutant.file
+        file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+        return run_tests(folder, [mutant.test], TIME_LIMIT)
+
+
+def main() -> int:
+    mutants = read_mutants(sys.argv[1:])
+    sound = run_tests(ROOT, sorted({mutant.test for mutant in mutants}), TIME_LIMIT * 4)
+    if sound.status != 0:
+        print(sound.output[-4000:], "\nthe tests must pass with nothing taken out", sep="")
+        return 1
+    survivors: list[str] = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for mutant, run in zip(mutants, pool.map(try_mutant, mutants), strict=True):
+            print(f"{'killed  ' if run.failed else 'SURVIVED'}  {mutant.name}  ({mutant.test})", flush=True)
+            if not run.failed:
+                survivors.append(mutant.name)
+                print(run.output[-2000:])
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants were killed")
+    if survivors:
+        print("survived:", *survivors, sep="\n  ")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
