@@ -6,14 +6,15 @@ import sys
 def main() -> None:
     """Run the command line. What it is made of (typer, rich) is an extra, which need not be installed."""
     try:
-        from aiodigest.commands.app import run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
-            raise
-        sys.exit("aiodigest: the command line is not installed: pip install 'aiodigest[standard]'")
+        try:
+            from aiodigest.commands.app import run
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+                raise
+            sys.exit("aiodigest: the command line is not installed: pip install 'aiodigest[standard]'")
+        sys.exit(run())
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(run())
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class Coalescer(Generic[Item, Answer]):
         if not self._room.is_set():
             await self._wait_for_room(deadline)
         if self._ended:
+            await asyncio.sleep(0)  # who tries again at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
         job = Job[Item, Answer](item, size, deadline, loop.create_future())
         self._queue.append(job)
@@ -114,7 +115,9 @@ class Coalescer(Generic[Item, Answer]):
             self._fail(self._queue, LEFT, "no")
 
     async def drain(self) -> None:
-        """Return when nothing is queued or in flight."""
+        """Refuse what comes from now on, and return when nothing is queued or in flight."""
+        self._ended = True
+        self._room.set()
         while pending := [job.answer for job in (*self._flight, *self._queue) if not job.answer.done()]:
             await asyncio.wait(pending)
 

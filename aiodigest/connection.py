@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 from redis import exceptions
 from redis.asyncio import Redis, RedisCluster
@@ -190,6 +189,7 @@ class Link:
 
     def __init__(self, target: Target, timeout: float) -> None:
         self.target = target
+        self.place = (target.pool, asyncio.get_running_loop(), timeout)
         self._timeout = timeout
         self._idle: list[Wire] = []
         self._busy: set[Wire] = set()
@@ -197,11 +197,18 @@ class Link:
         self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
         self.users = 1
 
+    def _open(self) -> asyncio.Semaphore:
+        """The room for calls; BackendUnavailable once the link is closed."""
+        if self._room is None:
+            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
+        return self._room
+
     async def leave(self) -> None:
         """End one user's share; the last one's end closes every connection, and calls under way fail."""
         self.users -= 1
         if self.users:
             return
+        _links.pop(self.place, None)
         self._room = None
         wires = [*self._idle, *self._busy, *self._ears.values()]
         self._idle.clear()
@@ -217,54 +224,51 @@ class Link:
         ``repeat`` says that doing so twice is harmless: then a dead connection is replaced once.
         """
         script = load_script(name)
-        try:
-            return await self._exchange(("EVALSHA", script.sha, 1, key, *arguments), repeat, script.source, replicas)
-        except exceptions.ResponseError as error:
-            text = str(error)
-            if text.startswith("LAYOUT "):
-                raise LayoutMismatch(text.removeprefix("LAYOUT ")) from None
-            raise explain(error, self.target.url) from error
+        return await self._exchange(("EVALSHA", script.sha, 1, key, *arguments), repeat, script.source, replicas)
 
     async def command(self, *command: Argument) -> object:
         """Send a command that may be repeated."""
-        try:
-            return await self._exchange(command, repeat=True)
-        except exceptions.ResponseError as error:
-            raise explain(error, self.target.url) from error
+        return await self._exchange(command, repeat=True)
 
     async def _exchange(self, command: Sequence[Argument], repeat: bool, source: str = "", replicas: int = 0) -> object:
-        """Send a command and read its reply on one connection, which is dropped if either is not whole."""
-        room = self._room
-        if room is None:
-            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
-        async with room:
-            wire, fresh = await self._take()
-            while True:
-                try:
-                    async with asyncio.timeout(self._timeout):
+        """Send a command and read its reply on one connection, which is dropped if either is not whole.
+
+        All of it, the wait for a connection too, takes one timeout at the most.
+        """
+        until, sent = asyncio.get_running_loop().time() + self._timeout, False
+        try:
+            async with asyncio.timeout_at(until), self._open():
+                self._open()  # it may have been closed while this call waited
+                wire, fresh = await self._take()
+                while True:
+                    try:
+                        self._open()
+                        sent = True
                         reply = await converse(wire, command, source)
                         if replicas:
-                            await self._replicated(wire, replicas)
-                except exceptions.ResponseError:
-                    self._put(wire)
-                    raise
-                except (exceptions.RedisError, OSError) as error:
-                    await self._discard(wire)
-                    if repeat and not fresh and not isinstance(error, TimeoutError) and self._room is room:
+                            await self._replicated(wire, replicas, until)
+                    except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
+                        await self._put(wire)
+                        raise
+                    except (exceptions.RedisError, OSError):
+                        await self._discard(wire)
+                        if not repeat or fresh or self._room is None:
+                            raise
                         wire, fresh = await self._connected(), True
-                        continue
-                    raise explain(error, self.target.url, "unknown") from error
-                except BackendUnavailable:  # too few replicas
-                    self._put(wire)
-                    raise
-                except BaseException:
-                    await self._discard(wire)
-                    raise
-                self._put(wire)
-                return reply
+                    except BaseException:
+                        await self._discard(wire)
+                        raise
+                    else:
+                        await self._put(wire)
+                        return reply
+        except (exceptions.RedisError, OSError) as error:
+            if isinstance(error, exceptions.ResponseError) and str(error).startswith("LAYOUT "):
+                raise LayoutMismatch(str(error).removeprefix("LAYOUT ")) from None
+            raise explain(error, self.target.url, "unknown" if sent else "no") from error
 
-    async def _replicated(self, wire: Wire, replicas: int) -> None:
-        patience = int(self._timeout * 900)  # ms: a tenth of the time is left for the answer to come
+    async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
+        left = until - asyncio.get_running_loop().time()
+        patience = max(1, int(left * 900))  # ms: a tenth of the time is left for the answer to come; 0 is for ever
         have = await converse(wire, ("WAIT", replicas, patience))
         if not isinstance(have, int) or have < replicas:
             raise BackendUnavailable(
@@ -276,30 +280,39 @@ class Link:
         """An idle connection that is still alive, or a new one, and whether it is new. Nothing has been sent yet."""
         while self._idle:
             wire = self._idle.pop()
-            self._busy.add(wire)
-            if not await is_stale(wire):
+            if await self._is_sound(wire):
                 return wire, False
-            await self._discard(wire)
         return await self._connected(), True
 
+    async def _is_sound(self, wire: Wire) -> bool:
+        """Whether an idle connection is still alive; it is in use then, and else dropped."""
+        self._busy.add(wire)
+        stale = True
+        try:
+            stale = await is_stale(wire)
+        finally:
+            if stale:
+                await self._discard(wire)
+        return not stale
+
     async def _connected(self) -> Wire:
+        """A new connection. The caller bounds the time, and explains what redis-py raises."""
         wire = self.target.connection(self._timeout)
         self._busy.add(wire)
         try:
-            async with asyncio.timeout(self._timeout):
-                await wire.connect()
-        except BaseException as error:
+            await wire.connect()
+        except BaseException:
             await self._discard(wire)
-            if isinstance(error, (exceptions.RedisError, OSError)):
-                raise explain(error, self.target.url) from error
             raise
         return wire
 
-    def _put(self, wire: Wire) -> None:
-        if wire in self._busy:  # else the link was closed meanwhile
-            self._busy.discard(wire)
-            if self._room is not None and wire.is_connected:
-                self._idle.append(wire)
+    async def _put(self, wire: Wire) -> None:
+        """Keep a connection for the next call, if there may be one."""
+        self._busy.discard(wire)
+        if self._room is not None and wire.is_connected:
+            self._idle.append(wire)
+        else:
+            await drop(wire)
 
     async def _discard(self, wire: Wire) -> None:
         self._busy.discard(wire)
@@ -307,27 +320,33 @@ class Link:
 
     async def listen(self, stream: str, last: str) -> str:
         """The id of a stream's entry after ``last``, or that after a minute; may be cancelled at any time."""
-        if self._room is None:
-            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
-        wire = self._ears.pop(stream, None)
-        if wire is None or await is_stale(wire):
-            if wire is not None:
-                await drop(wire)
-            wire = await self._connected()
-        self._busy.add(wire)
-        command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
+        self._open()
         try:
-            async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
-                reply = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", await converse(wire, command))
-        except BaseException as error:
-            await self._discard(wire)
-            if isinstance(error, (exceptions.RedisError, OSError)):
-                raise explain(error, self.target.url) from error
-            raise
-        if wire in self._busy:
-            self._busy.discard(wire)
+            wire = await self._ear(stream)
+            command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
+            try:
+                self._open()
+                async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
+                    reply = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", await converse(wire, command))
+            except BaseException:
+                await self._discard(wire)
+                raise
+        except (exceptions.RedisError, OSError) as error:
+            raise explain(error, self.target.url) from error
+        self._busy.discard(wire)
+        if self._room is None:
+            await drop(wire)
+        else:
             self._ears[stream] = wire
         return reply[0][1][0][0].decode() if reply else last
+
+    async def _ear(self, stream: str) -> Wire:
+        """The connection on which a stream was listened to before, or a new one."""
+        wire = self._ears.pop(stream, None)
+        if wire is not None and await self._is_sound(wire):
+            return wire
+        async with asyncio.timeout(self._timeout):
+            return await self._connected()
 
     async def check_version(self) -> None:
         """Refuse a server that is too old; one that may not tell is taken as it is."""
@@ -341,20 +360,16 @@ class Link:
             raise ConfigurationError(f"{self.target.url} is version {version}; 6.2 is the oldest that works")
 
 
-_links: WeakKeyDictionary[object, dict[tuple[asyncio.AbstractEventLoop, float], Link]] = WeakKeyDictionary()
+_links: dict[object, Link] = {}
 
 
 def join_link(target: Target, timeout: float) -> Link:
     """Connections for the running loop: those of others who were given the same client, or new ones."""
     if target.pool is None:
         return Link(target, timeout)
-    links = _links.setdefault(target.pool, {})
-    place = (asyncio.get_running_loop(), timeout)
-    link = links.get(place)
-    if link is not None and link.users:
-        link.users += 1
-    else:
-        link = links[place] = Link(target, timeout)
+    new = Link(target, timeout)
+    link = _links.setdefault(new.place, new)
+    link.users += link is not new
     return link
 
 

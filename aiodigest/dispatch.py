@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ERROR_LENGTH = 500
+SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
 FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
 
 Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
@@ -60,6 +61,13 @@ class Contents(Generic[T]):
     undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
     aged: int = 0
 
+    def letters(self) -> list[Letter]:
+        """What cannot be decoded, a letter for each reason: after a change of the type that may be every record."""
+        ids: dict[str, list[bytes]] = {}
+        for record_id, reason in self.undecodable.items():
+            ids.setdefault(reason, []).append(record_id)
+        return [Letter(reason, some) for reason, some in ids.items()]
+
 
 def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
     """The records of some entries by timestamp, then arrival; the last entry of an id wins."""
@@ -68,13 +76,14 @@ def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents
         if aged(entry, cut_ms):
             contents.aged += 1
             continue
-        raw = RawRecord(0, b"?", entry)
+        raw, timestamp = RawRecord(0, b"?", entry), EPOCH
         try:
             raw = unpack(entry)
-            record = Record(raw.id.decode(), codec.decode(raw.value), moment(raw.timestamp_us))
+            timestamp = moment(raw.timestamp_us)
+            record = Record(raw.id.decode(), codec.decode(raw.value), timestamp)
         except Exception as error:  # a codec of the user's may raise anything
             contents.undecodable[identity(entry)] = describe(error)
-            contents.raw.append(Record(raw.id.decode(errors="replace"), raw.value, EPOCH))
+            contents.raw.append(Record(raw.id.decode(errors="replace"), raw.value, timestamp))
         else:
             contents.records.append(record)
     contents.records.sort(key=lambda record: record.timestamp)
@@ -136,10 +145,10 @@ class Dispatcher(Generic[T]):
         try:
             attempt.policy = await self._policy(lease.key)
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
-            if lease.attempt > self._retry.max_attempts:
-                return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
             if not attempt.contents.records:
                 return self._closed(attempt, "empty")
+            if lease.attempt > self._retry.max_attempts:
+                return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
             await self._call(attempt.digest)
         except RetryAfter as signal:
             return self._deferred(attempt, signal)
@@ -178,7 +187,7 @@ class Dispatcher(Generic[T]):
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
         contents = attempt.contents
         delivered = len(contents.records)
-        letters = [Letter(reason, [record_id]) for record_id, reason in contents.undecodable.items()]
+        letters = contents.letters()
         report = self._close(attempt, delivered, letters, counts=bool(delivered or letters))
         return Outcome(report, result, delivered, success=True if result == "delivered" else None)
 
@@ -196,14 +205,14 @@ class Dispatcher(Generic[T]):
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:
-            delay = seconds(signal.delay, "the delay of RetryAfter")
+            delay = max(SHORTEST_DELAY, seconds(signal.delay, "the delay of RetryAfter"))
         except InvalidArgument as error:
             return self._failed(attempt, error)
         retry = Retry(attempt.lease, milliseconds(delay), describe(signal), attempt.policy.terms.limits, give_back=True)
         return Outcome(retry, "deferred", pause=delay if signal.pause else 0.0)
 
-    def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False) -> Outcome:
-        reason = describe(error)
+    def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
+        reason = reason or describe(error)
         success = None if isinstance(error, DeliverySignal) else False
         if attempt.lease.attempt >= self._retry.max_attempts:
             return self._buried(attempt, reason, success=success)
@@ -222,12 +231,14 @@ class Dispatcher(Generic[T]):
         reason = _line("; ".join(f"{name}: {why}" for name, why in signal.failed.items()))
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
-            letters = [Letter(reason, failed), *(Letter(why, [name]) for name, why in bad.items())]
+            letters = [Letter(reason, failed), *attempt.contents.letters()]
             logger.warning("%d records of %r are a dead letter: %s", len(failed), attempt.lease.key, reason)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
+        if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
+            return self._failed(attempt, signal, reason=reason)
         retry = Retry(
             attempt.lease, self._delay_ms(attempt.lease), reason, attempt.policy.terms.limits,
-            attempt.taken, [*failed, *bad], delivered,
+            attempt.taken, [*failed, *bad], delivered, aged=attempt.contents.aged,
         )  # fmt: skip
         return Outcome(retry, "partial", delivered)
 

@@ -89,12 +89,14 @@ class EmbeddedServer:
     async def stop(self) -> None:
         """End this user's share; if it is the last, return when the server is gone, all data on the disk."""
         watcher, self._watcher = self._watcher, None
-        if watcher is not None and watcher.get_loop() is asyncio.get_running_loop():
-            watcher.cancel()
-            await asyncio.wait([watcher])
-        share, self._share = self._share, None
-        if share is not None and share.is_open:
-            await share.leave()
+        try:
+            if watcher is not None and watcher.get_loop() is asyncio.get_running_loop():
+                watcher.cancel()
+                await asyncio.wait([watcher])
+        finally:  # a cancellation must not leave the share behind, and with it the server
+            share, self._share = self._share, None
+            if share is not None and share.is_open:
+                await share.leave()
 
     def _is_started(self) -> bool:
         """In this loop: one that was closed without a ``stop``, or is that of a parent process, does not count."""
@@ -142,12 +144,16 @@ class EmbeddedServer:
         begin, delay = loop.time(), 0.005
         try:
             async with asyncio.timeout(_JOINING):
-                while (share := await self._enter()) is None:
+                while True:
+                    try:
+                        if (share := await self._enter()) is not None:
+                            return share
+                    except BlockingIOError:  # so many are at the door, which a keeper holds open: there is no orphan
+                        begin = loop.time()
                     if loop.time() - begin > _ORPHAN:
                         self._dismiss_orphan()
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, 0.1)
-                return share
         except TimeoutError:
             raise BackendUnavailable(
                 f"the embedded server in {self.folder} neither started nor ended within {_JOINING:.0f} s "
@@ -155,7 +161,10 @@ class EmbeddedServer:
             ) from None
 
     async def _enter(self) -> _Share | None:
-        """Go through the door, or launch a keeper and go through its door; None while neither can be done."""
+        """Go through the door, or launch a keeper and go through its door; None while neither can be done.
+
+        Raises BlockingIOError if there are too many at the door.
+        """
         launcher: subprocess.Popen[bytes] | None = None
         connection = self._knock()
         if connection is None:
@@ -180,19 +189,22 @@ class EmbeddedServer:
         return None
 
     def _knock(self) -> Socket | None:
-        """A connection through the door, or None if nobody opens. Unix sockets connect at once or not at all."""
+        """A connection through the door, or None if nobody opens; BlockingIOError if too many are at it.
+
+        Unix sockets connect at once or not at all.
+        """
         with _no_fork:
             connection = Socket(AF_UNIX, SOCK_STREAM)
             try:
                 _check_private(self._sockets)
                 connection.setblocking(False)
                 connection.connect(str(self._door))
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()
                 return None
             except BaseException as error:
                 connection.close()
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
                     _refuse(self._door, error)
                 raise
             _connections.add(connection)
@@ -224,6 +236,8 @@ class EmbeddedServer:
                 except BaseException:
                     connection.close()
                     raise
+        except BlockingIOError:
+            raise
         except OSError as error:
             _refuse(self.folder, error)
 

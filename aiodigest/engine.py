@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -59,7 +60,8 @@ class DigestEngine(Management[T]):
     codec : Codec, default JSONCodec(value_type)
         How values are stored.
     policy : Policy, or a plain or async function from a key to a Policy
-        When a timeline is due. A function is called once an add and once a claimed digest.
+        When a timeline is due. A function is called once an add and once a claimed digest; it may take ``timeout``,
+        and for a digest ``delivery_timeout``.
     retry : RetryPolicy
         How often a digest whose callback raised is tried again.
     backoff_mode : BackoffMode
@@ -105,12 +107,12 @@ class DigestEngine(Management[T]):
     ) -> None:
         self.namespace = namespace
         self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type)
-        self._policies = Policies(policy, retry)
         self._retry = retry
         self._backoff_mode = backoff_mode
         self._concurrency = whole(concurrency, "concurrency", 1)
         self._lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
         self._delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
+        self._policies = Policies(policy, retry, self._delivery_timeout)
         self._drain_timeout = duration(drain_timeout, "drain_timeout")
         self._timeout = duration(timeout, "timeout", 0.001)
         self._store = Store(
@@ -121,7 +123,7 @@ class DigestEngine(Management[T]):
             wait_replicas=whole(wait_replicas, "wait_replicas", 0),
         )
         self._callback: Callback[T] | None = None
-        self._observer: Callable[[Delivery], None] | None = None
+        self._observers: list[Callable[[Delivery], None]] = []
         self._session: Session | None = None
 
     @property
@@ -146,8 +148,11 @@ class DigestEngine(Management[T]):
         return callback
 
     def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
-        """Register a function that is told of each attempt to deliver (a decorator); it must not block or raise."""
-        self._observer = observer
+        """Register a function that is told of each attempt to deliver from now on, beside those that are registered.
+
+        A decorator; the function is returned unchanged. It must not block or raise.
+        """
+        self._observers.append(observer)
         return observer
 
     async def __aenter__(self) -> Self:
@@ -208,7 +213,12 @@ class DigestEngine(Management[T]):
         def schedule(backend: Backend) -> Scheduler:
             assert callback is not None
             dispatcher = Dispatcher(
-                callback, self._codec, self._policies.of, self._retry, self._lease_timeout, self._delivery_timeout
+                callback,
+                self._codec,
+                partial(self._policies.of, timeout=self._delivery_timeout),
+                self._retry,
+                self._lease_timeout,
+                self._delivery_timeout,
             )
             return Scheduler(
                 backend,
@@ -219,7 +229,7 @@ class DigestEngine(Management[T]):
                 lease_timeout=self._lease_timeout,
                 drain_timeout=self._drain_timeout,
                 timeout=self._timeout,
-                observer=self._observer,
+                observers=self._observers,
             )
 
         session = self._session = Session(self._store, self._timeout, schedule if callback is not None else None)
@@ -234,11 +244,6 @@ class DigestEngine(Management[T]):
             finally:
                 self._session = None
             raise
-
-    def _entered(self) -> Session:
-        if self._session is None:
-            raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
-        return self._session
 
     # Adding
 
@@ -255,6 +260,8 @@ class DigestEngine(Management[T]):
         ------
         InvalidArgument, LimitExceeded, CodecError
             If an argument is not allowed, and nothing was stored.
+        ConfigurationError
+            If the policy function took longer than the engine's ``timeout``, and nothing was stored.
         BackendUnavailable
             Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
         """
@@ -264,7 +271,7 @@ class DigestEngine(Management[T]):
         try:
             return await session.add(add)
         except BackendUnavailable as error:
-            raise self._explained(error, record) from error
+            raise session.explained(error, record) from error
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.
@@ -300,19 +307,13 @@ class DigestEngine(Management[T]):
         answers = await session.add_many(list(adds.values()))
         for (index, add), answer in zip(adds.items(), answers, strict=True):
             if isinstance(answer, BackendUnavailable):
-                answer = self._explained(answer, unpack(add.entry).id.decode())
+                answer = session.explained(answer, unpack(add.entry).id.decode())
             results[index] = answer
         return results
 
     async def _encode(self, entry: Entry[T]) -> Add:
         name(entry.key, "key")
         record_id = name(entry.record_id or "", "record_id")
-        policy = await self._policies.of(entry.key)
+        policy = await self._policy(entry.key)
         raw = pack_entry(record_id, entry.timestamp, self._codec.encode(entry.value))
         return Add(entry.key, raw, policy.terms, self._policies.own(policy))
-
-    def _explained(self, error: BackendUnavailable, record_id: str) -> BackendUnavailable:
-        """The same error for one record, with what an embedded server's log says."""
-        reason = self._store.why_down()
-        message = f"{error} ({reason})" if reason else str(error)
-        return BackendUnavailable(message, record_id=record_id, stored=error.stored)

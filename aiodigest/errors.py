@@ -63,8 +63,8 @@ class DeliverySignal(Exception):
 
 
 class RetryAfter(DeliverySignal):
-    """Deliver this digest again after ``delay`` (seconds or a timedelta, from now); the attempt is given back,
-    for at most 24 hours a digest. With ``pause`` this process claims nothing meanwhile."""
+    """Deliver this digest again after ``delay`` (seconds or a timedelta, from now; a second at least); the attempt is
+    given back, for at most 24 hours a digest. With ``pause`` this process claims nothing meanwhile."""
 
     def __init__(self, delay: float | timedelta, pause: bool = False) -> None:
         super().__init__(f"retry after {delay}")

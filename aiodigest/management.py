@@ -15,7 +15,7 @@ from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
 from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState
 from aiodigest.models import DeadLetter, Record, State, Stats, Timeline
-from aiodigest.policy import Policies, milliseconds
+from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Session
 
 T = TypeVar("T", default=JSON)
@@ -29,6 +29,7 @@ class Management(Generic[T]):
     namespace: str
     _codec: Codec[T]
     _policies: Policies
+    _timeout: float
     _session: Session | None
 
     def _entered(self) -> Session:
@@ -43,6 +44,9 @@ class Management(Generic[T]):
         """The store, for a key that may be one."""
         name(key, "key")
         return await self._backend()
+
+    async def _policy(self, key: str) -> Policy:
+        return await self._policies.of(key, self._timeout)
 
     async def flush(self, key: str) -> bool:
         """Make a timeline due now, or at the end of the delivery under way; whether it holds records."""
@@ -62,7 +66,7 @@ class Management(Generic[T]):
         """Drop one record; whether one went. A record under delivery, or whose outcome is unknown, stays."""
         backend = await self._timeline(key)
         record = name(record_id, "record_id")
-        policy = await self._policies.of(key)
+        policy = await self._policy(key)
         return await backend.remove(key, record, policy.terms.limits)
 
     async def reschedule(
@@ -79,7 +83,7 @@ class Management(Generic[T]):
         session, backend = self._entered(), await self._timeline(key)
         if at is not None and delay is not None:
             raise InvalidArgument("give at or delay to reschedule, not both")
-        policy = await self._policies.of(key)
+        policy = await self._policy(key)
         at_ms = None if at is None else microseconds(at, "at") // 1000
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
         while True:
@@ -136,6 +140,12 @@ class Management(Generic[T]):
                         yield self._letter(letter)
                 start += PAGE
 
+    async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
+        """A dead letter, or None if there is none of that id."""
+        name(letter_id, "the id of a dead letter")
+        letter = await (await self._backend()).letter(letter_id)
+        return None if letter is None else self._letter(letter)
+
     async def replay(self, letter_id: str) -> bool:
         """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
 
@@ -147,7 +157,7 @@ class Management(Generic[T]):
         letter = await backend.letter(letter_id)
         if letter is None:
             raise InvalidState(f"there is no dead letter {letter_id!r}")
-        policy = await self._policies.of(letter.key)
+        policy = await self._policy(letter.key)
         ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
         session.poke(backend.shard_of(letter.key))
         return ready

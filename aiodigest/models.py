@@ -19,7 +19,9 @@ T = TypeVar("T", covariant=True, default=JsonValue)
 State = Literal["waiting", "ready", "leased"]
 """The state of a timeline that holds records: not due yet, due, or under delivery."""
 
-Result = Literal["delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty"]
+Result = Literal[
+    "delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty", "lost", "deleted"
+]
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ class DeadLetter(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What came of one attempt to deliver a digest, for those who watch; ``records`` is how many were delivered.
+    """What came of one attempt to deliver a digest, for those who watch, told once the store knows.
 
+    ``result`` is "lost" if the store answered that the digest had ended or was another worker's by then (it comes, or
+    came, again), and "deleted" if its timeline was deleted under delivery. ``records`` is how many the callback
+    delivered in any case. An attempt that was cut short, or whose end the store could not be told, is not told.
     ``lateness`` is how long after its due time the attempt began, and ``duration`` how long it took, in seconds.
     """
 

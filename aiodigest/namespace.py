@@ -30,7 +30,7 @@ class Namespace:
     shards : int or None
         From 1 to 1024; None: as many as the namespace has, 1 if it is new.
     timeout : float
-        Seconds for connecting, and for each answer.
+        Seconds for a call, from its wait for a connection to its answer.
     wait_replicas : int
         An add returns once so many replicas have it (``WAIT``).
     now, nonce
@@ -86,6 +86,7 @@ class Namespace:
         return crc32(key.encode()) % self.shards
 
     async def connect(self) -> None:
+        """Look up the layout; a namespace that has none gets it from the first call that begins one."""
         fresh = self._link is None
         link = self._link = self._link or join_link(self._target, self._timeout)
         try:
@@ -101,9 +102,7 @@ class Namespace:
         await link.check_version()
         root = f"{{{self.namespace}}}:layout"
         stored = await link.command("HGET", root, "version")
-        if stored is None:
-            stored = await link.run("layout", root, [f"{SCHEMA}:{self._wanted or 1}:1"], repeat=True)
-        version = text(stored)
+        version = f"{SCHEMA}:{self._wanted or 1}:1" if stored is None else text(stored)
         parts = re.fullmatch(r"(\d+):(\d+):(\d+)", version)
         if not parts or int(parts[1]) != SCHEMA:
             raise ConfigurationError(
@@ -131,7 +130,7 @@ class Namespace:
     async def _call(
         self, name: str, shard: int, *arguments: Argument, repeat: bool = True, now: Argument | None = None
     ) -> object:
-        """Run a script on a shard; make its layout first if the server knows none."""
+        """Run a script on a shard; one that begins a namespace makes the layout first if the server knows none."""
         link = await self._connected()
         key, version = self._key(shard, "layout"), self._version or ""
         command = (version, self._time() if now is None else now, *arguments)
@@ -141,8 +140,8 @@ class Namespace:
         except LayoutMismatch as mismatch:
             if mismatch.stored != "none":
                 raise self._moved(mismatch.stored) from None
-        # a new shard, or a server that was emptied; nothing had been done
-        for layout in (f"{{{self.namespace}}}:layout", key):
+        # a new namespace or shard, or a server that was emptied; nothing had been done
+        for layout in dict.fromkeys((f"{{{self.namespace}}}:layout", key)):  # the same if there is one shard
             stored = text(await link.run("layout", layout, [version], repeat=True))
             if stored != version:
                 raise self._moved(stored)

@@ -16,8 +16,8 @@ BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
 
 
 class Outage:
-    """The state *unavailable* of a part of the store: it begins when a call fails, and ends when all kinds that did,
-    each of which backs off by itself, were answered."""
+    """The state *unavailable* of the store: it begins when a call fails, and ends when all kinds that did, each of
+    which backs off by itself, were answered."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -25,10 +25,9 @@ class Outage:
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
 
-    @property
-    def present(self) -> bool:
-        """Whether the last call of some kind failed."""
-        return bool(self._tries)
+    def concerns(self, *calls: str) -> bool:
+        """Whether the last call of one of these kinds failed."""
+        return any(call in self._tries for call in calls)
 
     def failed(self, error: Exception, call: str = "") -> None:
         """A call of a kind failed."""

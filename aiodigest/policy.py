@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest, seconds
-from aiodigest.errors import InvalidArgument
+from aiodigest.errors import ConfigurationError, InvalidArgument
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
@@ -126,9 +127,10 @@ class Policy:
             _whole("max_size", self.max_size, 1, self.capacity)
         self._ttl_above(maximum, "maximum_delay")
 
-    def check(self, retry: RetryPolicy) -> None:
-        """Raise InvalidArgument if records could expire while their digest is still being retried."""
+    def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
+        """Raise InvalidArgument if records could expire while their digest is delivered (s) or being retried."""
         self._ttl_above(retry.span, "the whole retry span")
+        self._ttl_above(delivery_timeout, "delivery_timeout")
 
     def _ttl_above(self, bound: float, what: str) -> None:
         ttl = seconds(self.ttl, "ttl")
@@ -161,24 +163,39 @@ PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awa
 class Policies:
     """The policies of an engine: one for all its timelines, or a function of the key."""
 
-    def __init__(self, source: PolicySource, retry: RetryPolicy) -> None:
+    def __init__(self, source: PolicySource, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
         self._source = source
         self._retry = retry
+        self._delivery_timeout = delivery_timeout
         base = source if isinstance(source, Policy) else Policy()
-        base.check(retry)
+        base.check(retry, delivery_timeout)
         self.limits = base.terms.limits
 
-    async def of(self, key: str) -> Policy:
-        """The policy of a timeline. Raises whatever the function raises, and InvalidArgument for what is no Policy."""
+    async def of(self, key: str, timeout: float | None = None) -> Policy:
+        """The policy of a timeline.
+
+        Raises whatever the function raises, InvalidArgument for what is no Policy, and ConfigurationError if it takes
+        longer than ``timeout`` seconds (None: it may take for ever).
+        """
         if isinstance(self._source, Policy):
             return self._source
         policy = self._source(key)
         if isinstance(policy, Awaitable):
-            policy = await policy
+            policy = await self._awaited(policy, timeout)
         if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
             raise InvalidArgument(f"the policy function must return a Policy, not {policy!r}")
-        policy.check(self._retry)
+        policy.check(self._retry, self._delivery_timeout)
         return policy
+
+    async def _awaited(self, policy: Awaitable[Policy], timeout: float | None) -> Policy:
+        timer = asyncio.timeout(timeout)
+        try:
+            async with timer:
+                return await policy
+        except TimeoutError as error:
+            if timer.expired():
+                raise ConfigurationError(f"the policy function took longer than {timeout:g} s") from error
+            raise  # its own
 
     def own(self, policy: Policy) -> bool:
         """Whether a timeline must keep its limits, since a claim would bring others."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
-from aiodigest.coalesce import BATCH_ITEMS, Coalescer
+from aiodigest.coalesce import Coalescer
 from aiodigest.dispatch import Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.models import Delivery
@@ -18,9 +18,6 @@ from aiodigest.outage import BACKOFF, Outage, elapse
 from aiodigest.policy import Limits, milliseconds
 
 logger = logging.getLogger(__name__)
-
-PAGE = 1_000
-CLAIMS, LEASES = "claims", "leases"  # the kinds of calls, one of which may fail while the other does not
 
 Attempt: TypeAlias = Callable[[Lease, Sequence[bytes]], Awaitable[Outcome]]
 Observer: TypeAlias = Callable[[Delivery], None]
@@ -48,7 +45,8 @@ class Lane:
             return await backend.retry(shard, retries)
 
         self.shard = shard
-        self.outage = Outage(f"shard {shard}")
+        # the kinds of calls, one of which may fail while the others do not
+        self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
         self.woken = asyncio.Event()
         self.holds: set[Hold] = set()
         self.closes = Coalescer[Close, Closed](close, timeout)
@@ -75,7 +73,7 @@ class Scheduler:
         lease_timeout: float,
         drain_timeout: float,
         timeout: float,
-        observer: Observer | None = None,
+        observers: Iterable[Observer] = (),
     ) -> None:
         self._backend = backend
         self._attempt = attempt
@@ -86,7 +84,8 @@ class Scheduler:
         self._lease_ms = milliseconds(lease_timeout)
         self._drain_timeout = drain_timeout
         self._timeout = timeout
-        self._observer = observer
+        self._observers = observers
+        self._outage = Outage("the server")
         self._lanes = [Lane(shard, backend, timeout) for shard in range(backend.shards)]
         self._reserved = 0
         self._paused_until = 0.0
@@ -135,7 +134,7 @@ class Scheduler:
                 lane.woken.clear()
                 claims = await self._claim(lane, slots)
                 if claims is None:
-                    await lane.outage.pause(CLAIMS)
+                    await self._outage.pause(lane.claiming)
                 elif claims.wait_ms != 0:
                     await self._sleep(lane, claims)
         finally:
@@ -162,16 +161,16 @@ class Scheduler:
         sent = loop.time()
         self._reserved += slots
         try:
-            if lane.outage.present:  # else this claim might recover what this worker holds
+            if self._outage.concerns(lane.claiming, lane.leasing):  # else it might recover what this worker holds
                 await self._renew(lane)
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Exception as error:
-            lane.outage.failed(error, CLAIMS)
+            self._outage.failed(error, lane.claiming)
             return None
         finally:
             self._reserved -= slots
             self._changed.set()  # another shard may wait for the slots that this one did not need
-        lane.outage.answered(CLAIMS)
+        self._outage.answered(lane.claiming)
         for key, reason in claims.broken:
             logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
         for key, count in claims.expired:
@@ -218,11 +217,16 @@ class Scheduler:
         try:
             while not self._stopping.is_set():
                 entries = await self._entries(lane, hold.lease)
-                outcome = await self._call(hold, entries)
-                rest = await self._report(lane, outcome.report)
-                if rest is None:
+                outcome, delivery = await self._call(hold, entries)
+                closed = await self._report(lane, outcome.report)
+                if closed.status in ("lost", "deleted"):
+                    delivery = replace(delivery, result=closed.status)
+                self._tell(delivery)
+                if closed.status == "lost":
+                    raise LeaseLost(f"digest {delivery.digest_id} of {delivery.key!r} ended, or is another worker's")
+                if closed.status != "part":
                     return
-                hold.lease, hold.stage = rest, "claimed"
+                hold.lease, hold.stage = self._rest(outcome.report, closed), "claimed"
             await self._backend.release(lane.shard, [hold.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", error)
@@ -240,18 +244,18 @@ class Scheduler:
         entries = list(lease.entries[:taken])
         while len(entries) < taken:
             try:
-                page = await self._backend.read(lane.shard, lease, len(entries), min(PAGE, taken - len(entries)))
+                page = await self._backend.read(lane.shard, lease, len(entries), taken - len(entries))
             except BackendUnavailable as error:
-                lane.outage.failed(error, LEASES)
-                await lane.outage.pause(LEASES)
+                self._outage.failed(error, lane.leasing)
+                await self._outage.pause(lane.leasing)
                 continue
-            lane.outage.answered(LEASES)
+            self._outage.answered(lane.leasing)
             if not page:
                 raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
             entries += page
         return entries
 
-    async def _call(self, hold: Hold, entries: Sequence[bytes]) -> Outcome:
+    async def _call(self, hold: Hold, entries: Sequence[bytes]) -> tuple[Outcome, Delivery]:
         loop = asyncio.get_running_loop()
         lease, started = hold.lease, loop.time()
         hold.stage = "calling"
@@ -264,43 +268,40 @@ class Scheduler:
             self._backoff.failed(lease.key, ended, started=started)
         if outcome.pause:
             self._paused_until = max(self._paused_until, ended + outcome.pause)
-        self._tell(lease, outcome, max(0.0, started - hold.due), ended - started)
-        return outcome
+        late, took = max(0.0, started - hold.due), ended - started
+        facts = (lease.key, lease.digest_id, lease.attempt, outcome.result, outcome.records, late, took)
+        return outcome, Delivery(*facts)
 
-    def _tell(self, lease: Lease, outcome: Outcome, lateness: float, duration: float) -> None:
-        if self._observer is None:
-            return
-        result, records = outcome.result, outcome.records
-        try:
-            self._observer(Delivery(lease.key, lease.digest_id, lease.attempt, result, records, lateness, duration))
-        except Exception:
-            logger.exception("the observer of deliveries failed")
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._observers:
+            try:
+                observer(delivery)
+            except Exception:
+                logger.exception("an observer of deliveries failed")
 
-    async def _report(self, lane: Lane, report: Close | Retry) -> Lease | None:
-        """Tell the store, until it knows; the lease on the rest of the digest, if there is one."""
-        lease = report.lease
+    async def _report(self, lane: Lane, report: Close | Retry) -> Closed:
+        """Tell the store, until it knows; what it answers."""
         while True:
             try:
-                if isinstance(report, Retry):
-                    lost, closed = not await lane.retries.submit(report), None
-                else:
+                if isinstance(report, Close):
                     closed = await lane.closes.submit(report)
-                    lost = closed.status == "lost"
+                else:
+                    closed = Closed("closed" if await lane.retries.submit(report) else "lost")
             except BackendUnavailable as error:
                 if self._ended:  # a callback has outlived its worker
                     raise
-                lane.outage.failed(error, LEASES)
-                await lane.outage.pause(LEASES)
+                self._outage.failed(error, lane.leasing)
+                await self._outage.pause(lane.leasing)
                 continue
-            lane.outage.answered(LEASES)
-            if lost:
-                raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} had ended, or is another worker's, by now")
-            if closed is None or closed.status != "part":
-                return None
-            rest = lease.entries[report.taken :] if isinstance(report, Close) else ()
-            return replace(
-                lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=rest
-            )
+            self._outage.answered(lane.leasing)
+            return closed
+
+    def _rest(self, report: Close | Retry, closed: Closed) -> Lease:
+        """The lease on what is left of a digest that is delivered in parts."""
+        lease, entries = report.lease, report.lease.entries[report.taken :]
+        return replace(
+            lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
+        )
 
     # Leases
 
@@ -313,26 +314,24 @@ class Scheduler:
                     await self._renew(lane)
                     break
                 except Exception as error:
-                    lane.outage.failed(error, LEASES)
+                    self._outage.failed(error, lane.leasing)
                 now = asyncio.get_running_loop().time()
                 for hold in [hold for hold in lane.holds if hold.until <= now]:
                     self._lose(hold)
-                await lane.outage.pause(LEASES)
+                await self._outage.pause(lane.leasing)
 
     async def _renew(self, lane: Lane) -> None:
-        holds = [(hold, hold.lease) for hold in lane.holds]
-        for start in range(0, len(holds), BATCH_ITEMS):
-            some = holds[start : start + BATCH_ITEMS]
+        if holds := [(hold, hold.lease) for hold in lane.holds]:
             sent = asyncio.get_running_loop().time()
-            kept = await self._backend.renew(lane.shard, [lease for _, lease in some], self._lease_ms)
-            for (hold, lease), held in zip(some, kept, strict=True):
+            kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
+            for (hold, lease), held in zip(holds, kept, strict=True):
                 if isinstance(held, AiodigestError):
                     logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
                 elif held:
                     hold.until = sent + self._lease_timeout
                 elif hold.lease is lease:
                     self._lose(hold)
-        lane.outage.answered(LEASES)
+        self._outage.answered(lane.leasing)
 
     def _lose(self, hold: Hold) -> None:
         # A delivery that is being reported learns from the answer to its report what became of its lease.
@@ -377,9 +376,9 @@ class Scheduler:
         await asyncio.wait(tasks, timeout=0 if deaf else None)
 
     async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:
-        for start in range(0, len(leases), BATCH_ITEMS):
-            some = leases[start : start + BATCH_ITEMS]
-            try:
-                await self._backend.release(lane.shard, some, started)
-            except Exception as error:
-                logger.error("%d leases could not be given back, and will end: %s", len(some), error)
+        if not leases:
+            return
+        try:
+            await self._backend.release(lane.shard, leases, started)
+        except Exception as error:
+            logger.error("%d leases could not be given back, and will end: %s", len(leases), error)

@@ -29,6 +29,7 @@ class Opener(Protocol):
 
     async def open(self) -> Backend: ...
     async def close(self) -> None: ...
+    def why_down(self) -> str | None: ...
 
 
 class Session:
@@ -56,11 +57,18 @@ class Session:
         """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""
         if self._backend is not None:
             return self._backend
+        try:
+            return await self._connected()
+        except BackendUnavailable as error:
+            raise self.explained(error) from error
+
+    async def _connected(self) -> Backend:
         await self._started.wait()
         if self._stopping.is_set():
             raise BackendUnavailable("the engine was left before it was connected")
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
+            self._connecting.add_done_callback(_retrieve)
         connecting = self._connecting
         await asyncio.wait([connecting], timeout=self._timeout)
         if not connecting.done():
@@ -75,6 +83,13 @@ class Session:
         self._chores += [self._group.create_task(coalescer.run()) for coalescer in self._adds]
         self._backend = backend
         return backend
+
+    def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
+        """The same error, of a record if one is named, with what an embedded server's log says."""
+        message, reason = str(error), self._store.why_down()
+        if reason and reason not in message:
+            message += f" ({reason})"
+        return BackendUnavailable(message, record_id=record_id, stored=error.stored)
 
     async def add(self, add: Add) -> bool:
         """Send an add with the others of this turn; True if it made its timeline ready."""
@@ -161,8 +176,7 @@ class Session:
             if self._schedule is not None:
                 await self._deliver(self._schedule)
             await self._stopping.wait()
-            for coalescer in self._adds:
-                await coalescer.drain()
+            await asyncio.gather(*(coalescer.drain() for coalescer in self._adds))
             for chore in self._chores:
                 chore.cancel()
 
@@ -185,3 +199,9 @@ class Session:
     def _ended(self, main: asyncio.Task[None]) -> None:
         if not main.cancelled() and main.exception() is not None:
             logger.critical("a fault of aiodigest has ended its background task", exc_info=main.exception())
+
+
+def _retrieve(connecting: asyncio.Task[Backend]) -> None:
+    """Look at how connecting ended, although everybody who waited for it may have given up."""
+    if not connecting.cancelled():
+        connecting.exception()

@@ -115,6 +115,25 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
 
 
 @virtual_time
+async def test_a_drain_refuses_what_comes_after_it_has_begun_and_what_waits_for_room() -> None:
+    wire = Wire(pace=1)
+    async with coalescing(wire) as coalescer:
+        sent = held(coalescer, range(QUEUE_ITEMS))
+        await asyncio.sleep(0)
+        waiting = held(coalescer, [1])
+        await asyncio.sleep(0)
+        drain = asyncio.create_task(coalescer.drain())
+        await asyncio.sleep(0)
+        late = held(coalescer, [2])
+        assert {(await unavailable(task)).stored for task in (*waiting, *late)} == {"no"}
+        assert now() < 1
+        for task in sent[BATCH_ITEMS:]:
+            task.cancel()
+        await drain
+        assert await asyncio.gather(*sent[:BATCH_ITEMS]) == [2 * item for item in range(BATCH_ITEMS)]
+
+
+@virtual_time
 async def test_an_item_that_fails_fails_alone() -> None:
     async with coalescing(Wire()) as coalescer:
         before, bad, after = await submit_all(coalescer, [1, -1, 2])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
+from engines import now, settle, virtual_time
 from redis import exceptions
-from redis.asyncio import Redis, SSLConnection
+from redis.asyncio import ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from aiodigest.connection import explain, find_target, hide_password
+from aiodigest.connection import CONNECTIONS, Link, Target, _links, explain, find_target, hide_password, join_link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
 
@@ -99,3 +103,154 @@ def test_errors_say_what_they_mean(error: Exception | str, kind: type[AiodigestE
     explained = explain(error, "redis://host")
     assert type(explained) is kind
     assert words in str(explained)
+
+
+# A link, in virtual time, to a server that takes its time
+
+
+class SlowServer:
+    """Takes ``connecting`` seconds for a connection, and answers commands once ``gate`` is set."""
+
+    def __init__(self, connecting: float = 0.0) -> None:
+        self.connecting = connecting
+        self.gate = asyncio.Event()
+        self.wires: list[SlowWire] = []
+
+    @property
+    def target(self) -> Target:
+        return Target("redis://slow", self._connection, {})
+
+    @property
+    def open(self) -> int:
+        return sum(wire.is_connected for wire in self.wires)
+
+    @property
+    def sent(self) -> int:
+        return sum(wire.sent for wire in self.wires)
+
+    def _connection(self, **settings: object) -> SlowWire:
+        self.wires.append(SlowWire(self))
+        return self.wires[-1]
+
+
+class SlowWire:
+    """A connection as redis-py has them."""
+
+    def __init__(self, server: SlowServer) -> None:
+        self.server = server
+        self.is_connected = False
+        self.sent = 0
+        self._closed = asyncio.Event()
+
+    async def connect(self) -> None:
+        await asyncio.sleep(self.server.connecting)
+        self.is_connected = True
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        self.is_connected = False
+        self._closed.set()
+
+    async def can_read(self) -> bool:
+        return False
+
+    async def send_command(self, *args: object, check_health: bool = True) -> None:
+        self.is_connected = True  # redis-py's connect again if they must
+        self.sent += 1
+
+    async def read_response(self) -> object:
+        ends = [asyncio.create_task(event.wait()) for event in (self.server.gate, self._closed)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+        if self._closed.is_set():
+            raise exceptions.ConnectionError("Connection closed by server.")
+        return b"answer"
+
+
+def add(link: Link) -> asyncio.Task[object]:
+    """A call that must not be repeated."""
+    return asyncio.create_task(link.run("add", "{n}:layout", [], repeat=False))
+
+
+async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
+    """What calls that fail say of what is stored."""
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    return [error.stored for error in errors if isinstance(error, BackendUnavailable)]
+
+
+@virtual_time
+async def test_connecting_and_the_answer_have_one_timeout_together() -> None:
+    server = SlowServer(connecting=4)
+    link = Link(server.target, 5)
+    assert await failures([add(link)]) == ["unknown"]
+    assert now() == pytest.approx(5, abs=0.01)
+    await link.leave()
+    assert server.open == 0
+
+
+@virtual_time
+async def test_a_call_that_was_not_sent_within_the_timeout_is_not_stored() -> None:
+    server = SlowServer(connecting=6)
+    link = Link(server.target, 5)
+    assert await failures([add(link)]) == ["no"]
+    assert now() == pytest.approx(5, abs=0.01)
+    assert server.sent == server.open == 0
+    await link.leave()
+
+
+@virtual_time
+async def test_a_call_that_waits_for_a_connection_waits_no_longer_than_the_timeout_and_is_not_stored() -> None:
+    server = SlowServer()
+    link = Link(server.target, 5)
+    calls = [add(link) for _ in range(3 * CONNECTIONS)]
+    assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * 2 * CONNECTIONS
+    assert now() == pytest.approx(5, abs=0.01)
+    await link.leave()
+    assert server.open == 0
+
+
+@virtual_time
+async def test_closing_a_link_fails_calls_under_way_and_those_that_wait_and_leaves_no_connection() -> None:
+    server = SlowServer()
+    link = Link(server.target, 5)
+    calls = [add(link) for _ in range(2 * CONNECTIONS)]
+    await settle()
+    await link.leave()
+    assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * CONNECTIONS
+    assert now() < 1
+    assert (server.open, server.sent, len(server.wires)) == (0, CONNECTIONS, CONNECTIONS)
+
+
+@pytest.mark.parametrize("listening", [False, True])
+@virtual_time
+async def test_closing_a_link_that_is_connecting_sends_nothing_and_leaves_no_connection(listening: bool) -> None:
+    server = SlowServer(connecting=1)
+    link = Link(server.target, 5)
+    call = asyncio.create_task(link.listen("wake", "0-0")) if listening else add(link)
+    await settle()
+    await link.leave()
+    with pytest.raises(BackendUnavailable, match="are closed"):
+        await call
+    assert server.open == server.sent == 0
+
+
+def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
+    target = find_target(Redis(connection_pool=ConnectionPool()))
+
+    async def use() -> None:
+        first, second = join_link(target, 5), join_link(target, 5)
+        assert first is second
+        assert join_link(target, 6) is not first
+        await first.leave()
+        assert join_link(target, 5) is first
+        for place, link in list(_links.items()):
+            if link.target is target:
+                while place in _links:
+                    await link.leave()
+
+    for _ in range(2):
+        asyncio.run(use())
+        assert not [link for link in _links.values() if link.target is target]

@@ -104,6 +104,12 @@ def test_what_cannot_be_decoded_is_kept_raw_beside_the_others(bad: bytes) -> Non
     assert len(contents.raw) == len(contents.undecodable) == 1
 
 
+def test_what_cannot_be_decoded_has_its_timestamp_if_that_can_be_read() -> None:
+    contents = read([broken("dated"), pack(b"far", 10**18, CODEC.encode(1)), b"\x0f no entry at all"], CODEC)
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    assert [record.timestamp for record in contents.raw] == [epoch + timedelta(seconds=5), epoch, epoch]
+
+
 def test_a_codec_may_raise_anything() -> None:
     class Wild:
         def encode(self, value: int, /) -> bytes:
@@ -277,6 +283,13 @@ async def test_a_digest_no_attempt_at_which_ever_had_an_outcome_is_buried_saying
     assert "outcome" in letter.reason
 
 
+@virtual_time
+async def test_a_digest_left_empty_by_max_age_is_closed_although_its_attempts_are_used_up() -> None:
+    outcome = await attempt(AssertionError("called"), entry("a", timestamp=1), cut_ms=2000, attempt=4)
+    close = close_of(outcome)
+    assert (outcome.result, close.letters, close.aged, close.counts) == ("empty", [], 1, False)
+
+
 # signals
 
 
@@ -290,6 +303,13 @@ async def test_retry_after_gives_the_attempt_back_and_says_nothing_of_the_receiv
 @virtual_time
 async def test_retry_after_with_pause_stops_this_process_for_as_long() -> None:
     assert (await attempt(RetryAfter(90, pause=True), entry("a"))).pause == 90
+
+
+@pytest.mark.parametrize("delay", [0, 0.003, timedelta(milliseconds=5), 1])
+@virtual_time
+async def test_retry_after_waits_a_second_at_least(delay: Any) -> None:
+    outcome = await attempt(RetryAfter(delay, pause=True), entry("a"))
+    assert (retry_of(outcome).delay_ms, outcome.pause) == (1000, 1.0)
 
 
 @pytest.mark.parametrize("delay", [nan, -1, "soon", None])
@@ -313,6 +333,19 @@ async def test_a_partial_failure_keeps_what_failed_and_closes_the_rest() -> None
     assert (outcome.result, outcome.records, outcome.success) == ("partial", 2, None)
     retry = retry_of(outcome)
     assert (retry.failed, retry.taken, retry.delivered, retry.error) == ([b"b"], 3, 2, "b: bounced")
+
+
+@virtual_time
+async def test_a_partial_failure_of_every_record_is_a_failure_with_their_reasons() -> None:
+    failed = PartialFailure({"a": "bounced", "b": "full"})
+    outcome = await attempt(failed, entry("a"), entry("b"))
+    assert (outcome.result, outcome.records, outcome.success) == ("failed", 0, None)
+    retry = retry_of(outcome)
+    assert (retry.failed, retry.delivered, retry.error) == (None, 0, "a: bounced; b: full")
+    with_aged = retry_of(await attempt(failed, entry("a"), entry("b"), entry("old", timestamp=1), cut_ms=2000))
+    assert (with_aged.failed, with_aged.aged) == ([b"a", b"b"], 1)  # what is too old goes
+    last = await attempt(failed, entry("a"), entry("b"), broken("bad"), attempt=3)
+    assert [letter.ids for letter in close_of(last).letters] == [[b"a", b"b"], [b"bad"]]
 
 
 @virtual_time
@@ -362,7 +395,7 @@ async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_i
     outcome = await attempt(AssertionError("called"), broken("x"), broken("y"))
     assert (outcome.result, outcome.records, outcome.success) == ("empty", 0, None)
     close = close_of(outcome)
-    assert ([letter.ids for letter in close.letters], close.counts) == ([[b"x"], [b"y"]], True)
+    assert ([letter.ids for letter in close.letters], close.counts) == ([[b"x", b"y"]], True)  # a letter a reason
 
 
 @virtual_time

@@ -128,6 +128,39 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
         assert await client.get("key") == "value"
 
 
+async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodigest.embedded._ORPHAN", 0.05)
+    async with started(folder) as (server, client):
+        assert server.pid
+        keeper, crowd = keeper_of(server.pid), list[socket.socket]()
+        other, knocks = EmbeddedServer(folder), list[None]()
+        knock = other._knock
+
+        def counted() -> socket.socket | None:
+            knocks.append(None)
+            return knock()
+
+        monkeypatch.setattr(other, "_knock", counted)
+        os.kill(keeper, signal.SIGSTOP)  # it is only slow
+        try:
+            with suppress(BlockingIOError):
+                while True:
+                    crowd.append(socket.socket(socket.AF_UNIX))
+                    crowd[-1].setblocking(False)
+                    crowd[-1].connect(str(server.socket.with_name("keeper.sock")))
+            starting = asyncio.create_task(other.start())
+            await until(lambda: len(knocks) > 8 or starting.done())
+        finally:
+            for one in crowd:
+                one.close()
+            os.kill(keeper, signal.SIGCONT)
+        first = server.pid
+        await starting
+        assert other.pid == server.pid == first
+        assert await client.set("key", "value")
+        await other.stop()
+
+
 async def test_the_server_itself_holds_the_lock_of_its_folder(folder: Path) -> None:
     async with started(folder) as (server, _):
         assert server.pid

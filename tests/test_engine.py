@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from math import inf, nan
 from typing import Any
@@ -260,6 +261,47 @@ async def test_an_attempt_whose_policy_function_raises_fails_and_is_tried_again(
         await inbox.outcome(2)
     assert inbox.results == ["failed", "delivered"]
     assert [digest.attempt for digest in inbox.digests] == [2]
+
+
+@virtual_time
+async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_stores_nothing() -> None:
+    async def choose(key: str) -> Policy:
+        await asyncio.Event().wait()
+        return Policy()
+
+    backend = WatchedBackend()
+    async with engine_on(backend, policy=choose, timeout=5) as engine:
+        for call in (engine.add("key", 1), engine.remove("key", "x"), engine.reschedule("key")):
+            began = now()
+            with pytest.raises(ConfigurationError, match="policy function took longer than 5 s"):
+                await call
+            assert now() - began == pytest.approx(5, abs=0.1)
+    assert not stored(backend)
+
+
+@virtual_time
+async def test_a_policy_function_that_hangs_gives_its_slot_back_and_the_attempt_has_failed() -> None:
+    answers = iter([Policy(), None, Policy(), Policy()])
+
+    async def choose(key: str) -> Policy:
+        answer = next(answers)
+        if answer is None:
+            await asyncio.Event().wait()
+        return answer or Policy()
+
+    inbox = Inbox()
+    async with delivering(inbox, policy=choose, retry=RETRY, delivery_timeout=30, concurrency=1) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        seen = await engine.peek("key")
+        await engine.add("key", 2)
+        await inbox.outcome(2)
+    assert inbox.results == ["failed", "delivered"]
+    assert inbox.values == [[1, 2]]  # its callback had not started, so nothing is unknown
+    assert inbox.times == pytest.approx([30 + 10], abs=0.1)
+    assert seen is not None
+    assert "policy function took longer than 30 s" in (seen.last_error or "")
 
 
 # adding while the server is away
@@ -572,7 +614,7 @@ async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback()
         await settle()
         letters = [letter async for letter in engine.dead_letters()]
         assert await state_of(backend, "key") is None
-    assert len(letters) == 2
+    assert [len(letter.records) for letter in letters] == [2]  # for one reason
     assert not inbox.digests
 
 
@@ -777,6 +819,7 @@ async def test_an_engine_that_is_not_entered_says_how_to(entered_before: bool) -
         lambda: engine.reschedule("key"),
         lambda: engine.peek("key"),
         lambda: engine.stats(),
+        lambda: engine.dead_letter("x"),
         lambda: engine.replay("x"),
         lambda: engine.discard("x"),
         lambda: anext(aiter(engine.timelines())),
@@ -938,6 +981,39 @@ async def test_leaving_sends_what_is_queued() -> None:
 
 
 @virtual_time
+async def test_leaving_ends_although_other_tasks_keep_adding() -> None:
+    inbox, refused = Inbox(), set[str]()
+
+    async def produce(engine: DigestEngine[JSON], key: str) -> None:
+        with suppress(ConfigurationError):  # at last the engine is not entered
+            while True:
+                try:
+                    await engine.add(key, 1)
+                except BackendUnavailable as error:
+                    refused.add(error.stored)
+
+    async with delivering(inbox, WatchedBackend(shards=2)) as (engine, _):
+        producers = [asyncio.create_task(produce(engine, f"key-{number}")) for number in range(600)]
+        await inbox.digest()
+    await asyncio.wait(producers)
+    assert refused == {"no"}
+
+
+@virtual_time
+async def test_a_connection_that_fails_when_nobody_waits_for_it_any_more_is_no_error_that_nobody_saw() -> None:
+    backend = WatchedBackend()
+    gate = backend.gates["open"] = asyncio.Event()
+    backend.take_down("open")
+    async with engine_on(backend, timeout=5) as engine:
+        assert now() == pytest.approx(5, abs=0.1)
+        gate.set()
+        await settle()
+        backend.bring_up()
+        assert await engine.add("key", 1)  # connects anew
+        gc.collect()
+
+
+@virtual_time
 async def test_leaving_fails_what_cannot_be_sent_and_closes_the_store() -> None:
     backend = WatchedBackend()
     async with engine_on(backend, timeout=5) as engine:
@@ -960,7 +1036,7 @@ async def test_an_add_that_comes_too_late_fails_at_once_as_not_stored() -> None:
         await asyncio.sleep(10)
         return Policy()
 
-    async with engine_on(WatchedBackend(), policy=slow) as engine:
+    async with engine_on(WatchedBackend(), policy=slow, timeout=20) as engine:
         late = asyncio.create_task(engine.add("key", 1))
         await settle()
     with pytest.raises(BackendUnavailable) as caught:
@@ -977,7 +1053,7 @@ async def test_an_add_that_comes_too_late_connects_to_nothing() -> None:
 
     backend = WatchedBackend()
     backend.take_down("open")
-    async with engine_on(backend, policy=slow) as engine:
+    async with engine_on(backend, policy=slow, timeout=20) as engine:
         late = asyncio.create_task(engine.add("key", 1))
         await settle()
     tries = backend.count("open")
@@ -1314,8 +1390,27 @@ async def test_what_an_embedded_server_says_is_in_the_error_of_an_add() -> None:
     engine._store.why_down = lambda: "no space left on device"
     async with engine:
         backend.take_down()
-        with pytest.raises(BackendUnavailable, match=r"connection refused \(no space left on device\)"):
+        with pytest.raises(BackendUnavailable, match=r"^connection refused \(no space left on device\)$"):
             await engine.add("key", 1)
+
+
+@virtual_time
+async def test_what_an_embedded_server_says_is_told_once_to_whoever_waits_for_it() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    engine._store.why_down = lambda: "no space left on device"
+    backend.take_down()
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.add("key", 1), lambda: engine.stats(), lambda: engine.peek("key"), lambda: engine.flush("key"),
+    ]  # fmt: skip
+    async with engine:
+        for call in calls:
+            with pytest.raises(BackendUnavailable, match=r"^connection refused \(no space left on device\)$"):
+                await call()
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many([Entry("key", 1, "x")])
+    [error] = caught.value.results
+    assert str(error) == "connection refused (no space left on device)"
 
 
 @virtual_time

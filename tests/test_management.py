@@ -485,7 +485,7 @@ async def test_a_key_that_is_none_is_refused_everywhere(key: Any) -> None:
         for call in (engine.flush, engine.delete, engine.peek, engine.reschedule):
             with pytest.raises(InvalidArgument, match="key must"):
                 await call(key)
-        for call in (engine.replay, engine.discard):
+        for call in (engine.dead_letter, engine.replay, engine.discard):
             with pytest.raises(InvalidArgument, match="dead letter must"):
                 await call(key)
         with pytest.raises(InvalidArgument, match="key must"):
@@ -518,6 +518,19 @@ async def test_a_dead_letter_tells_what_it_holds_and_why() -> None:
     assert letter.digest_id == inbox.digests[0].id
     assert letter.buried_at == pytest.approx(clock(1), abs=timedelta(milliseconds=2))
     assert [record.value for record in letter.records] == [1, 2]
+
+
+@virtual_time
+async def test_one_dead_letter_is_shown_by_its_id_though_there_are_others() -> None:
+    inbox = Inbox(Reject("no"), Reject("gone"))
+    async with delivering(inbox, WatchedBackend(shards=3)) as (engine, _):
+        for number in range(2):
+            await engine.add(f"key-{number}", number)
+            await inbox.outcome(number + 1)
+        letters = [letter async for letter in engine.dead_letters()]
+        assert [await engine.dead_letter(letter.id) for letter in letters] == letters
+        assert await engine.dead_letter("nothing") is None
+    assert {letter.reason for letter in letters} == {"no", "gone"}
 
 
 @virtual_time

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import timedelta
 from math import inf, nan
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest import DecorrelatedJitter, IterationBackoff, Policy, RetryPolicy
-from aiodigest.errors import InvalidArgument
+from aiodigest.errors import ConfigurationError, InvalidArgument
 from aiodigest.policy import Limits, Policies, Terms
 
 DAY = 86_400
@@ -164,6 +165,30 @@ async def test_the_policy_of_a_function_is_checked_against_the_retries_too() -> 
         await Policies(short, RetryPolicy()).of("key")
 
 
+@virtual_time
+async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raises_a_timeout_of_its_own() -> None:
+    async def slow(key: str) -> Policy:
+        if key == "own":
+            raise TimeoutError("theirs")
+        await asyncio.sleep(10)
+        return Policy()
+
+    policies = Policies(slow, RetryPolicy())
+    with pytest.raises(ConfigurationError, match="took longer than 5 s"):
+        await policies.of("key", timeout=5)
+    with pytest.raises(TimeoutError, match="theirs"):
+        await policies.of("own", timeout=5)
+    assert await policies.of("key", timeout=11) == Policy()
+
+
 def test_an_engine_s_policy_is_checked_against_the_retries_when_it_is_made() -> None:
     with pytest.raises(InvalidArgument, match="retry span"):
         Policies(Policy(ttl=1801), RetryPolicy())
+
+
+def test_a_ttl_must_be_longer_than_a_delivery_may_take() -> None:
+    policy = Policy(ttl=4 * 3600)
+    retry = RetryPolicy(max_attempts=1)
+    policy.check(retry, delivery_timeout=3600)
+    with pytest.raises(InvalidArgument, match=r"longer than delivery_timeout \(14400 s\)"):
+        policy.check(retry, delivery_timeout=4 * 3600)

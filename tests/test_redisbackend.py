@@ -13,6 +13,7 @@ from redis.crc import key_slot
 from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
 
+from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import Add, Claims, Close, Closed, Lease, Retry
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.policy import Policy
@@ -249,6 +250,18 @@ async def test_a_cancelled_first_call_leaves_no_half_made_connection(server: Ser
         await backend.delete("k")
 
 
+async def test_any_number_of_leases_is_renewed_and_given_back_some_hundred_a_call(
+    backend: RedisBackend, server: Server
+) -> None:
+    await backend.add(0, [record("k")])
+    leases = [Lease(f"k{number}", "token", "digest", 1, 1, 0, 0, 1) for number in range(600)]
+    with server.client() as client:
+        client.config_resetstat()
+        assert await backend.renew(0, leases, LEASE) == [False] * 600
+        assert await backend.release(0, leases, started=True) == [False] * 600
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 2 * 3
+
+
 async def test_200_concurrent_adds_share_a_few_connections(server: Server, namespace: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         results = await asyncio.gather(*(backend.add(0, [record("k", f"{number}")]) for number in range(200)))
@@ -324,15 +337,16 @@ async def test_an_emptied_server_gets_its_layout_again(namespace: str) -> None:
 
 async def test_connecting_takes_two_commands_and_a_call_one(server: Server, namespace: str) -> None:
     with server.client() as client:
-        client.ping()
+        async with connected(server.url, namespace) as backend:
+            await backend.add(0, [record("k")])
         client.config_resetstat()
         async with connected(server.url, namespace) as backend:
             await backend.add(0, [record("k")])
             await backend.look("k")
             calls = {name: facts["calls"] for name, facts in client.info("commandstats").items()}
             assert calls["cmdstat_info"] == 1
-            # the layout, the add and the look; each may be unknown to the server, and then sent whole
-            assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 3
+            # the add and the look; each may be unknown to the server, and then sent whole
+            assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 2
             assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
 
 
@@ -362,8 +376,8 @@ async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(
 
 
 async def test_another_shard_count_is_refused_with_the_stored_one_named(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace, shards=4):
-        pass
+    async with connected(server.url, namespace, shards=4) as backend:
+        await backend.add(0, [record("k")])
     with pytest.raises(ConfigurationError, match="has 4 shards, not 2"):
         async with connected(server.url, namespace, shards=2):
             pass
@@ -382,6 +396,46 @@ async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(serv
             await claim(backend)
         await backend.connect()
         assert await backend.add(0, [record("k", "b")]) == [False]
+
+
+async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_shard_count_can_still_be_had(
+    server: Server, namespace: str
+) -> None:
+    with server.client() as client:
+        for shards in (None, 2):
+            async with DigestEngine(server.url, namespace=namespace, shards=shards) as engine:
+                assert await engine.stats() == Stats()
+                assert await engine.peek("k") is None
+                assert [timeline async for timeline in engine.timelines()] == []
+                assert [letter async for letter in engine.dead_letters()] == []
+                assert await engine.dead_letter("x") is None
+                assert (await engine.flush("k"), await engine.delete("k"), await engine.discard("x")) == (False,) * 3
+            assert not list(client.scan_iter(match=f"*{namespace}*"))
+        async with DigestEngine(server.url, namespace=namespace, shards=4) as engine:
+            assert await engine.add_many(Entry(f"k{number}", number) for number in range(20)) == [True] * 20
+        async with DigestEngine(server.url, namespace=namespace) as engine:
+            assert (await engine.stats()).ready == 20
+        assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:4:1"
+
+
+async def test_a_worker_begins_a_namespace_so_that_others_see_its_shard_count(server: Server, namespace: str) -> None:
+    async with connected(server.url, namespace, shards=4) as worker:
+        await worker.claim(3, 10, LEASE, LIMITS)
+        with pytest.raises(ConfigurationError, match="has 4 shards, not 1"):
+            async with connected(server.url, namespace, shards=1):
+                pass
+        async with connected(server.url, namespace) as other:
+            assert other.shards == 4
+
+
+async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_is_refused(
+    server: Server, namespace: str
+) -> None:
+    async with connected(server.url, namespace, shards=4) as one, connected(server.url, namespace, shards=1) as other:
+        await one.add(2, [record("k")])
+        for call in (other.add(0, [record("k")]), claim(other), other.counts()):
+            with pytest.raises(ConfigurationError, match="now has the layout 1:4:1"):
+                await call
 
 
 async def test_a_newer_schema_is_refused(server: Server, namespace: str) -> None:

@@ -8,9 +8,20 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from engines import Inbox, WatchedBackend, delivering, forever, lasting, now, policy, settle, virtual_time
+from engines import (
+    Inbox,
+    WatchedBackend,
+    delivering,
+    engine_on,
+    forever,
+    lasting,
+    now,
+    policy,
+    settle,
+    virtual_time,
+)
 
-from aiodigest import JSON, BackoffMode, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Claims, Lease
 from aiodigest.policy import Limits
 
@@ -241,9 +252,12 @@ async def test_an_outage_is_no_hot_loop() -> None:
     assert len({round(wait, 3) for wait in waits}) > 100  # jittered
 
 
+@pytest.mark.parametrize("shards", [1, 4])
 @virtual_time
-async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    backend = WatchedBackend()
+async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(
+    shards: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = WatchedBackend(shards)
     async with delivering(Inbox(), backend):
         await settle()
         backend.take_down()
@@ -252,6 +266,7 @@ async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(caplog:
         await asyncio.sleep(2)
     assert len(lines(caplog, "unavailable", "connection refused")) == 1
     assert len(lines(caplog, "available again after 5")) == 1
+    assert len(caplog.messages) == 2
 
 
 @virtual_time
@@ -363,13 +378,14 @@ async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_del
     async with delivering(inbox, backend):
         backend.take_down("close", "renew", "claim", "wait")
         backend.down.pop("claim")
-        await inbox.outcome()
+        await inbox.digest()
         backend.take_down()
         await asyncio.sleep(10 * MINUTE)
+        assert not inbox.seen  # the store does not know yet
         backend.bring_up()
         await asyncio.sleep(5 * MINUTE)
         assert await backend.look("key") is None
-    assert inbox.values == [[1]]
+    assert (inbox.values, inbox.results) == ([[1]], ["delivered"])
 
 
 @virtual_time
@@ -475,6 +491,7 @@ async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is
         assert window is not None
         assert window.state == "leased"
     assert lines(caplog, "another worker's")
+    assert inbox.results == ["lost"]
 
 
 @virtual_time
@@ -537,18 +554,28 @@ async def test_a_callback_that_never_returns_gives_its_slot_back_and_the_same_di
     assert newer.id != first.id
 
 
+@virtual_time
+async def test_an_attempt_whose_timeline_was_deleted_under_it_is_told_as_deleted() -> None:
+    inbox, backend = Inbox(lasting(10)), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        await backend.delete("key")
+        delivery = await inbox.outcome()
+    assert (delivery.result, delivery.records) == ("deleted", 1)
+
+
 # what a timeline holds
 
 
 @virtual_time
-async def test_a_digest_of_more_than_a_thousand_records_is_read_in_pages() -> None:
+async def test_a_digest_of_more_records_than_a_claim_brings_is_delivered_whole() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     large = policy(capacity=3000)
     await backend.put("key", *range(2500), policy=large)
     async with delivering(inbox, backend, policy=large):
         await inbox.outcome()
     assert inbox.values == [list(range(2500))]
-    assert backend.items("read") == [1000, 500]
 
 
 @virtual_time
@@ -636,6 +663,25 @@ async def test_an_observer_that_raises_changes_no_outcome(caplog: pytest.LogCapt
 
 
 @virtual_time
+async def test_every_observer_is_told_also_one_that_came_after_entering_and_beside_one_that_raises() -> None:
+    told: list[tuple[str, str]] = []
+
+    def failing_observer(delivery: Delivery) -> None:
+        raise ValueError("no metrics today")
+
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    engine.observe(failing_observer)
+    engine.observe(lambda delivery: told.append(("before", delivery.result)))
+    inbox = Inbox()
+    async with engine.delivering(inbox):
+        engine.observe(lambda delivery: told.append(("later", delivery.result)))
+        await engine.add("key", 1)
+        await inbox.digest()
+    assert told == [("before", "delivered"), ("later", "delivered")]
+
+
+@virtual_time
 async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -643,11 +689,12 @@ async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_
     backend.take_down("close", error=ZeroDivisionError("a fault"))
     await backend.put("key", 1)
     async with delivering(inbox, backend):
-        await inbox.outcome()
+        await inbox.digest()
         await settle()
         backend.bring_up()
-        await inbox.outcome(2)
+        await inbox.outcome()
     assert inbox.digests[0].id == inbox.digests[1].id
+    assert inbox.results == ["delivered"]
     assert lines(caplog, "a fault of aiodigest while delivering 'key'")
 
 
@@ -782,11 +829,14 @@ async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive(
     backend.gates["close"] = asyncio.Event()
     await backend.put("a", 1)
     async with delivering(inbox, backend, drain_timeout=1, timeout=5) as (engine, _):
-        await inbox.outcome()
+        await inbox.digest()
+        await settle()
         await engine.add("b", 2)
-        await inbox.outcome(2)  # its close waits for the other's
+        await inbox.digest(2)  # its close waits for the other's
+        await settle()
         asyncio.get_running_loop().call_later(3, backend.gates["close"].set)
     assert [await backend.look(key) for key in "ab"] == [None, None]
+    assert inbox.results == ["delivered"] * 2
 
 
 @virtual_time
@@ -796,7 +846,8 @@ async def test_leaving_ends_although_the_server_is_away() -> None:
     await backend.put("b", 2)
     async with delivering(inbox, backend, drain_timeout=20, timeout=5):
         backend.take_down("close")
-        await inbox.outcome()
+        await inbox.digest(2)
+        await settle()
         backend.take_down()
     assert now() < 20 + 2 * 5 + 1
 
@@ -832,14 +883,15 @@ async def test_leases_that_cannot_be_given_back_are_logged_and_end(caplog: pytes
 
 
 @virtual_time
-async def test_releases_are_bounded_a_call() -> None:
+async def test_any_number_of_leases_is_renewed_and_given_back() -> None:
     inbox, backend = Inbox(*[forever] * 600), WatchedBackend()
     for number in range(600):
         await backend.put(f"key-{number}", 1)
     async with delivering(inbox, backend, concurrency=600, drain_timeout=1):
         await inbox.digest(600)
-        await asyncio.sleep(LEASE / 3)
-    assert backend.items("release") == backend.items("renew")[:3] == [256, 256, 88]
+        await asyncio.sleep(2 * LEASE)
+    assert len(inbox.digests) == 600
+    assert (await backend.counts())["ready"] == 600
 
 
 # backoff mode

@@ -35,7 +35,24 @@ POLICIES = (
     Policy(capacity=4, max_size=3, max_age=50, minimum_delay=0, initial_delay=5, increment_delay=7, maximum_delay=100),
     Policy(capacity=3, minimum_delay=1800, max_age=0.001),
 )
-STEPS = (0, 1, 10, 1_000, 7_000, 29_999, 30_000, 31_000, 60_000, 300_000, 1_900_000, 90_000_000, 31 * 86_400_000, -1, -40_000, -400_000)
+STEPS = (
+    0,
+    1,
+    10,
+    1_000,
+    7_000,
+    29_999,
+    30_000,
+    31_000,
+    60_000,
+    300_000,
+    1_900_000,
+    90_000_000,
+    31 * 86_400_000,
+    -1,
+    -40_000,
+    -400_000,
+)
 
 # what is drawn more often stands there twice: most calls should meet something
 keys = st.sampled_from((*KEYS[:1] * 6, *KEYS[:3] * 2, *KEYS))

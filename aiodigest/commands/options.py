@@ -60,8 +60,8 @@ Timeout: TypeAlias = Annotated[
         envvar="AIODIGEST_TIMEOUT",
         parser=duration,
         metavar="DURATION",
-        show_default="5s",
-        help="For one call to the server.",
+        show_default=False,
+        help="For one call to the server: 500ms, 5s, 1m, or seconds. [default: 5s]",
     ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
@@ -73,13 +73,12 @@ class Address:
 
     url: str
     namespace: str
-    shards: int | None
     timeout: float
 
     @asynccontextmanager
     async def engine(self) -> AsyncGenerator[DigestEngine, None]:
         """An engine that is connected, or else BackendUnavailable is raised, and that takes any JSON value."""
-        engine = DigestEngine(self.url, namespace=self.namespace, shards=self.shards, timeout=self.timeout)
+        engine = DigestEngine(self.url, namespace=self.namespace, timeout=self.timeout)
         async with engine:
             yield engine
 

@@ -27,6 +27,7 @@ end
 
 local SLICE = 1000 -- how much is read or moved at once, and how many entries a script reads before it stops
 local HOUR = 3600000
+local ECHO = HOUR / 12 -- how long a timeline without records remembers what its last outcome was answered
 local LETTER_TTL = 30 * 24 * HOUR
 local scanned = 0 -- entries read so far by compactions and counts
 
@@ -75,7 +76,7 @@ end
 local function finish()
   write_counts()
   if head_before and head_before >= 0 and head() < head_before then
-    call('XADD', tag .. 'wake', 'MAXLEN', 1, '*', 'at', whole(now))
+    try('XADD', tag .. 'wake', 'MAXLEN', 1, '*', 'at', whole(now))
   end
 end
 
@@ -281,7 +282,7 @@ local function save(held, names)
     end
   elseif held.idle or not next(held.stored) then
     -- without records: as long as its cool-down, and a while for a late close to hear its answer
-    call('PEXPIRE', meta, whole(math.max(held.cool - now, 0) + HOUR))
+    call('PEXPIRE', meta, whole(math.max(held.cool - now, 0) + ECHO))
   end
 end
 
