@@ -180,7 +180,7 @@ class Backend(Protocol):
         ...
 
     async def connect(self) -> None:
-        """Make or check the layout; ``ConfigurationError`` if it is another's."""
+        """Look the layout up; ``ConfigurationError`` if it is another's."""
         ...
 
     async def aclose(self) -> None:
@@ -200,7 +200,7 @@ class Backend(Protocol):
         ...
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
-        """Extend leases to ``lease_ms`` from now; False for one that is lost."""
+        """Extend leases to ``lease_ms`` from now; False for one that is lost. With none: there is a worker."""
         ...
 
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:

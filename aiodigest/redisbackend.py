@@ -105,6 +105,8 @@ class RedisBackend(Namespace, Backend):
         return entries
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool | AiodigestError]:
+        if not leases:  # only to tell that there is a worker
+            await self._call("renew", shard, lease_ms)
         return [done(answer) for answer in await self._each("renew", shard, [lease_ms], pack_names(leases), False)]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:

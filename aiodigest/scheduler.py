@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
-from aiodigest.coalesce import Coalescer
 from aiodigest.dispatch import Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
+from aiodigest.lane import Hold, Lane
 from aiodigest.models import Delivery
 from aiodigest.outage import BACKOFF, Outage, elapse
 from aiodigest.policy import Limits, milliseconds
@@ -21,38 +21,6 @@ logger = logging.getLogger(__name__)
 
 Attempt: TypeAlias = Callable[[Lease, Sequence[bytes]], Awaitable[Outcome]]
 Observer: TypeAlias = Callable[[Delivery], None]
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """A lease that this worker holds, and the task that delivers its digest."""
-
-    lease: Lease
-    until: float  # on the loop's clock, counted from before the call that gave the lease: never later than it ends
-    due: float
-    stage: Literal["claimed", "calling", "reporting"] = "claimed"
-    task: asyncio.Task[None] | None = None
-
-
-class Lane:
-    """What one shard's loop works with."""
-
-    def __init__(self, shard: int, backend: Backend, timeout: float) -> None:
-        async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
-            return await backend.close(shard, closes)
-
-        async def retry(retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
-            return await backend.retry(shard, retries)
-
-        self.shard = shard
-        # the kinds of calls, one of which may fail while the others do not
-        self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
-        self.woken = asyncio.Event()
-        self.holds: set[Hold] = set()
-        self.closes = Coalescer[Close, Closed](close, timeout)
-        self.retries = Coalescer[Retry, bool](retry, timeout)
-        self.listener: asyncio.Task[str | None] | None = None
-        self.deaf = 0  # how often in a row the doorbell could not be heard
 
 
 class Scheduler:
@@ -161,7 +129,9 @@ class Scheduler:
         sent = loop.time()
         self._reserved += slots
         try:
-            if self._outage.concerns(lane.claiming, lane.leasing):  # else it might recover what this worker holds
+            if lane.holds and self._outage.concerns(
+                lane.claiming, lane.leasing
+            ):  # else it might recover what this worker holds
                 await self._renew(lane)
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Exception as error:
@@ -171,15 +141,17 @@ class Scheduler:
             self._reserved -= slots
             self._changed.set()  # another shard may wait for the slots that this one did not need
         self._outage.answered(lane.claiming)
+        lane.marked = sent
         for key, reason in claims.broken:
             logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
         for key, count in claims.expired:
             logger.error("timeline %r outlived its ttl: %d records are lost", key, count)
         now = loop.time()
         for lease in claims.leases:
-            hold = Hold(lease, sent + self._lease_timeout, now - (claims.now_ms - lease.due_ms) / 1000)
+            hold = Hold(lease, now - (claims.now_ms - lease.due_ms) / 1000)
             lane.holds.add(hold)
             hold.task = asyncio.create_task(self._deliver(lane, hold))
+            self._extend(hold, sent)
         return claims
 
     async def _sleep(self, lane: Lane, claims: Claims) -> None:
@@ -236,6 +208,8 @@ class Scheduler:
             logger.exception("a fault of aiodigest while delivering %r; its lease will end", hold.lease.key)
         finally:
             lane.holds.discard(hold)
+            if hold.timer is not None:
+                hold.timer.cancel()
             self._changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
@@ -306,32 +280,52 @@ class Scheduler:
     # Leases
 
     async def _keep(self, lane: Lane) -> None:
-        """Renew leases at a third of their length; cancel the deliveries whose lease ended in an outage."""
+        """Renew leases at a third of their length.
+
+        A worker that neither claims nor holds anything (it rests, or its slots are taken) renews nothing, but does so
+        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
+        """
+        loop = asyncio.get_running_loop()
+        third = self._lease_timeout / 3
         while True:
-            await asyncio.sleep(self._lease_timeout / 3)
-            while True:
-                try:
-                    await self._renew(lane)
-                    break
-                except Exception as error:
-                    self._outage.failed(error, lane.leasing)
-                now = asyncio.get_running_loop().time()
-                for hold in [hold for hold in lane.holds if hold.until <= now]:
-                    self._lose(hold)
-                await self._outage.pause(lane.leasing)
+            due = lane.renewed + third if lane.holds else lane.marked + 1.1 * third
+            if (rest := due - loop.time()) > 0:
+                await asyncio.sleep(min(rest, third / 3))  # what is due next may have changed by then
+            else:
+                await self._renew_at_last(lane)
+
+    async def _renew_at_last(self, lane: Lane) -> None:
+        while True:
+            try:
+                await self._renew(lane)
+                return
+            except Exception as error:
+                self._outage.failed(error, lane.leasing)
+            await self._outage.pause(lane.leasing)
 
     async def _renew(self, lane: Lane) -> None:
-        if holds := [(hold, hold.lease) for hold in lane.holds]:
-            sent = asyncio.get_running_loop().time()
-            kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
-            for (hold, lease), held in zip(holds, kept, strict=True):
-                if isinstance(held, AiodigestError):
-                    logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
-                elif held:
-                    hold.until = sent + self._lease_timeout
-                elif hold.lease is lease:
-                    self._lose(hold)
+        holds = [(hold, hold.lease) for hold in lane.holds]
+        sent = asyncio.get_running_loop().time()
+        kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
+        lane.renewed = lane.marked = sent
+        for (hold, lease), held in zip(holds, kept, strict=True):
+            if isinstance(held, AiodigestError):
+                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
+            elif held:
+                self._extend(hold, sent)
+            elif hold.lease is lease:
+                self._lose(hold)
         self._outage.answered(lane.leasing)
+
+    def _extend(self, hold: Hold, since: float) -> None:
+        """Count on a lease until its end, and not a moment longer, also while a call that would renew it hangs.
+
+        Its end is counted from before the call that gave it, so that it is never taken to be later than it is.
+        """
+        if hold.timer is not None:
+            hold.timer.cancel()
+        if hold.task is not None and not hold.task.done():
+            hold.timer = asyncio.get_running_loop().call_at(since + self._lease_timeout, self._lose, hold)
 
     def _lose(self, hold: Hold) -> None:
         # A delivery that is being reported learns from the answer to its report what became of its lease.

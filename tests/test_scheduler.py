@@ -507,6 +507,42 @@ async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
 
 
 @virtual_time
+async def test_a_worker_that_died_is_replaced_although_the_others_rest_for_longer_than_half_a_lease() -> None:
+    rests = BackoffMode(threshold=1, multiplier=120, maximum=120)
+    failing = Inbox(*[ValueError("receiver is away")] * 8)
+    backend = WatchedBackend()
+    await backend.put("victim", 1)
+    await backend.claim(0, 1, 60_000, Policy().terms.limits)
+    async with delivering(failing, backend, backoff_mode=rests, retry=RetryPolicy(100, lambda attempt: 1.0)) as (
+        engine,
+        _,
+    ):
+        await engine.add("key", 1)
+        await asyncio.sleep(10 * LEASE)
+        assert "victim" in {digest.key for digest in failing.digests}
+
+
+@virtual_time
+async def test_a_worker_whose_renewal_hangs_cancels_its_delivery_when_the_lease_ends_and_no_later() -> None:
+    ended: list[float] = []
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(now())
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=0, timeout=1):
+        await inbox.digest()
+        backend.gates["renew"] = asyncio.Event()
+        await asyncio.sleep(2 * LEASE)
+        assert ended == pytest.approx([LEASE], abs=0.01)
+        backend.gates.pop("renew").set()
+
+
+@virtual_time
 async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     await backend.put("key", 1)

@@ -1,0 +1,45 @@
+"""What the loop of one shard works with: the leases that it holds, and the reports that it sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from aiodigest.backend import Backend, Close, Closed, Lease, Retry
+from aiodigest.coalesce import Coalescer
+from aiodigest.errors import AiodigestError
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A lease that this worker holds, and the task that delivers its digest."""
+
+    lease: Lease
+    due: float
+    stage: Literal["claimed", "calling", "reporting"] = "claimed"
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None  # goes off when the lease has surely ended
+
+
+class Lane:
+    """What one shard's loop works with."""
+
+    def __init__(self, shard: int, backend: Backend, timeout: float) -> None:
+        async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
+            return await backend.close(shard, closes)
+
+        async def retry(retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
+            return await backend.retry(shard, retries)
+
+        self.shard = shard
+        # the kinds of calls, one of which may fail while the others do not
+        self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
+        self.woken = asyncio.Event()
+        self.holds: set[Hold] = set()
+        self.closes = Coalescer[Close, Closed](close, timeout)
+        self.retries = Coalescer[Retry, bool](retry, timeout)
+        self.listener: asyncio.Task[str | None] | None = None
+        self.deaf = 0  # how often in a row the doorbell could not be heard
+        self.renewed = self.marked = asyncio.get_running_loop().time()  # and when the store last heard of this worker
