@@ -38,7 +38,11 @@ def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
         raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {timestamp!r}")
     else:
         micros = round(max(-FAR, min(timestamp, FAR)) * 1_000_000)
-    moment(micros, what)
+    try:
+        moment(micros, what)
+    except InvalidArgument:
+        hint = " (in milliseconds? divide by 1000)" if isinstance(timestamp, (int, float)) and timestamp > 1e11 else ""
+        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {timestamp!r}{hint}") from None
     return micros
 
 
@@ -56,6 +60,12 @@ def pack_entry(record_id: bytes, timestamp: datetime | float | None, value: byte
     if len(value) > VALUE_BYTES:
         raise LimitExceeded(f"a value may take at most {VALUE_BYTES:,} bytes when encoded, not {len(value):,}")
     return pack(record_id, None if timestamp is None else microseconds(timestamp), value)
+
+
+def require(fits: bool, what: str, allowed: str, given: object) -> None:
+    """Refuse an argument of a type that callers who check theirs cannot give."""
+    if not fits:
+        raise InvalidArgument(f"{what} must be {allowed}, not {given!r}")
 
 
 def whole(value: int, what: str, least: int) -> int:

@@ -1,4 +1,4 @@
-"""How a Redis or Valkey server is reached: URLs and clients, a few connections, script calls, and what errors mean."""
+"""How a Redis or Valkey server is reached: URLs and clients, a few connections, and script calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias, cast
-from urllib.parse import urlsplit
+from typing import Protocol, TypeAlias, cast
+from urllib.parse import SplitResult, urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import AbstractConnection, Connection, parse_url
 
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.errors import BackendUnavailable, ConfigurationError
+from aiodigest.faults import explain
 from aiodigest.scripts import Argument, load_script
 
 Source: TypeAlias = "str | Redis"
@@ -22,41 +23,13 @@ Source: TypeAlias = "str | Redis"
 CONNECTIONS = 8  # coalesced calls need no more
 BLOCK_MS = 60_000  # how long the doorbell is listened to in one go
 OLDEST = (6, 2)
-ALLOWED = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, or a redis.asyncio.Redis client"
+ALLOWED = (
+    "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, embedded://, embedded:///folder, "
+    "or (in Python) a redis.asyncio.Redis client"
+)
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
-
-UNAVAILABLE = {
-    "LOADING": "it is loading its data",
-    "MISCONF": "it cannot save its data and refuses writes",
-    "NOREPLICAS": "it has too few replicas and refuses writes",
-    "READONLY": "it is a replica and refuses writes",
-    "OOM": "its memory is full (maxmemory)",
-    "BUSY": "it is busy running a script",
-    "MASTERDOWN": "its primary is down",
-    "CLUSTERDOWN": "its cluster is down",
-    "TRYAGAIN": "its slots are being moved",
-    "UNKILLABLE": "it is busy running a script",
-}
-FORBIDDEN = {"NOAUTH", "WRONGPASS", "NOPERM"}
-# redis-py takes the code from the message of an error that has a class of its own
-CODES: Sequence[tuple[type[Exception], str]] = (
-    (exceptions.BusyLoadingError, "LOADING"),
-    (exceptions.OutOfMemoryError, "OOM"),
-    (exceptions.ReadOnlyError, "READONLY"),
-    (exceptions.MasterDownError, "MASTERDOWN"),
-    (exceptions.ClusterDownError, "CLUSTERDOWN"),
-    (exceptions.TryAgainError, "TRYAGAIN"),
-    (exceptions.NoPermissionError, "NOPERM"),
-    (exceptions.AuthenticationError, "WRONGPASS"),
-    (exceptions.AuthorizationError, "NOAUTH"),
-    (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
-    (exceptions.MovedError, "MOVED"),
-    (exceptions.AskError, "ASK"),
-    (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
-)
-CLUSTERED = {"MOVED", "ASK", "CROSSSLOT"}
 
 
 class LayoutMismatch(Exception):
@@ -80,9 +53,17 @@ class Wire(Protocol):
 
 
 def hide_password(url: str) -> str:
-    """The URL as it may be shown: with ``***`` for its password, wherever it stands."""
-    url = re.sub(r"(?<=[?&])(password|[^=&]*secret[^=&]*)=[^&#]*", r"\1=***", url)
-    return re.sub(r"^([^:/?#]*://[^/?#]*?):[^/?#]*@", r"\1:***@", url)
+    """The URL as it may be shown: with ``***`` for its password, wherever it stands.
+
+    All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``.
+    """
+    url = re.sub(r"([?&][^=&]*(?:pass|secret|token)[^=&]*)=[^&#]*", r"\1=***", url, flags=re.IGNORECASE)
+    head, at, host = url.rpartition("@")
+    if not at:
+        return url
+    scheme, mark, login = head.partition("://") if "://" in head else ("", "", head)
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{mark}{user if colon else ''}{colon}***@{host}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,7 @@ def find_target(source: object) -> Target:
     try:
         parts = urlsplit(source)
         _ = parts.port  # parsed here; a bad one raises
-        reason = _fault(scheme if "://" in source else "", parts.path)
+        reason = _fault(scheme if "://" in source else "", parts)
         given = {} if reason else dict(cast("dict[str, object]", parse_url(source)))
     except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
         reason, given = "it does not parse", {}
@@ -130,7 +111,10 @@ def find_target(source: object) -> Target:
     return _target(make, given, shown)
 
 
-def _fault(scheme: str, path: str) -> str:
+def _fault(scheme: str, parts: SplitResult) -> str:
+    path = parts.path
+    if parts.fragment or "@" in path + parts.query:
+        return "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
     if scheme not in ("redis", "rediss", "unix"):
         return "the scheme is not known"
     if scheme == "unix":
@@ -148,40 +132,6 @@ def _target(make: type[AbstractConnection], given: Mapping[str, object], url: st
     if issubclass(make, Connection):
         settings["socket_keepalive"] = True
     return Target(url, cast("Callable[..., Wire]", make), settings)
-
-
-def code_of(error: Exception | str) -> str:
-    """The code of an error reply, as in ``OOM``; '' if it has none."""
-    text = str(error)
-    # before Redis 7 the error of a command in a script stands inside another one
-    inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
-    if inner:
-        return inner.group(1)
-    # redis-py wraps what a server answers while it is connected to by a unix socket
-    cause = error.__cause__ if isinstance(error, Exception) else None
-    for kind, code in CODES:
-        if isinstance(error, kind) or isinstance(cause, kind):
-            return code
-    outer = re.match(r"-?([A-Z]{3,})\b", text)
-    return outer.group(1) if outer else ""
-
-
-def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no") -> AiodigestError:
-    """An error of redis-py, or the text of an error reply, as one of ours."""
-    code, text = code_of(error), str(error).strip().removeprefix("-")
-    if code in UNAVAILABLE:
-        return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
-    if code in FORBIDDEN or "can't run this command" in text:
-        return ConfigurationError(f"{where} refuses access: {text}")
-    if code in CLUSTERED:
-        return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
-    if code == "WRONGTYPE":
-        return InvalidState(f"a key has been written by another program: {text}")
-    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError)):
-        # OSError: what asyncio raises, its TimeoutError included
-        reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
-        return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
-    return AiodigestError(f"{where} answered: {text}")
 
 
 class Link:

@@ -92,11 +92,15 @@ def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents
 
 def describe(error: BaseException) -> str:
     """An error in one line of bounded length, for dead letters and retries."""
+    text = _text(error)
+    return _line(text if isinstance(error, (CodecError, DeliverySignal)) else f"{type(error).__name__}: {text}")
+
+
+def _text(value: object) -> str:
     try:
-        text = str(error) if isinstance(error, (CodecError, DeliverySignal)) else f"{type(error).__name__}: {error}"
-    except Exception:  # an error of the user's may not even have a text
-        text = type(error).__name__
-    return _line(text)
+        return str(value)
+    except Exception:  # what the user raises may not even have a text
+        return f"a {type(value).__name__}"
 
 
 def _line(text: str) -> str:
@@ -164,7 +168,6 @@ class Dispatcher(Generic[T]):
             task = asyncio.current_task()
             if task is None or task.cancelling():  # whatever it says, it was cut short, and nobody knows where
                 raise asyncio.CancelledError from error
-            logger.warning("attempt %d to deliver %r failed", lease.attempt, lease.key, exc_info=error)
             return self._failed(attempt, error)
         return self._closed(attempt, "delivered")
 
@@ -213,6 +216,11 @@ class Dispatcher(Generic[T]):
 
     def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
         reason = reason or describe(error)
+        told = isinstance(error, (DeliverySignal, InvalidArgument, _TimedOut))  # in full by the reason
+        logger.warning(
+            "attempt %d to deliver %r failed: %s", attempt.lease.attempt, attempt.lease.key, reason,
+            exc_info=None if told else error,
+        )  # fmt: skip
         success = None if isinstance(error, DeliverySignal) else False
         if attempt.lease.attempt >= self._retry.max_attempts:
             return self._buried(attempt, reason, success=success)
@@ -224,11 +232,14 @@ class Dispatcher(Generic[T]):
         known = {record.id for record in attempt.contents.records}
         if not signal.failed:
             return self._closed(attempt, "delivered")
-        if not known.issuperset(signal.failed):
-            return self._failed(attempt, signal)
+        strangers = [record_id for record_id in signal.failed if record_id not in known]
+        if strangers:
+            return self._failed(
+                attempt, signal, reason=_line(f"PartialFailure names {strangers[0]!r}, no record of it")
+            )
         failed = [record_id.encode() for record_id in signal.failed]
         delivered = len(known) - len(failed)
-        reason = _line("; ".join(f"{name}: {why}" for name, why in signal.failed.items()))
+        reason = _line("; ".join(f"{name}: {_text(why)}" for name, why in signal.failed.items()))
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
             letters = [Letter(reason, failed), *attempt.contents.letters()]
@@ -236,6 +247,7 @@ class Dispatcher(Generic[T]):
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason=reason)
+        logger.warning("attempt %d to deliver %r failed in part: %s", attempt.lease.attempt, attempt.lease.key, reason)
         retry = Retry(
             attempt.lease, self._delay_ms(attempt.lease), reason, attempt.policy.terms.limits,
             attempt.taken, [*failed, *bad], delivered, aged=attempt.contents.aged,

@@ -16,7 +16,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import duration, name, pack_entry, whole
+from aiodigest.arguments import duration, name, pack_entry, require, whole
 from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
@@ -105,6 +105,11 @@ class DigestEngine(Management[T]):
         timeout: float | timedelta = 5,
         wait_replicas: int = 0,
     ) -> None:
+        require(isinstance(namespace, str), "namespace", "a str", namespace)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
+        require(isinstance(retry, RetryPolicy), "retry", "a RetryPolicy", retry)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(codec is None or hasattr(codec, "encode"), "codec", "a Codec", codec)
         self.namespace = namespace
         self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type)
         self._retry = retry
@@ -144,6 +149,7 @@ class DigestEngine(Management[T]):
         """
         if self._callback is not None:
             raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
+        require(callable(callback), "the callback", "an async function", callback)
         self._callback = callback
         return callback
 
@@ -207,7 +213,7 @@ class DigestEngine(Management[T]):
             yield
 
     async def _enter(self, callback: Callback[T] | None) -> None:
-        if self._session is not None:
+        if self._session is not None and not self._session.is_over:
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
         def schedule(backend: Backend) -> Scheduler:
@@ -271,7 +277,7 @@ class DigestEngine(Management[T]):
         try:
             return await session.add(add)
         except BackendUnavailable as error:
-            raise session.explained(error, record) from error
+            raise session.explained(error, record) from None  # its message says it all
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.

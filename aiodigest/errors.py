@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, cast
 
 
 class AiodigestError(Exception):
@@ -40,7 +40,7 @@ class BackendUnavailable(AiodigestError):
 
     ``record_id`` is the record of a failed add, else None. ``stored`` says what is known of it: ``"no"``, or
     ``"unknown"`` when the call was sent and its answer was lost. Adding again under that id is harmless while
-    the record is held.
+    the record waits; if it was delivered meanwhile, it comes again.
     """
 
     def __init__(self, message: str, *, record_id: str | None = None, stored: Literal["no", "unknown"] = "no") -> None:
@@ -75,17 +75,20 @@ class RetryAfter(DeliverySignal):
 class Reject(DeliverySignal):
     """Never deliver this digest: it becomes a dead letter at once, with ``reason``."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str = "rejected by the callback") -> None:
         super().__init__(reason)
         self.reason = reason
 
 
 class PartialFailure(DeliverySignal):
-    """The records in ``failed`` (record id to reason) stay for the retry; the others were delivered.
+    """The records in ``failed`` (record id to reason, or just ids) stay for the retry; the others were delivered.
 
     If it names an id that the digest does not hold, all stay.
     """
 
-    def __init__(self, failed: Mapping[str, str]) -> None:
-        super().__init__(f"{len(failed)} records failed")
-        self.failed = dict(failed)
+    def __init__(self, failed: Mapping[str, str] | Iterable[str]) -> None:
+        if isinstance(failed, Mapping):
+            self.failed = dict(cast("Mapping[str, str]", failed))
+        else:
+            self.failed = dict.fromkeys([failed] if isinstance(failed, str) else failed, "failed")
+        super().__init__(f"{len(self.failed)} records failed")

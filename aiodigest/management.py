@@ -35,6 +35,10 @@ class Management(Generic[T]):
     def _entered(self) -> Session:
         if self._session is None:
             raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
+        if not self._session.is_here:
+            raise ConfigurationError(
+                f"engine {self.namespace!r} was entered in another event loop or process: it can be used there alone"
+            )
         return self._session
 
     async def _backend(self) -> Backend:

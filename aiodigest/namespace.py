@@ -8,8 +8,9 @@ from typing import cast
 from uuid import uuid4
 from zlib import crc32
 
-from aiodigest.connection import LayoutMismatch, Link, Source, explain, find_target, join_link
+from aiodigest.connection import LayoutMismatch, Link, Source, find_target, join_link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.faults import explain
 from aiodigest.scripts import Argument, tag_of, text
 
 SCHEMA = 1

@@ -24,6 +24,7 @@ class Outage:
         self._tries: dict[str, int] = {}
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
+        self._told: set[type[Exception]] = set()
 
     def concerns(self, *calls: str) -> bool:
         """Whether the last call of one of these kinds failed."""
@@ -33,6 +34,9 @@ class Outage:
         """A call of a kind failed."""
         if not self._tries:
             self._began = asyncio.get_running_loop().time()
+            self._told.clear()
+        if type(error) not in self._told:  # a server that comes back may refuse us for another reason
+            self._told.add(type(error))
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             logger.warning("%s is unavailable: %s", self._what, error, exc_info=fault)
         self._tries[call] = self._tries.get(call, 0) + 1

@@ -56,6 +56,8 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         _whole("max_attempts", self.max_attempts, 1, 1000)
+        if not callable(self.backoff):
+            raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {self.backoff!r}")
 
     def delay_ms(self, attempt: int) -> int:
         """Milliseconds from the failure of ``attempt`` to the next try; what a strategy returns is checked here."""

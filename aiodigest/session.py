@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -50,8 +51,19 @@ class Session:
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
         self._chores: list[asyncio.Task[None]] = []
+        self._home = (os.getpid(), asyncio.get_running_loop())
         self.main = asyncio.create_task(self._run(), name="aiodigest")
         self.main.add_done_callback(self._ended)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process and the event loop that it belongs to."""
+        return self._home == (os.getpid(), asyncio.get_running_loop())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was left behind: by a fork, or by a loop that was closed before the engine was left."""
+        return self._home[0] != os.getpid() or self._home[1].is_closed()
 
     async def backend(self) -> Backend:
         """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from aiodigest.backend import Backend
+from aiodigest.connection import hide_password
 from aiodigest.errors import ConfigurationError
 from aiodigest.redisbackend import RedisBackend
 
@@ -63,5 +64,5 @@ def _embedded(url: str) -> EmbeddedServer:
 
     parts = urlsplit(url)
     if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
-        raise ConfigurationError(f"an embedded URL is embedded:// or embedded:///folder, not {url!r}")
+        raise ConfigurationError(f"an embedded URL is embedded:// or embedded:///folder, not {hide_password(url)!r}")
     return EmbeddedServer(Path(unquote(parts.path)) if parts.path.strip("/") else None)

@@ -100,3 +100,8 @@ def test_what_is_no_whole_number_is_refused(value: Any) -> None:
 def test_what_is_no_duration_or_too_short_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="lease_timeout must be"):
         duration(value, "lease_timeout", 0.1)
+
+
+def test_milliseconds_are_recognised() -> None:
+    with pytest.raises(InvalidArgument, match=r"1700000000000 \(in milliseconds\? divide by 1000\)"):
+        microseconds(1_700_000_000_000)

@@ -11,9 +11,11 @@ from redis import exceptions
 from redis.asyncio import ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
+from redis.exceptions import InvalidResponse
 
-from aiodigest.connection import CONNECTIONS, Link, Target, _links, explain, find_target, hide_password, join_link
+from aiodigest.connection import CONNECTIONS, Link, Target, _links, find_target, hide_password, join_link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.faults import explain
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,8 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
         ("rediss://:secret@host", "rediss://:***@host"),
         ("redis://user:s:e@c@host", "redis://user:***@host"),
         ("unix:///run/redis?db=1&password=secret", "unix:///run/redis?db=1&password=***"),
+        ("redis://secret@host", "redis://***@host"),
+        ("rediss://host?ssl_password=secret&db=1", "rediss://host?ssl_password=***&db=1"),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
@@ -254,3 +258,30 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
     for _ in range(2):
         asyncio.run(use())
         assert not [link for link in _links.values() if link.target is target]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:se/cret@host/1", "redis://user:***@host/1"),
+        ("redis://user:se#cret@host", "redis://user:***@host"),
+        ("redis://user:se?c@ret@host", "redis://user:***@host"),
+        ("user:secret@host:6379", "user:***@host:6379"),
+    ],
+)
+def test_a_url_that_is_none_is_shown_without_its_password_too(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se@cret/"])
+def test_a_password_that_is_not_escaped_is_refused_with_the_mend_and_not_told(password: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        find_target(f"redis://user:{password}@host/0")
+    assert "%2F" in str(raised.value) or "does not parse" in str(raised.value)
+    assert "cret" not in str(raised.value)
+
+
+def test_a_reply_that_makes_no_sense_leaves_it_unknown_what_was_stored() -> None:
+    error = explain(InvalidResponse("Protocol error"), "redis://host", "unknown")
+    assert isinstance(error, BackendUnavailable)
+    assert error.stored == "unknown"

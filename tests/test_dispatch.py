@@ -139,7 +139,7 @@ def test_an_error_whose_text_fails_is_described_by_its_type() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    assert describe(Mute()) == "Mute"
+    assert describe(Mute()) == "Mute: a Mute"
 
 
 # how a delivery may end
@@ -470,3 +470,19 @@ async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complai
     outcome = await dispatcher.attempt(lease_of(entries), entries)
     assert outcome.result == "delivered"
     assert "must be an async function" in caplog.text
+
+
+async def test_a_partial_failure_may_be_a_list_of_ids() -> None:
+    outcome = await attempt(PartialFailure(["a"]), entry("a"), entry("b"))
+    assert (retry_of(outcome).failed, retry_of(outcome).error) == ([b"a"], "a: failed")
+
+
+async def test_a_partial_failure_that_names_a_stranger_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    outcome = await attempt(PartialFailure({"x": "no"}), entry("a"))
+    assert retry_of(outcome).error == "PartialFailure names 'x', no record of it"
+    assert "names 'x'" in caplog.text
+
+
+async def test_reject_needs_no_reason() -> None:
+    outcome = await attempt(Reject(), entry("a"))
+    assert close_of(outcome).letters == [Letter("rejected by the callback")]

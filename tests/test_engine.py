@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from math import inf, nan
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -1438,3 +1438,45 @@ async def test_run_outside_the_main_thread_says_what_to_use_there() -> None:
     engine = engine_on(WatchedBackend())
     with pytest.raises(ConfigurationError, match=r"main thread.*delivering"):
         await asyncio.to_thread(asyncio.run, engine.run(Inbox()))
+
+
+async def test_an_engine_is_not_used_from_another_loop_than_the_one_that_entered_it() -> None:
+    engine = engine_on(WatchedBackend())
+    async with engine:
+        with pytest.raises(ConfigurationError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, engine.add("key", 1))
+        assert await engine.add("key", 1) is True
+
+
+def test_an_engine_whose_loop_was_closed_under_it_can_be_entered_again() -> None:
+    engine = engine_on(WatchedBackend())
+
+    async def enter() -> None:
+        await engine.__aenter__()
+
+    async def add() -> bool:
+        async with engine:
+            return await engine.add("key", 1)
+
+    asyncio.run(enter())
+    assert asyncio.run(add()) is True
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ({"namespace": None}, "namespace must be a str"),
+        ({"policy": 5}, "policy must be a Policy or a function"),
+        ({"retry": 3}, "retry must be a RetryPolicy"),
+        ({"backoff_mode": 1}, "backoff_mode must be a BackoffMode"),
+        ({"codec": 4}, "codec must be a Codec"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_when_the_engine_is_made(option: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(InvalidArgument, match=allowed):
+        DigestEngine("redis://localhost", **cast("Any", {"namespace": "test", **option}))
+
+
+def test_what_cannot_be_called_is_no_callback() -> None:
+    with pytest.raises(InvalidArgument, match="callback must be an async function"):
+        engine_on(WatchedBackend()).deliver(cast("Any", "mail"))

@@ -23,6 +23,7 @@ from engines import (
 
 from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Claims, Lease
+from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
 
 LEASE = 60.0
@@ -1082,3 +1083,21 @@ async def test_leases_are_logged_at_no_level_above_info_when_all_is_well(caplog:
 def test_leases_do_not_show_their_entries() -> None:
     lease = Lease("key", "token", "digest", 1, 1, 0, 0, 1, entries=(b"somebody's mail",))
     assert "somebody's mail" not in repr(lease)
+
+
+@virtual_time
+async def test_an_outage_that_gets_another_reason_is_told_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    backend = WatchedBackend()
+    async with delivering(Inbox(), backend):
+        backend.take_down()
+        await asyncio.sleep(MINUTE)
+        backend.take_down(error=ConfigurationError("wrong password"))
+        await asyncio.sleep(MINUTE)
+        backend.bring_up()
+        await asyncio.sleep(2)
+    told = [record.message for record in caplog.records if record.name == "aiodigest.outage"]
+    assert [("refused" in line, "wrong password" in line, "available again" in line) for line in told] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]

@@ -1,0 +1,76 @@
+"""What an error of redis-py, or of one timeline in a script, means to us."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from redis import exceptions
+
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+
+UNAVAILABLE = {
+    "LOADING": "it is loading its data",
+    "MISCONF": "it cannot save its data and refuses writes",
+    "NOREPLICAS": "it has too few replicas and refuses writes",
+    "READONLY": "it is a replica and refuses writes",
+    "OOM": "its memory is full (maxmemory)",
+    "BUSY": "it is busy running a script",
+    "MASTERDOWN": "its primary is down",
+    "CLUSTERDOWN": "its cluster is down",
+    "TRYAGAIN": "its slots are being moved",
+    "UNKILLABLE": "it is busy running a script",
+}
+FORBIDDEN = {"NOAUTH", "WRONGPASS", "NOPERM"}
+# redis-py takes the code from the message of an error that has a class of its own
+CODES: Sequence[tuple[type[Exception], str]] = (
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.NoPermissionError, "NOPERM"),
+    (exceptions.AuthenticationError, "WRONGPASS"),
+    (exceptions.AuthorizationError, "NOAUTH"),
+    (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
+    (exceptions.MovedError, "MOVED"),
+    (exceptions.AskError, "ASK"),
+    (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
+)
+CLUSTERED = {"MOVED", "ASK", "CROSSSLOT"}
+
+
+def code_of(error: Exception | str) -> str:
+    """The code of an error reply, as in ``OOM``; '' if it has none."""
+    text = str(error)
+    # before Redis 7 the error of a command in a script stands inside another one
+    inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
+    if inner:
+        return inner.group(1)
+    # redis-py wraps what a server answers while it is connected to by a unix socket
+    cause = error.__cause__ if isinstance(error, Exception) else None
+    for kind, code in CODES:
+        if isinstance(error, kind) or isinstance(cause, kind):
+            return code
+    outer = re.match(r"-?([A-Z]{3,})\b", text)
+    return outer.group(1) if outer else ""
+
+
+def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no") -> AiodigestError:
+    """An error of redis-py, or the text of an error reply, as one of ours."""
+    code, text = code_of(error), str(error).strip().removeprefix("-")
+    if code in UNAVAILABLE:
+        return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
+    if code in FORBIDDEN or "can't run this command" in text:
+        return ConfigurationError(f"{where} refuses access: {text}")
+    if code in CLUSTERED:
+        return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
+    if code == "WRONGTYPE":
+        return InvalidState(f"a key has been written by another program: {text}")
+    garbled = isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.ResponseError)
+    if garbled or isinstance(error, OSError):  # OSError: what asyncio raises, its TimeoutError included
+        reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+        return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
+    return AiodigestError(f"{where} answered: {text}")
