@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import pytest
 from commandline import aiodigest, environment, no_process_is_left, running
 
-from aiodigest import Digest, DigestEngine, Policy, Reject, __version__
-from aiodigest.commands import app
+from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
+from aiodigest.commands import app, inspect
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"
@@ -58,12 +58,12 @@ async def fill(data: Path) -> None:
         await raw.add(HOSTILE, b"\x00\x1b", record_id="raw", timestamp=1)
 
 
-async def bury(data: Path) -> None:
+async def bury(data: Path, reason: str = "no such address") -> None:
     """One dead letter."""
     buried = asyncio.Event()
 
     async def refuse(digest: Digest[Any]) -> None:
-        raise Reject("no such address")
+        raise Reject(reason)
 
     async with DigestEngine(f"embedded://{data}", namespace="mail") as engine:
         await engine.add("user:1", {"text": "hello"}, record_id="one", timestamp=0)
@@ -116,13 +116,15 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, co
     code, listed, _ = command("dead", "list")
     assert "no such address" in listed
 
-    assert command("dead", "replay", letter["id"], "--json")[0] == 0
+    code, replayed, _ = command("dead", "replay", letter["id"][:8])
+    assert (code, replayed) == (0, "user:1 has 1 record back and waits\n")
     assert '"dead":0' in command("stats", "--json")[1]
-    code, _, error = command("dead", "show", letter["id"])
-    assert code == 1
-    assert "there is no dead letter" in error
-    code, _, error = command("dead", "discard", letter["id"])
-    assert code == 1
+    assert "has no dead letters" in command("dead", "list")[2]
+    for action in ("show", "replay", "discard"):
+        code, _, error = command("dead", action, letter["id"])
+        assert code == 1
+        assert "there is no dead letter" in error
+        assert "aiodigest dead list --namespace mail" in error
 
 
 def test_a_dead_letter_is_discarded(tmp_path: Path, command: Command) -> None:
@@ -132,6 +134,70 @@ def test_a_dead_letter_is_discarded(tmp_path: Path, command: Command) -> None:
     code, counted, _ = command("stats")
     assert code == 0
     assert ["dead", "0"] in [line.split() for line in counted.splitlines()]
+
+
+def test_the_id_and_time_of_a_dead_letter_are_whole_where_its_reason_is_cut(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(bury(tmp_path, "no such address, " * 10))
+    monkeypatch.setattr(inspect, "PIPE_WIDTH", 40)
+    letter = json.loads(command("dead", "list", "--json")[1])
+    [head, reason] = command("dead", "list")[1].splitlines()
+    assert head.startswith(f"{letter['id']}  {letter['buried_at'][:10]} ")
+    assert head.endswith(" UTC  1 record")
+    assert reason.startswith("  user:1: no such address, ")
+    assert len(reason) == 40
+
+
+def test_the_beginning_of_an_id_must_mean_one_dead_letter(tmp_path: Path, command: Command) -> None:
+    async def bury_two() -> None:
+        async with DigestEngine(f"embedded://{tmp_path}", namespace="mail", value_type=bytes, codec=RawCodec()) as raw:
+            await raw.add_many([Entry("user:1", b"{", "one"), Entry("user:1", b"\xff", "two")])
+        buried = asyncio.Event()
+        engine = DigestEngine(f"embedded://{tmp_path}", namespace="mail")
+        engine.observe(lambda delivery: buried.set())
+        async with engine.delivering(lambda digest: asyncio.sleep(0)):
+            await buried.wait()
+
+    def listed() -> list[str]:
+        return [json.loads(line)["id"] for line in command("dead", "list", "--json")[1].splitlines()]
+
+    asyncio.run(bury_two())
+    one, two = listed()
+    code, _, error = command("dead", "discard", one[:-1])
+    assert one[:-1] == two[:-1]
+    assert code == 1
+    assert f"2 dead letters begin with '{one[:-1]}'" in error
+    assert command("dead", "discard", one)[0] == 0
+    assert listed() == [two]
+
+
+def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_attempt_and_error(
+    tmp_path: Path, command: Command
+) -> None:
+    async def fail() -> None:
+        failed = asyncio.Event()
+
+        async def refuse(digest: Digest[Any]) -> None:
+            raise ConnectionError("503")
+
+        engine = DigestEngine(f"embedded://{tmp_path}", namespace="mail", retry=RetryPolicy(backoff=lambda _: 60.0))
+        engine.observe(lambda delivery: failed.set())
+        async with engine.delivering(refuse):
+            await engine.add("user:1", 1)
+            await failed.wait()
+
+    asyncio.run(fail())
+    shown = command("show", "user:1")[1]
+    assert "1 record, attempt 1 was made, last error: ConnectionError: 503\n" in shown
+
+
+def test_a_namespace_that_holds_nothing_is_told(command: Command) -> None:
+    code, counted, error = command("stats", "--namespace", "mial")
+    assert (code, error) == (0, "aiodigest: namespace 'mial' holds nothing\n")
+    assert "waiting" in counted
+    code, listed, error = command("timelines", "--namespace", "mial", "--json")
+    assert (code, listed, error) == (0, "", "aiodigest: namespace 'mial' has no timelines\n")
 
 
 def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +242,25 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str, tmp_pa
     )
     told = b"aiodigest: the command line is not installed: pip install 'aiodigest[standard]'\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, b"", told)
+
+
+def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
+    program = dedent("""
+        import signal, sys
+        import aiodigest.__main__ as main
+
+        class Interrupted:
+            def find_spec(self, name, *_):
+                if name == "aiodigest.commands.app":
+                    signal.raise_signal(signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupted())
+        main.main()
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=30, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
 
 
 # Services

@@ -12,7 +12,7 @@ import pytest
 
 from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.commands import app, output, render
-from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, moment
+from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
 from aiodigest.commands.lines import Splitter
 from aiodigest.commands.lock import data_folder
 from aiodigest.commands.options import duration
@@ -70,6 +70,21 @@ def test_a_template_that_is_none_is_refused(template: str) -> None:
 def test_a_line_without_a_key_is_malformed(line: bytes) -> None:
     with pytest.raises(Malformed):
         Shape(Template.parse("key")).entry(line)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({}, "there is no field key, or it is null"),
+        ({"key": None}, "there is no field key, or it is null"),
+        ({"key": {}}, "field key is an object: it must be text, a number, true or false"),
+        ({"key": []}, "field key is a list: it must be text, a number, true or false"),
+    ],
+)
+def test_a_field_that_is_of_no_use_is_told_with_what_it_is(value: JSON, told: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        Template.parse("key").fill(value)
+    assert str(caught.value) == told
 
 
 @pytest.mark.parametrize(
@@ -210,12 +225,16 @@ def test_the_data_folder_is_the_one_of_the_url_or_of_the_environment(monkeypatch
         (["pipe", "--group-by", "a", "--minimum-delay", "2h"], "minimum_delay (7200.0) must not be above"),
         (["pipe", "--group-by", "a", "--follow"], "needs a file"),
         (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
+        (["pipe", "--group-by", "a", "/"], "/: Is a directory"),
+        (["pipe", "--group-by", "a", "--capacity", "10", "--max-size", "11"], "max_size must be"),
         (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"),
         (["run"], "MODULE:ENGINE"),
         (["stats"], "--namespace"),
         (["timelines", "--namespace", "n", "--state", "late"], "is no state"),
         (["stats", "--namespace", "not a name"], "namespace"),
+        (["stats", "--namespace", "n", "--shards", "2"], "No such option: --shards"),
         (["stats", "--namespace", "n", "--url", "http://example.org"], "http://example.org"),
+        (["stats", "--namespace", "n", "--url", "localhost:6379"], "embedded:///folder"),
         (["run", "nothing"], "is no MODULE:ENGINE"),
         (["run", "no_such_module:engine"], "'no_such_module' cannot be imported: ModuleNotFoundError"),
         (["run", "json:nothing"], "no attribute 'nothing'"),
@@ -242,6 +261,25 @@ def test_help_is_printed(
 ) -> None:
     assert run(monkeypatch, *arguments) == 0
     assert "Usage: aiodigest" in capsys.readouterr().out
+
+
+def test_the_help_of_pipe_says_what_surprises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "pipe", "--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "after another run of the same command, when --minimum-delay",
+        "[default: 500; none with --capacity]",
+        "'pipe-' is put before it",
+        "DURATION is 250ms, 30s, 5m, 1h, 7d, or seconds.",
+    ):
+        assert words in told
+
+
+def test_a_digest_for_people_has_ids_only_if_they_mean_anything() -> None:
+    assert render.text_block(DIGEST) == b"k: 1 record\n  1970-01-01 00:00:00  r  text=\xc3\xa9\\u2028\n"
+    assert render.text_block(DIGEST, ids=False) == b"k: 1 record\n  1970-01-01 00:00:00  text=\xc3\xa9\\u2028\n"
 
 
 def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:

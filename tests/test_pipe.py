@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Generator
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 from commandline import ROOT, Running, aiodigest, digests, ids, ndjson, no_process_is_left, running
+
+from aiodigest import DigestEngine, Entry, Policy
 
 JSON_OUT = ("--output", "json")
 BY_KEY = ("--group-by", "key", "--id", "id", *JSON_OUT)
@@ -124,6 +128,18 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(tmp_p
     assert b"\x1b" not in result.stderr
 
 
+def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_has_is_named(tmp_path: Path) -> None:
+    lines = ndjson({"id": number, "event": "push"} for number in range(30))
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, input=b"starting\n" + lines)
+    assert (result.returncode, result.stdout) == (0, b"")
+    errors = result.stderr.decode().splitlines()
+    assert len(errors) == 22
+    assert errors[-2:] == [
+        "aiodigest: 31 malformed lines: skipped (the first 20 are shown)",
+        "aiodigest: no line had a usable key; the first has the fields: id, event",
+    ]
+
+
 def test_strict_stops_at_a_malformed_line_and_prints_what_came_before(tmp_path: Path) -> None:
     lines = ndjson([item(1), item(2)]) + b"nonsense\n" + ndjson([item(3)])
     result = aiodigest(tmp_path, "pipe", *BY_KEY, "--strict", input=lines)
@@ -170,6 +186,58 @@ def test_records_dropped_by_capacity_are_counted_and_exit_1(tmp_path: Path) -> N
     assert b"15 records dropped" in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [BY_KEY, ("--group-by", "key", *JSON_OUT)], ids=["ids", "no ids"])
+def test_a_file_with_more_lines_of_a_group_than_a_timeline_holds_is_printed_whole(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    lines = [item(number, "few" if number % 100 == 0 else "many") for number in range(5_000)]
+    result = aiodigest(tmp_path, "pipe", *arguments, input=ndjson(lines))
+    assert (result.returncode, result.stderr) == (0, b"")
+    printed = [record["value"]["id"] for digest in digests(result.stdout) for record in digest["records"]]
+    assert sorted(printed) == sorted(str(line["id"]) for line in lines)
+    assert max(len(digest["records"]) for digest in digests(result.stdout)) <= 500
+
+
+def test_ids_that_come_again_and_again_fill_no_timeline(tmp_path: Path) -> None:
+    lines = [{**item(number % 10), "number": number} for number in range(3_000)]
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--initial-delay", "1m", input=ndjson(lines))
+    [digest] = digests(result.stdout)
+    assert [record["value"]["number"] for record in digest["records"]] == list(range(2_990, 3_000))
+
+
+def test_lines_that_are_too_old_to_be_printed_fill_no_timeline(tmp_path: Path) -> None:
+    lines = ndjson({**item(number), "time": number} for number in range(2_500))
+    arguments = ("--group-by", "key", "--timestamp", "time", "--max-age", "1h")
+    result = aiodigest(tmp_path, "pipe", *arguments, input=lines)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+async def leave(data: Path, namespace: str, records: int) -> None:
+    """A timeline that waits."""
+    async with DigestEngine(f"embedded://{data}", namespace=namespace, policy=Policy(initial_delay=600)) as engine:
+        await engine.add_many(Entry("k", {"id": f"left{number}"}, f"left{number}") for number in range(records))
+
+
+def test_what_an_earlier_run_has_left_takes_room(tmp_path: Path) -> None:
+    asyncio.run(leave(tmp_path, "pipe-name", 900))
+    lines = ndjson(item(number) for number in range(1_500))
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "name", input=lines)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert len(set(ids(result.stdout))) == len(ids(result.stdout)) == 2_400
+
+
+def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(tmp_path: Path) -> None:
+    async def held() -> list[str]:
+        async with DigestEngine(f"embedded://{tmp_path}", namespace="mail") as engine:
+            timeline = await engine.peek("k")
+            return [record.id for record in timeline.records] if timeline is not None else []
+
+    asyncio.run(leave(tmp_path, "mail", 1))
+    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "mail", input=ndjson([item(1)]))
+    assert ids(result.stdout) == ["k1"]
+    assert asyncio.run(held()) == ["left0"]
+
+
 def test_the_same_command_cannot_run_twice_and_another_one_keeps_to_its_own_records(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", *BY_KEY) as first:
         first.feed(ndjson([item(1)]))
@@ -205,7 +273,7 @@ def test_readable_text_shows_keys_and_fields_and_no_control_characters(tmp_path:
     result = aiodigest(tmp_path, "pipe", "--group-by", "key", input=lines)
     text = result.stdout.decode()
     assert text.startswith("a\\x1b[2J: 1 record\n")
-    assert "text=hi\\x07\\u202e more={…} list=[2]" in text
+    assert re.search(r"\n  [-0-9]+ [:0-9]+  key=a\\x1b\[2J text=hi\\x07\\u202e more={…} list=\[2]\n", text)
     assert "\x1b" not in text
 
 

@@ -116,12 +116,13 @@ class Demo:
     def _sum_up(self) -> None:
         delivered = [attempt for attempt in self._attempts if attempt.result == "delivered"]
         failed = [attempt for attempt in self._attempts if attempt.result == "failed"]
+        records = sum(attempt.records for attempt in delivered)
         retried = sum(attempt.attempt > 1 for attempt in delivered)
         lateness = [attempt.lateness * 1000 for attempt in self._attempts] or [0.0]
         self._screen.print(
             Text("\nWhat happened", "bold"),
             Text(f"  records in            {self._added.total()}"),
-            Text(f"  digests out           {len(delivered)}, with {sum(one.records for one in delivered)} records"),
+            Text(f"  digests out           {len(delivered)}, with {count(records, 'record')}"),
             Text(f"  deliveries failed     {len(failed)}, and {count(retried, 'digest')} delivered by a retry"),
             Text(f"  lateness              median {median(lateness):.0f} ms, worst {max(lateness):.0f} ms"),
             Text("\nYour own stream: aiodigest pipe --help", "dim"),

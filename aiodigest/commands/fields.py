@@ -19,6 +19,15 @@ class Malformed(ValueError):
     """A line that cannot be added; the message says why."""
 
 
+class Unusable(Malformed):
+    """An object without a field that it must have; ``names`` are those that it has."""
+
+    def __init__(self, message: str, field: str, value: JSON) -> None:
+        super().__init__(message)
+        self.field = field
+        self.names = [str(name) for name in value] if isinstance(value, dict) else []
+
+
 @dataclass(frozen=True, slots=True)
 class Path:
     """The way to a field of an object: ``payload.sender.login``, ``commits.0.id``."""
@@ -72,7 +81,7 @@ class Template:
         return cls(text, parts)
 
     def fill(self, value: JSON) -> str:
-        """The template with the fields of ``value``. Raises Malformed if one is missing, or neither text nor number."""
+        """The template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
         return "".join(literal + (_text(path, value) if path else "") for literal, path in self.parts)
 
 
@@ -94,12 +103,13 @@ def _text(path: Path, value: JSON) -> str:
         case str() as text:
             return text
         case None:
-            raise Malformed(f"there is no field {path.text}")
+            raise Unusable(f"there is no field {path.text}, or it is null", path.text, value)
         case bool() | int() | float() as scalar:
             return json.dumps(scalar)
         case other:
-            kind = "list" if isinstance(other, list) else "object"
-            raise Malformed(f"field {path.text} must be text or a number, and is a {kind}")
+            kind = "a list" if isinstance(other, list) else "an object"
+            message = f"field {path.text} is {kind}: it must be text, a number, true or false"
+            raise Unusable(message, path.text, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -62,6 +64,8 @@ class Source:
         self._path = path
         self._name = "<stdin>" if path is None else str(path)
         self._file = 0 if path is None else os.open(path, os.O_RDONLY)
+        if stat.S_ISDIR(os.fstat(self._file).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         self._splitter = Splitter(self._name)
         self._thread = DaemonThread(f"aiodigest reads {self._name}")
 

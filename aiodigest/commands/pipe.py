@@ -9,6 +9,7 @@ import os
 import platform
 from dataclasses import astuple, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -21,7 +22,11 @@ from aiodigest.commands.options import EMBEDDED, FAILED, USAGE, Shards, Timeout,
 from aiodigest.commands.output import Output, prepare
 from aiodigest.commands.piping import Pipe, pipe_engine, verdict
 from aiodigest.commands.render import Render, coloured_block, json_line, text_block
+from aiodigest.commands.room import Room
 from aiodigest.commands.words import say
+
+MAX_SIZE = 500
+CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at the most
 
 
 class Format(StrEnum):
@@ -33,12 +38,13 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a pipe was asked to do."""
+    """What a pipe was asked to do; ``trims`` is whether a group may lose lines to its capacity."""
 
     files: tuple[Path, ...]
     shape: fields.Shape
     output: Format
     policy: Policy
+    trims: bool
     url: str
     namespace: str
     shards: int | None
@@ -51,8 +57,9 @@ def _due(text: str, **settings: Any) -> Any:
     return typer.Option(rich_help_panel="When a digest is due", help=text, **settings)
 
 
-def _delay(shown: str | None, text: str) -> Any:
-    return _due(text, parser=duration, metavar="DURATION", show_default=shown or False)
+def _delay(default: str | None, text: str) -> Any:
+    shown = f"{text} [default: {default}]" if default else text
+    return _due(shown, parser=duration, metavar="DURATION", show_default=False)
 
 
 Group: TypeAlias = Annotated[
@@ -91,6 +98,8 @@ Examples:
   journalctl -fo json | aiodigest pipe --group-by _SYSTEMD_UNIT --minimum-delay 1m
   aiodigest pipe --group-by '{event}:{repository}' --id id -o json < events.ndjson
   aiodigest pipe --follow app.log --group-by user.id --initial-delay 30s
+
+DURATION is 250ms, 30s, 5m, 1h, 7d, or seconds.
 """
 
 
@@ -110,26 +119,47 @@ def pipe(
     minimum_delay: Annotated[float, _delay("5m", "From a digest of a group to its next.")] = 300.0,
     increment_delay: Annotated[float, _delay("30s", "Each line puts the digest that it waits for off.")] = 30.0,
     maximum_delay: Annotated[float, _delay("30m", "No digest is put off longer.")] = 1800.0,
-    max_size: Annotated[int | None, _due("So many lines are due at once, and no digest has more.", min=1)] = None,
+    max_size: Annotated[
+        int | None,
+        _due(
+            f"So many lines are due at once, and no digest has more. [default: {MAX_SIZE}; none with --capacity]",
+            min=1,
+            max=MOST,
+        ),
+    ] = None,
     capacity: Annotated[
-        int, _due("A group keeps its newest lines; exit 1 if any is dropped.", min=1, max=10_000)
-    ] = 1000,
+        int | None,
+        _due(
+            "A group keeps its newest lines; exit 1 if any is dropped. [default: none is, reading waits]",
+            min=1,
+            max=MOST,
+        ),
+    ] = None,
     max_age: Annotated[float | None, _delay(None, "Leave out lines that are older when they are due.")] = None,
     ttl: Annotated[float, _delay("7d", "Forget a group that nobody came back for.")] = 604_800.0,
     url: Url = EMBEDDED,
     namespace: Annotated[
         str | None,
-        typer.Option(help="Where lines wait. [default: made from the other arguments]", show_default=False),
+        typer.Option(
+            help="Where lines wait: 'pipe-' is put before it, so it is no engine's. [default: made from the other "
+            "arguments]",
+            show_default=False,
+        ),
     ] = None,
     shards: Shards = None,
     timeout: Timeout = 5.0,
 ) -> int:
     """Group a stream of JSON objects, one a line, and print each group as digests.
 
-    The first line of a group is printed at once; what follows waits and comes together. At the end of the input all
-    that waits is printed. What was read is kept: after a crash, the same command on the same machine prints it. The
-    same command cannot run twice at once there, unless --namespace tells them apart.
+    The first line of a group is printed at once (after another run of the same command, when --minimum-delay since
+    the group's last digest is over); what follows waits and comes together. At the end of the input all that waits is
+    printed. What was read is kept: after a crash, the same command on the same machine prints it. The same command
+    cannot run twice at once there, unless --namespace tells them apart.
     """
+    trims = capacity is not None
+    if capacity is None:
+        max_size = max_size or MAX_SIZE
+        capacity = max(CAPACITY, min(2 * max_size, MOST))
     policy = Policy(
         initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
         maximum_delay=maximum_delay, max_size=max_size, capacity=capacity, max_age=max_age, ttl=ttl,
@@ -139,7 +169,8 @@ def pipe(
     if follow and (not paths or Path("-") in paths):
         raise typer.BadParameter("--follow needs a file: standard input is read to its end in any case")
     named = namespace or derived_namespace(url, paths, shape, output, policy)
-    return start(Settings(paths, shape, output, policy, url, named, shards, timeout, follow, strict))
+    named = f"pipe-{named.removeprefix('pipe-')}"  # what waits for an engine is not for a pipe to print
+    return start(Settings(paths, shape, output, policy, trims, url, named, shards, timeout, follow, strict))
 
 
 def derived_namespace(url: str, files: tuple[Path, ...], shape: fields.Shape, output: Format, policy: Policy) -> str:
@@ -175,11 +206,14 @@ def _told(error: OSError) -> str:
 
 
 async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -> int:
-    output = Output(_renderer(settings.output))
-    async with engine.delivering(output.deliver):
+    output = Output(_renderer(settings))
+    capacity = None if settings.trims else settings.policy.capacity
+    room = Room(engine, output.deliver, capacity, repeats=settings.shape.id is not None)
+    async with engine.delivering(room.deliver):
         await engine.stats()  # a pipe without a server says so at once, in one line
+        await room.look()
         log_to_stderr()
-        pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, settings.strict)
+        pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, room, settings.strict)
         try:
             await pipe.run()
         except (BackendUnavailable, OSError):
@@ -188,7 +222,7 @@ async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -
     return verdict(pipe, output, settings.namespace, settings.strict)
 
 
-def _renderer(output: Format) -> Render:
-    if output is Format.json:
+def _renderer(settings: Settings) -> Render:
+    if settings.output is Format.json:
         return json_line
-    return coloured_block if os.isatty(1) else text_block
+    return partial(coloured_block if os.isatty(1) else text_block, ids=settings.shape.id is not None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from aiodigest import (
     JSON,
@@ -18,17 +17,17 @@ from aiodigest import (
     Policy,
     RetryPolicy,
 )
-from aiodigest.commands.fields import Malformed, Shape
+from aiodigest.commands.fields import Malformed, Shape, Unusable
 from aiodigest.commands.lines import Intake, Line
 from aiodigest.commands.options import FAILED
 from aiodigest.commands.output import Output
+from aiodigest.commands.patience import patiently
+from aiodigest.commands.room import Room
 from aiodigest.commands.words import count, say
 
-T = TypeVar("T")
-
 LEASE = 5.0  # seconds: how long a restart waits for what a killed run was writing
-NEVER = 365 * 86_400.0  # a reader of standard output may be as slow as it likes
-PATIENCE = 60.0  # seconds without a server before a pipe that runs gives up
+SHOWN = 20  # malformed lines; more are only counted
+NAMES = 20  # fields of a line
 LOOK_AGAIN = 0.05  # seconds between looks at what is still held
 AT_ONCE = 100  # flushes under way
 
@@ -43,7 +42,7 @@ def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, ti
         backoff_mode=BackoffMode(maximum=0),
         shards=shards,
         lease_timeout=LEASE,
-        delivery_timeout=NEVER,
+        delivery_timeout=policy.ttl * 0.99,  # a reader may be as slow as it likes while records live
         drain_timeout=1,
         timeout=timeout,
     )
@@ -52,17 +51,23 @@ def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, ti
 class Pipe:
     """Feeds lines to an engine, and at their end has it deliver what waits.
 
-    ``malformed`` counts the lines that were not added; ``signal`` is the one that ended the input, if one did.
+    ``malformed`` counts the lines that were not added; ``unusable`` is the first without a field that it must have,
+    as long as no line is usable. ``signal`` is the one that ended the input, if one did.
     """
 
-    def __init__(self, engine: DigestEngine, shape: Shape, intake: Intake, output: Output, strict: bool) -> None:
+    def __init__(
+        self, engine: DigestEngine, shape: Shape, intake: Intake, output: Output, room: Room, strict: bool
+    ) -> None:
         self._engine = engine
         self._shape = shape
         self._intake = intake
         self._output = output
+        self._room = room
         self._strict = strict
         self._work: asyncio.Task[None] | None = None
+        self._usable = False
         self.malformed = 0
+        self.unusable: Unusable | None = None
         self.signal: int | None = None
 
     async def run(self) -> None:
@@ -120,15 +125,30 @@ class Pipe:
                 entries.append((line, self._shape.entry(line.text)))
             except Malformed as error:
                 self._report(line, error)
+                if isinstance(error, Unusable) and not self._usable:
+                    self.unusable = self.unusable or error
                 if self._strict:
                     break
+        if entries:
+            self._usable, self.unusable = True, None
         return entries
 
     def _report(self, line: Line, error: Exception) -> None:
         self.malformed += 1
-        say(f"{line.place}: {error}")
+        if self.malformed <= SHOWN:
+            say(f"{line.place}: {error}")
 
     async def _add(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
+        """Add entries, no faster than there is room for them."""
+        start = 0
+        for index, (_, entry) in enumerate(entries):
+            while not self._room.take(entry.key):
+                await self._send(entries[start:index])
+                start = index
+                await self._room.make(entry.key)
+        await self._send(entries[start:])
+
+    async def _send(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
         """Add entries; what the server did not take is added again under the same id, so that nothing comes twice."""
         left = entries
 
@@ -178,25 +198,16 @@ class Pipe:
         return [timeline.key async for timeline in self._engine.timelines("waiting")]
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """What ``call`` answers; made again while the server is away, for up to a minute."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE
-    while True:
-        try:
-            return await call()
-        except BackendUnavailable:
-            if loop.time() > deadline:
-                raise
-        await asyncio.sleep(0.5)
-
-
 def verdict(pipe: Pipe, output: Output, namespace: str, strict: bool) -> int:
     """The exit code of a pipe, and a line for each thing that its user should know."""
     lost = False
     if pipe.malformed:
-        say(f"{count(pipe.malformed, 'malformed line')}: {'stopped at the first' if strict else 'skipped'}")
+        shown = f" (the first {SHOWN} are shown)" if pipe.malformed > SHOWN else ""
+        say(f"{count(pipe.malformed, 'malformed line')}: {'stopped at the first' if strict else 'skipped'}{shown}")
         lost = strict
+    if pipe.unusable is not None:
+        names = ", ".join(pipe.unusable.names[:NAMES]) + (", ..." if len(pipe.unusable.names) > NAMES else "")
+        say(f"no line had a usable {pipe.unusable.field}; the first has the fields: {names or '(none)'}")
     if output.dropped:
         say(
             f"{count(output.dropped, 'record')} dropped, since a timeline was full: raise --capacity, or set --max-size"

@@ -30,29 +30,31 @@ def json_line(digest: Digest[JSON]) -> bytes:
     return f'{head[:-1]},"records":[{records}]}}\n'.encode()
 
 
-def text_block(digest: Digest[JSON]) -> bytes:
-    """A digest for a person: its key, then a line a record."""
-    return f"{_text(digest).plain}\n".encode()
+def text_block(digest: Digest[JSON], ids: bool = True) -> bytes:
+    """A digest for a person: its key, then a line a record, with its id if ``ids`` mean anything."""
+    return f"{_text(digest, ids).plain}\n".encode()
 
 
-def coloured_block(digest: Digest[JSON]) -> bytes:
+def coloured_block(digest: Digest[JSON], ids: bool = True) -> bytes:
     """The same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
     file = StringIO()
     width = shutil.get_terminal_size().columns
-    Console(file=file, force_terminal=True, width=width).print(_text(digest), no_wrap=True, overflow="ellipsis")
+    Console(file=file, force_terminal=True, width=width).print(_text(digest, ids), no_wrap=True, overflow="ellipsis")
     return file.getvalue().encode()
 
 
-def _text(digest: Digest[JSON]) -> Text:
+def _text(digest: Digest[JSON], ids: bool) -> Text:
     text = Text()
     text.append(printable(digest.key), "bold cyan").append(f": {count(len(digest.records), 'record')}")
     if digest.dropped:
-        text.append(f" ({digest.dropped:,} older ones dropped)", "red")
+        text.append(f" ({count(digest.dropped, 'older one')} dropped)", "red")
     if digest.attempt > 1:
         text.append(f" (attempt {digest.attempt})", "yellow")
     for record in digest.records:
         text.append(f"\n  {record.timestamp:%Y-%m-%d %H:%M:%S}  ", "dim")
-        text.append(f"{shortened(record.id, FIELD)}  ", "dim").append(summary(record.value))
+        if ids:
+            text.append(f"{shortened(record.id, FIELD)}  ", "dim")
+        text.append(summary(record.value))
     return text
 
 
