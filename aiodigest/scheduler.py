@@ -129,9 +129,8 @@ class Scheduler:
         sent = loop.time()
         self._reserved += slots
         try:
-            if lane.holds and self._outage.concerns(
-                lane.claiming, lane.leasing
-            ):  # else it might recover what this worker holds
+            was_away = self._outage.concerns(lane.claiming, lane.leasing)
+            if lane.holds and was_away:  # else this claim might recover what this worker holds
                 await self._renew(lane)
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Exception as error:
