@@ -23,6 +23,8 @@ SHARED: Mapping[str, Sequence[str]] = {
     "reschedule": ("prelude", "window"),
     "claim": ("prelude", "lease"),
     "open": ("prelude", "lease"),
+    "close": ("prelude", "items"),
+    "retry": ("prelude", "items"),
 }
 CREATES = {"add", "claim", "renew"}  # what begins a namespace; the others find an empty one where there is none
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {

@@ -102,42 +102,16 @@ local function close(item, nonce)
   return {status, next_id, left}
 end
 
-local cursor = 5
-local function next_argument()
-  cursor = cursor + 1
-  return ARGV[cursor - 1]
-end
-
-local function next_letter()
-  local letter = {reason = next_argument()}
-  local ids = tonumber(next_argument())
-  if ids >= 0 then
-    letter.wanted = {}
-    for _ = 1, ids do
-      letter.wanted[next_argument()] = true
-    end
-  end
-  return letter
-end
-
 local function next_item()
   local item = {
-    key = next_argument(), token = next_argument(), digest_id = next_argument(), taken = tonumber(next_argument()),
-    delivered = tonumber(next_argument()), aged = tonumber(next_argument()), counts = next_argument() == '1',
-    cool = tonumber(next_argument()), lease = tonumber(next_argument()), max_size = tonumber(next_argument()),
-    ttl = tonumber(next_argument()), letters = {},
+    key = next_argument(), token = next_argument(), digest_id = next_argument(), taken = next_number(),
+    delivered = next_number(), aged = next_number(), counts = next_flag(), cool = next_number(), lease = next_number(),
+    max_size = next_number(), ttl = next_number(), letters = {},
   }
-  for index = 1, tonumber(next_argument()) do
-    item.letters[index] = next_letter()
+  for index = 1, next_number() do
+    item.letters[index] = {reason = next_argument(), wanted = next_ids()}
   end
   return item
 end
 
-local answers = {}
-local number = tonumber(ARGV[4])
-while cursor <= #ARGV and scanned < SLICE do
-  answers[#answers + 1] = close(next_item(), ARGV[3] .. '-' .. whole(number))
-  number = number + 1
-end
-finish()
-return answers
+return answer_each(next_item, close)

@@ -65,33 +65,12 @@ local function retry(item, nonce)
   return 1
 end
 
-local cursor = 5
-local function next_argument()
-  cursor = cursor + 1
-  return ARGV[cursor - 1]
-end
-
 local function next_item()
-  local item = {
-    key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = tonumber(next_argument()),
-    error = next_argument(), ttl = tonumber(next_argument()), taken = tonumber(next_argument()),
-    delivered = tonumber(next_argument()), aged = tonumber(next_argument()), give_back = next_argument() == '1', unknown = next_argument() == '1',
+  return {
+    key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = next_number(),
+    error = next_argument(), ttl = next_number(), taken = next_number(), delivered = next_number(),
+    aged = next_number(), give_back = next_flag(), unknown = next_flag(), failed = next_ids(),
   }
-  local ids = tonumber(next_argument())
-  if ids >= 0 then
-    item.failed = {}
-    for _ = 1, ids do
-      item.failed[next_argument()] = true
-    end
-  end
-  return item
 end
 
-local answers = {}
-local number = tonumber(ARGV[4])
-while cursor <= #ARGV and scanned < SLICE do
-  answers[#answers + 1] = retry(next_item(), ARGV[3] .. '-' .. whole(number))
-  number = number + 1
-end
-finish()
-return answers
+return answer_each(next_item, retry)
