@@ -227,6 +227,21 @@ async def test_a_cancelled_start_leaves_nothing(folder: Path) -> None:
         await until(lambda: not processes_of(server), 3)
 
 
+async def test_a_cancelled_stop_gives_its_share_back_too(folder: Path) -> None:
+    server = EmbeddedServer(folder)
+    for steps in range(4):  # of the loop, before the cancellation
+        await server.start()
+        stopping = asyncio.create_task(server.stop())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        stopping.cancel()
+        with suppress(asyncio.CancelledError):
+            await stopping
+        if not steps:  # it had not even begun
+            await server.stop()
+        await until(lambda: not processes_of(server), 3)
+
+
 # Gone
 
 
