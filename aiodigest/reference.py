@@ -367,7 +367,7 @@ class Shard(Schedule):
             due = self._pushed(held, held.cool_ms, terms)
         else:
             due = held.last_ms + terms.initial_ms
-        self.touch(held, due - now + terms.limits.ttl_ms, now)
+        self.touch(held, max(due - now, 0) + terms.limits.ttl_ms, now)
         self.place(key, due, now)
         return due
 

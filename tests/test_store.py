@@ -404,6 +404,14 @@ async def test_a_retry_that_is_put_off_beyond_the_ttl_does_not_outlive_it(store:
     assert ids(await store.claim()) == ["a"]
 
 
+async def test_a_window_that_is_moved_to_a_time_long_past_keeps_its_records(store: Store) -> None:
+    store.policy = Policy(initial_delay=20, ttl=2_000)
+    await store.add("k", "a")
+    store.now += 31 * DAY  # nobody worked meanwhile, and the policy has another ttl now
+    await store.backend.reschedule("k", Move(Policy().terms))
+    assert ids(await store.claim()) == ["a"]
+
+
 async def test_the_rest_of_a_digest_in_parts_lives_on_from_the_close_of_each(store: Store) -> None:
     store.policy = Policy(ttl=3_600, max_size=1)
     await store.add("k", "a", "b", "c")

@@ -35,7 +35,7 @@ elseif held.cool > 0 then
 else
   due = held.last + terms.initial
 end
-touch(held, due - now + terms.ttl) -- it must still be there when its time comes
+touch(held, math.max(due - now, 0) + terms.ttl) -- it must still be there when its time comes
 place(key, due, 'waiting')
 save(held)
 finish()
