@@ -2,9 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := aiodigest tests examples benchmarks
 
-.PHONY: demo test check coverage latency mutants format clean
+.PHONY: demo test check coverage simulation chaos soak latency mutants format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -24,6 +23,19 @@ coverage: $(VENV)/.dev
 	$(BIN)/coverage run -m pytest -n auto --dist worksteal
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
+
+# SEEDS=1000 plays more of them, SEED=7 one of them with its story
+simulation: $(VENV)/.dev
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
+
+# SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan
+chaos: $(VENV)/.dev
+	@$(BIN)/python -m chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RECORDS),--records $(RECORDS)) \
+		$(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
+
+# until Ctrl-C, or for SECONDS=600
+soak: $(VENV)/.dev
+	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
 
 latency: $(VENV)/.dev
 	@$(BIN)/python benchmarks/latency.py

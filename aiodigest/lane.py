@@ -37,7 +37,7 @@ class Lane:
         # the kinds of calls, one of which may fail while the others do not
         self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
         self.woken = asyncio.Event()
-        self.holds: set[Hold] = set()
+        self.holds: dict[Hold, None] = {}  # a set, in the order of the claims
         self.closes = Coalescer[Close, Closed](close, timeout)
         self.retries = Coalescer[Retry, bool](retry, timeout)
         self.listener: asyncio.Task[str | None] | None = None

@@ -102,13 +102,12 @@ class Scheduler:
                 lane.woken.clear()
                 claims = await self._claim(lane, slots)
                 if claims is None:
+                    await self._hang_up(lane)  # its connection may be as dead as the claim's, and never tell
                     await self._outage.pause(lane.claiming)
                 elif claims.wait_ms != 0:
                     await self._sleep(lane, claims)
         finally:
-            if lane.listener is not None:
-                lane.listener.cancel()
-                await asyncio.wait([lane.listener])
+            await self._hang_up(lane)
 
     async def _slots(self) -> int:
         """Wait for free slots; 0 when there will be none, since this worker stops."""
@@ -148,7 +147,7 @@ class Scheduler:
         now = loop.time()
         for lease in claims.leases:
             hold = Hold(lease, now - (claims.now_ms - lease.due_ms) / 1000)
-            lane.holds.add(hold)
+            lane.holds[hold] = None
             hold.task = asyncio.create_task(self._deliver(lane, hold))
             self._extend(hold, sent)
         return claims
@@ -182,6 +181,12 @@ class Scheduler:
         lane.deaf = 0
         return heard
 
+    async def _hang_up(self, lane: Lane) -> None:
+        if lane.listener is not None:
+            lane.listener.cancel()
+            await asyncio.wait([lane.listener])
+            lane.listener = None
+
     # Delivering
 
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
@@ -206,7 +211,7 @@ class Scheduler:
         except Exception:
             logger.exception("a fault of aiodigest while delivering %r; its lease will end", hold.lease.key)
         finally:
-            lane.holds.discard(hold)
+            lane.holds.pop(hold, None)
             if hold.timer is not None:
                 hold.timer.cancel()
             self._changed.set()

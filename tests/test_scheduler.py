@@ -143,6 +143,24 @@ async def test_a_doorbell_that_broke_once_is_armed_again() -> None:
         assert inbox.values == [[1]]
 
 
+@virtual_time
+async def test_a_doorbell_that_died_with_the_server_and_did_not_tell_is_armed_again() -> None:
+    """A connection into a black hole looks like one on which nothing happens."""
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.gates["wait"] = asyncio.Event()
+    async with delivering(inbox, backend):
+        await asyncio.sleep(1)
+        backend.take_down("claim")
+        await asyncio.sleep(25)
+        backend.gates.clear()
+        backend.bring_up()
+        await asyncio.sleep(2)
+        assert backend.count("wait") == 2
+        await backend.put("key", 1)
+        await settle()
+        assert inbox.values == [[1]]
+
+
 # slots
 
 
