@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from aiodigest.backend import Backend, Close, Closed, Lease, Retry
@@ -20,7 +21,8 @@ class Hold:
     due: float
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
     task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None  # goes off when the lease has surely ended
+    ends: float = inf  # when the lease has surely ended
+    timer: asyncio.TimerHandle | None = None  # goes off then
 
 
 class Lane:
@@ -41,5 +43,6 @@ class Lane:
         self.closes = Coalescer[Close, Closed](close, timeout)
         self.retries = Coalescer[Retry, bool](retry, timeout)
         self.listener: asyncio.Task[str | None] | None = None
+        self.away = False  # a call has failed, and no renewal was answered since
         self.deaf = 0  # how often in a row the doorbell could not be heard
         self.renewed = self.marked = asyncio.get_running_loop().time()  # and when the store last heard of this worker

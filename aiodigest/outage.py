@@ -26,10 +26,6 @@ class Outage:
         self._began = 0.0
         self._told: set[type[Exception]] = set()
 
-    def concerns(self, *calls: str) -> bool:
-        """Whether the last call of one of these kinds failed."""
-        return any(call in self._tries for call in calls)
-
     def failed(self, error: Exception, call: str = "") -> None:
         """A call of a kind failed."""
         if not self._tries:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
@@ -128,12 +129,11 @@ class Scheduler:
         sent = loop.time()
         self._reserved += slots
         try:
-            was_away = self._outage.concerns(lane.claiming, lane.leasing)
-            if lane.holds and was_away:  # else this claim might recover what this worker holds
+            if lane.holds and lane.away:  # else this claim might recover what this worker holds
                 await self._renew(lane)
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Exception as error:
-            self._outage.failed(error, lane.claiming)
+            self._failed(lane, error, lane.claiming)
             return None
         finally:
             self._reserved -= slots
@@ -149,6 +149,7 @@ class Scheduler:
             hold = Hold(lease, now - (claims.now_ms - lease.due_ms) / 1000)
             lane.holds[hold] = None
             hold.task = asyncio.create_task(self._deliver(lane, hold))
+            hold.task.add_done_callback(partial(self._let_go, lane, hold))
             self._extend(hold, sent)
         return claims
 
@@ -181,6 +182,10 @@ class Scheduler:
         lane.deaf = 0
         return heard
 
+    def _failed(self, lane: Lane, error: Exception, call: str) -> None:
+        lane.away = True
+        self._outage.failed(error, call)
+
     async def _hang_up(self, lane: Lane) -> None:
         if lane.listener is not None:
             lane.listener.cancel()
@@ -193,6 +198,8 @@ class Scheduler:
         try:
             while not self._stopping.is_set():
                 entries = await self._entries(lane, hold.lease)
+                if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
+                    raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
                 outcome, delivery = await self._call(hold, entries)
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
@@ -210,11 +217,13 @@ class Scheduler:
             logger.error("timeline %r: %s; its lease will end", hold.lease.key, error)
         except Exception:
             logger.exception("a fault of aiodigest while delivering %r; its lease will end", hold.lease.key)
-        finally:
-            lane.holds.pop(hold, None)
-            if hold.timer is not None:
-                hold.timer.cancel()
-            self._changed.set()
+
+    def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
+        """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
+        del lane.holds[hold]
+        if hold.timer is not None:
+            hold.timer.cancel()
+        self._changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
         """The entries of the digest, or of its next part; what did not fit into the claim is paged."""
@@ -224,7 +233,7 @@ class Scheduler:
             try:
                 page = await self._backend.read(lane.shard, lease, len(entries), taken - len(entries))
             except BackendUnavailable as error:
-                self._outage.failed(error, lane.leasing)
+                self._failed(lane, error, lane.leasing)
                 await self._outage.pause(lane.leasing)
                 continue
             self._outage.answered(lane.leasing)
@@ -268,7 +277,7 @@ class Scheduler:
             except BackendUnavailable as error:
                 if self._ended:  # a callback has outlived its worker
                     raise
-                self._outage.failed(error, lane.leasing)
+                self._failed(lane, error, lane.leasing)
                 await self._outage.pause(lane.leasing)
                 continue
             self._outage.answered(lane.leasing)
@@ -304,7 +313,7 @@ class Scheduler:
                 await self._renew(lane)
                 return
             except Exception as error:
-                self._outage.failed(error, lane.leasing)
+                self._failed(lane, error, lane.leasing)
             await self._outage.pause(lane.leasing)
 
     async def _renew(self, lane: Lane) -> None:
@@ -312,6 +321,7 @@ class Scheduler:
         sent = asyncio.get_running_loop().time()
         kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
         lane.renewed = lane.marked = sent
+        lane.away = False
         for (hold, lease), held in zip(holds, kept, strict=True):
             if isinstance(held, AiodigestError):
                 logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
@@ -329,7 +339,8 @@ class Scheduler:
         if hold.timer is not None:
             hold.timer.cancel()
         if hold.task is not None and not hold.task.done():
-            hold.timer = asyncio.get_running_loop().call_at(since + self._lease_timeout, self._lose, hold)
+            hold.ends = since + self._lease_timeout
+            hold.timer = asyncio.get_running_loop().call_at(hold.ends, self._lose, hold)
 
     def _lose(self, hold: Hold) -> None:
         # A delivery that is being reported learns from the answer to its report what became of its lease.
@@ -339,8 +350,12 @@ class Scheduler:
 
     # Stopping
 
+    def _under_way(self) -> list[tuple[Lane, Hold]]:
+        holds = ((lane, hold) for lane in self._lanes for hold in lane.holds)
+        return [(lane, hold) for lane, hold in holds if hold.task is not None and not hold.task.done()]
+
     def _tasks(self) -> list[asyncio.Task[None]]:
-        return [hold.task for lane in self._lanes for hold in lane.holds if hold.task is not None]
+        return [hold.task for _, hold in self._under_way() if hold.task is not None]
 
     async def _drain(self) -> None:
         if not (tasks := self._tasks()):
@@ -357,7 +372,7 @@ class Scheduler:
 
         A report under way has one timeout more. Whether it arrived is unknown after that, and so the lease decides.
         """
-        left = [(lane, hold, hold.stage) for lane in self._lanes for hold in lane.holds]
+        left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
         for _, hold, stage in left:
             if stage != "reporting" and hold.task is not None:
                 hold.task.cancel()

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from engines import (
     Inbox,
+    VirtualLoop,
     WatchedBackend,
     delivering,
     engine_on,
@@ -144,6 +145,44 @@ async def test_a_doorbell_that_broke_once_is_armed_again() -> None:
 
 
 @virtual_time
+async def test_a_report_that_gets_through_does_not_stand_for_the_renewal_of_other_leases() -> None:
+    inbox, backend = Inbox(lasting(15), lasting(50)), WatchedBackend()
+    await backend.put("one", 1)
+    await backend.put("two", 2)
+    async with delivering(inbox, backend, concurrency=2, lease_timeout=30):
+        await asyncio.sleep(9)
+        backend.take_down("renew", "close")
+        await asyncio.sleep(10)
+        del backend.down["close"]
+        await asyncio.sleep(2)
+        assert inbox.results == ["delivered"]  # there is a free slot now, and the other lease is not renewed
+        claims = backend.count("claim")
+        await asyncio.sleep(3)
+        assert backend.count("claim") == claims
+        backend.bring_up()
+        await asyncio.sleep(2)
+        assert backend.count("claim") > claims
+
+
+@virtual_time
+async def test_a_worker_that_stood_still_past_its_lease_does_not_begin_what_another_may_have_delivered() -> None:
+    async def block(digest: Digest[JSON]) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.idle.now += 100
+
+    inbox, backend = Inbox(block), WatchedBackend()
+    await backend.put("one", 1)
+    await backend.put("two", 2)
+    async with delivering(inbox, backend, concurrency=2, lease_timeout=30):
+        await inbox.digest()
+        await settle()
+        assert inbox.values == [[1]]
+        again = await inbox.digest(2)
+        assert (again.key, again.attempt) == ("two", 2)
+
+
+@virtual_time
 async def test_a_doorbell_that_died_with_the_server_and_did_not_tell_is_armed_again() -> None:
     """A connection into a black hole looks like one on which nothing happens."""
     inbox, backend = Inbox(), WatchedBackend()
@@ -237,7 +276,7 @@ async def test_a_huge_concurrency_is_allowed() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)
     for number in range(300):
         await backend.put(f"key-{number}", number)
-    async with delivering(inbox, backend, concurrency=10**9):
+    async with delivering(inbox, backend, concurrency=1_000_000):
         await inbox.outcome(300)
 
 

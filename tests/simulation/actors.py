@@ -1,0 +1,318 @@
+"""Who lives in a simulated world: processes that add, and processes that deliver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal, cast
+
+from aiodigest import (
+    AiodigestError,
+    BackoffMode,
+    Digest,
+    DigestEngine,
+    Entry,
+    InvalidState,
+    LimitExceeded,
+    PartialAdd,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+)
+from aiodigest.backend import Backend
+from aiodigest.errors import DeliverySignal
+from simulation.loop import Process, SeededLoop
+from simulation.network import Link, Server
+from simulation.records import Receipt
+from simulation.witness import Conduct, Setup, Witness
+
+Mood = Literal["good", "mixed", "failing"]
+
+
+@dataclass
+class Habits:
+    """What a seed has chosen for all processes of its world."""
+
+    setup: Setup
+    policy: Policy
+    retry: RetryPolicy
+    backoff_mode: BackoffMode
+    keys: tuple[str, ...]
+    mood: Mood = "mixed"
+
+
+class Actor:
+    """A process with an engine: it adds, or delivers, or both, until it is asked to leave or is killed."""
+
+    def __init__(
+        self, name: str, server: Server, witness: Witness, habits: Habits, random: Random, *, adds: bool, delivers: bool
+    ) -> None:
+        self.process = Process(name)
+        self.adds, self.delivers = adds, delivers
+        self.link = Link(server, self.process, witness, random, habits.setup.timeout)
+        self.pace = random.choice((2.0, 6.0, 20.0))  # seconds between its adds, on average
+        self._server = server
+        self._witness = witness
+        self._habits = habits
+        self._random = random
+        self._loop = cast("SeededLoop", asyncio.get_running_loop())
+        self._leave = asyncio.Event()
+        self._adding = asyncio.Event()
+        self._adding.set()
+        witness.conducts[self.process] = Conduct(habits.setup, delivers, self._backs_off)
+        self.engine = self._engine()
+        self.life = self.process.start(self._live())
+
+    def _engine(self) -> DigestEngine[int]:
+        setup, habits = self._habits.setup, self._habits
+        engine = DigestEngine[int](
+            "redis://simulated/0",
+            namespace="simulated",
+            value_type=int,
+            policy=habits.policy,
+            retry=habits.retry,
+            backoff_mode=habits.backoff_mode,
+            concurrency=setup.concurrency,
+            lease_timeout=setup.lease_timeout,
+            delivery_timeout=setup.delivery_timeout,
+            drain_timeout=setup.drain_timeout,
+            timeout=setup.timeout,
+        )
+
+        async def opened() -> Backend:
+            await self.link.connect()
+            return self.link
+
+        async def closed() -> None: ...
+
+        engine._store.open, engine._store.close = opened, closed
+        engine.observe(self._witness.told)
+        return engine
+
+    async def _live(self) -> None:
+        witness = self._witness
+        witness.tell("enters")
+        entered = self.engine.delivering(self._callback) if self.delivers else self.engine
+        async with entered:
+            chores = [asyncio.create_task(self._produce()) for _ in range(1 if self.adds else 0)]
+            await self._leave.wait()
+            for chore in chores:
+                chore.cancel()
+            if chores:
+                await asyncio.wait(chores)
+        witness.tell("has left")
+
+    def _backs_off(self) -> bool:
+        session = self.engine._session
+        return session is not None and session._scheduler is not None and session._scheduler._backoff.level > 0
+
+    def leave(self) -> None:
+        """Ask it to leave, as SIGTERM does."""
+        self._witness.conducts[self.process].leaving_since = self._loop.time()
+        self._leave.set()
+
+    def rest(self, resting: bool) -> None:
+        """Add nothing, or go on adding."""
+        if resting:
+            self._adding.clear()
+        else:
+            self._adding.set()
+
+    @property
+    def is_there(self) -> bool:
+        return self.process.alive and not self.life.done() and not self._leave.is_set()
+
+    # Adding
+
+    async def _produce(self) -> None:
+        random = self._random
+        while True:
+            await asyncio.sleep(random.expovariate(1 / self.pace))
+            await self._adding.wait()
+            if self._witness.strict or random.random() < 0.9:
+                await self._add_something()
+            else:
+                await self._meddle()
+
+    async def _add_something(self) -> None:
+        random, kind = self._random, self._random.random()
+        if kind < 0.7:
+            await self.add()
+        elif kind < 0.8:
+            await self._add_many(random.randint(2, 12))
+        elif kind < 0.9 and not self._witness.strict:
+            task = asyncio.create_task(self.add())
+            await asyncio.sleep(random.choice((0.0, 0.0, 0.0005, 0.5)))
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            await asyncio.gather(*(self.add() for _ in range(random.randint(2, 6))))
+
+    def _entry(self) -> Entry[int]:
+        random = self._random
+        key = random.choice(self._habits.keys)
+        record_id = f"r{random.randint(1, 5)}" if random.random() < 0.2 else f"u{random.getrandbits(40)}"
+        serial = self._witness.records.new(key, record_id)
+        stamp = random.uniform(0, 2e9) if random.random() < 0.1 else None
+        return Entry(key, serial, record_id, stamp)
+
+    async def add(self) -> None:
+        """Add one record, and note what its caller is told."""
+        entry, records = self._entry(), self._witness.records
+        began = self._loop.time()
+        self._witness.tell(f"adds {entry.value} to {entry.key} as {entry.record_id}")
+        try:
+            ready = await self.engine.add(entry.key, entry.value, record_id=entry.record_id, timestamp=entry.timestamp)
+        except asyncio.CancelledError:
+            self._witness.tell(f"cancelled the add of {entry.value}")
+            records.add_cancelled(entry.value)
+            raise
+        except AiodigestError as error:
+            self._failed(entry, error)
+        else:
+            records.add_returned(entry.value, ready)
+            if ready:
+                self._expect(entry.key, began)
+        self._on_time(began)
+
+    def _failed(self, entry: Entry[int], error: AiodigestError) -> None:
+        self._witness.tell(f"add of {entry.value} failed: {error}")
+        self._witness.records.add_failed(entry.value, error)
+        if self._witness.strict:
+            self._witness.broken(f"an add fails, and nothing is wrong: {error}")
+
+    def _on_time(self, began: float) -> None:
+        took = self._loop.time() - began
+        if took > self._habits.setup.timeout + 0.1 and self.process.stopped_at < began:
+            self._witness.broken(f"an add took {took:.3f} s; its timeout is {self._habits.setup.timeout:g} s")
+
+    async def _add_many(self, number: int) -> None:
+        entries = [self._entry() for _ in range(number)]
+        records = self._witness.records
+        self._witness.tell(f"adds {[entry.value for entry in entries]}")
+        try:
+            results: list[bool | AiodigestError] = [*await self.engine.add_many(entries)]
+        except PartialAdd as partial:
+            results = partial.results
+        for entry, result in zip(entries, results, strict=True):
+            if isinstance(result, AiodigestError):
+                self._failed(entry, result)
+            else:
+                records.add_returned(entry.value, result)
+
+    def _expect(self, key: str, since: float) -> None:
+        """A timeline is ready: it must be delivered at once, if there is somebody who can."""
+        witness = self._witness
+        if witness.strict and (self.delivers or not self.link.deaf):
+            self._loop.run_apart(2.0, witness.expect, key, since)
+
+    async def _meddle(self) -> None:
+        random, engine = self._random, self.engine
+        key = random.choice(self._habits.keys)
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: engine.flush(key),
+            lambda: engine.reschedule(key, delay=random.uniform(0, 60)),
+            lambda: engine.reschedule(key),
+            lambda: engine.peek(key),
+            engine.stats,
+            self._replay,
+            self._replay,
+        ]
+        if random.random() < 0.3:
+            calls = [lambda: engine.delete(key), lambda: engine.remove(key, f"r{random.randint(1, 5)}")]
+        try:
+            await random.choice(calls)()
+        except (InvalidState, LimitExceeded):
+            pass
+        except AiodigestError as error:
+            self._witness.tell(f"failed: {error}")
+
+    async def _replay(self) -> None:
+        async for letter in self.engine.dead_letters():
+            if self._random.random() < 0.1:
+                await self.engine.discard(letter.id)
+            else:
+                await self.engine.replay(letter.id)
+
+    # Delivering
+
+    async def _callback(self, digest: Digest[int]) -> None:
+        if not self.process.alive:
+            return
+        witness = self._witness
+        receipt = witness.begun(self.process, digest)
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._behave(receipt, digest)
+            receipt.ending = "returned"
+        except PartialFailure as signal:
+            known = {record.id: record.value for record in digest.records}
+            strangers = any(record_id not in known for record_id in signal.failed)
+            receipt.ending = "raised" if strangers else "partial" if signal.failed else "returned"
+            receipt.failed = frozenset(known.get(record_id, 0) for record_id in signal.failed)
+            raise
+        except BaseException as error:
+            receipt.ending = "cut" if task.cancelling() else "raised"
+            receipt.tells = not isinstance(error, DeliverySignal)
+            raise
+        finally:
+            if self.process.alive:
+                witness.ended(receipt)
+
+    async def _behave(self, receipt: Receipt, digest: Digest[int]) -> None:
+        random, setup = self._random, self._habits.setup
+        dice = random.random() if self._habits.mood != "failing" else 0.35
+        if self._habits.mood == "good":
+            longest = min(1.5 * setup.lease_timeout, 0.9 * setup.delivery_timeout)
+            await asyncio.sleep(longest if dice < 0.01 else 0.2 * random.random())
+            return
+        if dice < 0.3:
+            await asyncio.sleep(random.choice((0, 0.01, 0.3)))
+        elif dice < 0.4:
+            await asyncio.sleep(random.choice((0, 0.1)))
+            raise random.choice((RuntimeError("the receiver fails"), asyncio.CancelledError(), SystemExit(1)))
+        elif dice < 0.45:
+            await self._defer()
+        elif dice < 0.5:
+            raise Reject("nobody is there")
+        elif dice < 0.6:
+            ids = [record.id for record in digest.records if random.random() < 0.5]
+            raise PartialFailure([*ids, "a stranger"] if random.random() < 0.2 else ids)
+        elif dice < 0.65:
+            await asyncio.Event().wait()
+        elif dice < 0.68:
+            await self._block(random.uniform(0, 1.5 * setup.lease_timeout))
+        elif dice < 0.7:
+            await self._ignore_end(receipt)
+        else:
+            await asyncio.sleep(random.uniform(0, 1.2 * setup.lease_timeout))
+
+    async def _defer(self) -> None:
+        delay, pause = self._random.uniform(0, 20), self._random.random() < 0.5
+        if pause:
+            self._witness.asked_to_pause(self.process, max(1.0, delay))
+        raise RetryAfter(delay, pause=pause)
+
+    async def _block(self, seconds: float) -> None:
+        """Block the loop: nothing of this process runs meanwhile."""
+        self._witness.tell(f"blocks for {seconds:.3f} s")
+        self._witness.trouble(seconds)
+        self.process.stop()
+        self._loop.run_apart(seconds, self._unblock)
+        await asyncio.sleep(0)
+
+    def _unblock(self) -> None:
+        if self.process.alive:
+            self.process.go_on()
+
+    async def _ignore_end(self, receipt: Receipt) -> None:
+        receipt.stubborn = True
+        try:
+            await asyncio.sleep(self._random.uniform(0, 2 * self._habits.setup.delivery_timeout))
+        except asyncio.CancelledError:
+            await asyncio.sleep(self._random.uniform(0, 5))

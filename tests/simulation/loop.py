@@ -1,0 +1,154 @@
+"""An event loop in which a seed decides the order of what is ready, and processes that can be stopped and killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from itertools import count
+from math import inf
+from random import Random
+from typing import Any, TypeVar
+
+from engines import VirtualLoop
+
+T = TypeVar("T")
+
+STEPS = 3_000_000  # of a world that would go on for ever
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class Endless(Exception):
+    """A world goes on for ever."""
+
+
+class Process:
+    """Everything that runs in its context is of one process, and stops with it as at a SIGSTOP or SIGKILL."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self.stopped_at = -1e9  # when it last went on again
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._aside: list[asyncio.Handle] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin a task of this process."""
+        context = copy_context()
+        context.run(PROCESS.set, self)
+        return asyncio.get_running_loop().create_task(coroutine, context=context)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SeededLoop)
+        self.stopped, self.stopped_at = False, loop.time()
+        loop.ready.extend(self._aside)
+        self._aside.clear()
+
+    def kill(self) -> None:
+        """End it without a chance to clean up. Its tasks are kept: to collect them would run their clean-up."""
+        self.alive = False
+        self.stopped = True
+        self.tasks = [task for task in self.tasks if not task.done()]
+
+    async def bury(self) -> None:
+        """Let the tasks of a dead process end, when nothing that they do can matter any more."""
+        self.go_on()
+        for _ in range(100):
+            left = [task for task in self.tasks if not task.done()]
+            for task in left:
+                task.cancel()
+            if not left:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"tasks of {self.name} do not end")
+
+    def set_aside(self, handle: asyncio.Handle) -> None:
+        self._aside.append(handle)
+
+
+class _Ready(deque[asyncio.Handle]):
+    """What can run now, taken in an order drawn at random; what is of a stopped process is set aside."""
+
+    def __init__(self, source: Random) -> None:
+        super().__init__()
+        self._random = source.random
+        self.left = STEPS
+
+    def popleft(self) -> asyncio.Handle:
+        self.left -= 1
+        if not self.left:
+            self.left = STEPS  # for what ends the loop
+            raise Endless(f"no end after {STEPS} steps")
+        index = int(self._random() * len(self))
+        self.rotate(-index)
+        handle = super().popleft()
+        self.rotate(index)
+        process = handle._context.get(PROCESS)
+        if process is not None and process.stopped and not handle.cancelled():
+            process.set_aside(handle)
+            handle = asyncio.Handle(print, (), asyncio.get_running_loop())
+            handle.cancel()
+        return handle
+
+
+class _Task(asyncio.Task[T]):
+    """A task whose hash does not depend on where it lies in memory, so that sets of tasks have one order."""
+
+    def __init__(self, coroutine: Generator[Any, None, T] | Coroutine[Any, Any, T], *, number: int, **options: Any):
+        self._number = number  # a task is put into sets while it is made
+        super().__init__(coroutine, **options)
+        process = (options.get("context") or copy_context()).get(PROCESS)
+        if process is not None:
+            process.tasks.append(self)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(asyncio.Future[Any]):
+    def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SeededLoop(VirtualLoop):
+    """Virtual time, and one order of events for each seed."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__()
+        self.idle.ends, self.idle.looks = inf, False
+        self.ready = self._ready = _Ready(Random(seed))
+        self._numbers = count(1)
+        self.set_task_factory(self._make_task)  # pyright: ignore[reportArgumentType]  (the stub is of other versions)
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+    ) -> asyncio.Task[Any]:
+        return _Task(coroutine, loop=loop, number=next(self._numbers), **options)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(number=next(self._numbers), loop=self)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        # Time does not pass by itself: who sleeps until a moment that rounds to now would never see it pass.
+        return super().call_at(max(when, self.time() + 1e-6), callback, *args, context=context)
+
+    def run_apart(self, delay: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
+        """Call something later that is of no process, as what is on a network or at a server is not."""
+        return self.call_later(delay, callback, *arguments, context=_NOWHERE)
+
+
+_NOWHERE = Context()

@@ -1,0 +1,304 @@
+"""The store as a process sees it: over a network that delays, loses and cuts, on a server that stops and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any, TypeVar, cast
+
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retry, Window
+from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.memory import ReferenceBackend
+from aiodigest.models import State
+from aiodigest.policy import Limits, Terms
+from simulation.loop import Process, SeededLoop
+from simulation.witness import Witness
+
+T = TypeVar("T")
+
+REFUSED = "connection refused"
+RESET = "connection reset"
+SILENCE = 65.0  # seconds until a listener notices that nobody is there
+
+
+class Server:
+    """The only server: its store, its clock, and whether it is there."""
+
+    def __init__(self, shards: int) -> None:
+        numbers = count(1)
+        self.offset_ms = 0
+        self.store = ReferenceBackend(shards=shards, now=self.now_ms, nonce=lambda: f"n{next(numbers)}")
+        self.is_up = True
+        self.paused_until = 0.0
+        self.cut = asyncio.Event()  # all connections end when it is set
+
+    def now_ms(self) -> int:
+        return int(asyncio.get_running_loop().time() * 1000 + 0.01) + self.offset_ms
+
+    def cut_all(self) -> None:
+        self.cut.set()
+        self.cut = asyncio.Event()
+
+
+class Link(Backend):
+    """A process's way to the server. What was sent may arrive after the process has given up, or has died."""
+
+    def __init__(self, server: Server, process: Process, witness: Witness, random: Random, timeout: float) -> None:
+        self.lag = 0.001  # seconds: how long a message takes at the most
+        self.loss = 0.0  # the share of messages that are lost
+        self.refused = False
+        self.silent = False  # a black hole: nothing arrives, and nobody is told
+        self.deaf = False  # the doorbell is never heard
+        self._server = server
+        self._process = process
+        self._witness = witness
+        self._random = random
+        self._timeout = timeout
+
+    @property
+    def shards(self) -> int:
+        return self._server.store.shards
+
+    def shard_of(self, key: str) -> int:
+        return self._server.store.shard_of(key)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether what is sent arrives."""
+        server = self._server
+        return server.is_up and not (self.refused or self.silent or self.loss or server.paused_until > _now())
+
+    async def _ask(self, call: str, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True) -> T:
+        """Send a request and wait for its answer, for one timeout at the most; ``repeat``: it may arrive twice."""
+        if not self._process.alive:
+            raise BackendUnavailable("this process is dead")
+        self._witness.sent(self._process, call)
+        try:
+            answer = await self._exchange(request, repeat)
+        except BackendUnavailable:
+            self._witness.failed(self._process, call)
+            raise
+        self._witness.answered(self._process, call)
+        return answer
+
+    async def _exchange(self, request: Callable[[], Coroutine[Any, Any, T]], repeat: bool) -> T:
+        loop, random = cast("SeededLoop", asyncio.get_running_loop()), self._random
+        out, back = random.random() * self.lag, random.random() * self.lag
+        if not self._server.is_up or self.refused:
+            await asyncio.sleep(out)
+            raise BackendUnavailable(REFUSED)
+        reply: asyncio.Future[T] = loop.create_future()
+
+        def fail() -> None:
+            if not reply.done():
+                reply.set_exception(BackendUnavailable(RESET, stored="unknown"))
+
+        def answer(outcome: T | Exception) -> None:
+            if reply.done():
+                return
+            if isinstance(outcome, Exception):
+                reply.set_exception(outcome)
+            else:
+                reply.set_result(outcome)
+
+        def arrive(times: int) -> None:
+            server = self._server
+            if not server.is_up:
+                loop.run_apart(back, fail)
+            elif server.paused_until > loop.time():
+                loop.run_apart(server.paused_until - loop.time(), arrive, times)
+            else:
+                outcome = _at_once(request)
+                for _ in range(times - 1):
+                    outcome = _at_once(request)
+                if heard:
+                    loop.run_apart(back, answer, outcome)
+                elif not self.silent:
+                    loop.run_apart(back, fail)
+
+        fate = random.random() / self.loss if self.loss else 1.0
+        heard = fate >= 0.6 and not self.silent
+        if self.silent or fate < 0.2:  # never arrives
+            if not self.silent and fate < 0.1:
+                loop.run_apart(out, fail)
+        elif fate < 0.3:  # arrives when nobody waits for it any more
+            loop.run_apart(self._timeout + out + random.random() * 10, arrive, 1)
+        else:
+            loop.run_apart(out, arrive, 2 if repeat and 0.3 <= fate < 0.4 else 1)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await reply
+        except TimeoutError:
+            raise BackendUnavailable("no answer in time", stored="unknown") from None
+
+    # The calls of a worker
+
+    async def connect(self) -> None:
+        async def hello() -> None: ...
+
+        await self._ask("connect", hello)
+
+    async def aclose(self) -> None:
+        pass
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        self._witness.adding(adds)
+
+        async def request() -> list[bool | AiodigestError]:
+            added = await self._server.store.add(shard, adds)
+            self._witness.added(adds, added)
+            return added
+
+        return await self._ask("add", request, repeat=False)
+
+    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+        self._witness.claiming(self._process, slots)
+        sent = _now()
+
+        async def request() -> Claims:
+            claims = await self._server.store.claim(shard, slots, lease_ms, limits)
+            self._witness.leased(self._process, claims)
+            return claims
+
+        claims = await self._ask("claim", request, repeat=False)
+        self._witness.holds(self._process, claims.leases, sent)
+        return Claims(
+            [_inlined(lease) for lease in claims.leases],
+            claims.bell, claims.wait_ms, claims.now_ms, claims.broken, claims.expired,
+        )  # fmt: skip
+
+    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+        return await self._ask("read", partial(self._server.store.read, shard, lease, start, min(count, 3)))
+
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
+        sent = _now()
+        kept = await self._ask("renew", partial(self._server.store.renew, shard, leases, lease_ms))
+        self._witness.holds(self._process, [lease for lease, held in zip(leases, kept, strict=True) if held], sent)
+        self._witness.holds_no_more([lease for lease, held in zip(leases, kept, strict=True) if not held])
+        return kept
+
+    async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
+        closed = await self._ask("close", partial(self._server.store.close, shard, closes))
+        over = [close.lease for close, answer in zip(closes, closed, strict=True) if answer.status != "part"]
+        self._witness.holds_no_more(over)
+        return closed
+
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
+        kept = await self._ask("retry", partial(self._server.store.retry, shard, retries))
+        self._witness.holds_no_more([retry.lease for retry in retries])
+        return kept
+
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
+        self._witness.holds_no_more(leases)
+        return await self._ask("release", partial(self._server.store.release, shard, leases, started))
+
+    async def wait(self, shard: int, bell: str) -> str:
+        if not self._process.alive or not self._server.is_up or self.refused:
+            await asyncio.sleep(self.lag)
+            raise BackendUnavailable(REFUSED)
+        heard = asyncio.ensure_future(self._server.store.wait(shard, bell))
+        cut = asyncio.ensure_future(self._server.cut.wait())
+        try:
+            await asyncio.wait([heard, cut], timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+            if self.silent or self.deaf:
+                await asyncio.sleep(SILENCE)
+            if cut.done() or self.silent or self.deaf:
+                raise BackendUnavailable(RESET)
+            return heard.result() if heard.done() else bell
+        finally:
+            heard.cancel()
+            cut.cancel()
+
+    # The calls by hand
+
+    async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
+        raise NotImplementedError  # no engine calls it, nor the next two
+
+    async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
+        raise NotImplementedError
+
+    async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
+        raise NotImplementedError
+
+    async def delete(self, key: str) -> bool:
+        async def request() -> bool:
+            self._witness.removed(key)
+            return await self._server.store.delete(key)
+
+        return await self._ask("delete", request, repeat=False)
+
+    async def flush(self, key: str) -> bool:
+        return await self._ask("flush", partial(self._server.store.flush, key))
+
+    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+        async def request() -> bool:
+            went = await self._server.store.remove(key, record_id, limits)
+            if went:
+                self._witness.removed(key, record_id.decode())
+            return went
+
+        return await self._ask("remove", request, repeat=False)
+
+    async def reschedule(self, key: str, move: Move) -> int | None:
+        return await self._ask("reschedule", partial(self._server.store.reschedule, key, move))
+
+    async def look(self, key: str) -> Window | None:
+        return await self._ask("look", partial(self._server.store.look, key))
+
+    async def entries(self, key: str) -> list[bytes]:
+        return await self._ask("entries", partial(self._server.store.entries, key))
+
+    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
+        return await self._ask("page", partial(self._server.store.page, shard, state, start, count))
+
+    async def counts(self) -> dict[str, int]:
+        return await self._ask("counts", self._server.store.counts)
+
+    async def letters(self, shard: int, start: int, count: int) -> list[str]:
+        return await self._ask("letters", partial(self._server.store.letters, shard, start, count))
+
+    async def letter(self, letter_id: str) -> RawLetter | None:
+        return await self._ask("letter", partial(self._server.store.letter, letter_id))
+
+    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
+        async def request() -> bool:
+            letter = await self._server.store.letter(letter_id)
+            ready = await self._server.store.replay(letter_id, terms, own)
+            self._witness.replayed(letter)
+            return ready
+
+        return await self._ask("replay", request, repeat=False)
+
+    async def discard(self, letter_id: str) -> bool:
+        async def request() -> bool:
+            self._witness.discarded(await self._server.store.letter(letter_id))
+            return await self._server.store.discard(letter_id)
+
+        return await self._ask("discard", request, repeat=False)
+
+
+def _at_once(request: Callable[[], Awaitable[T]]) -> T | Exception:
+    """What a call of the in-memory store answers, which it does without waiting."""
+    call = request().__await__()
+    try:
+        next(call)
+    except StopIteration as end:
+        return cast("T", end.value)
+    except Exception as error:  # an answer too, for whoever asked
+        return error
+    raise AssertionError("a transition waits for something")
+
+
+def _inlined(lease: Lease) -> Lease:
+    """A lease with the first of its entries, so that the rest is paged."""
+    return Lease(
+        lease.key, lease.token, lease.digest_id, lease.attempt, lease.iteration, lease.dropped, lease.due_ms,
+        lease.size, lease.part, lease.cut_ms, lease.last_error, lease.entries[:3] if lease.size > 8 else lease.entries,
+    )  # fmt: skip
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,307 @@
+"""Sees all that happens in a simulated world, and says which promise is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from storestate import check_invariants, reference_state
+
+from aiodigest import Delivery, Digest
+from aiodigest.backend import Add, Claims, Lease, RawLetter
+from aiodigest.memory import ReferenceBackend
+from simulation.loop import PROCESS, Process, SeededLoop
+from simulation.records import Receipt, Records
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the engines of a world are made, as far as the promises depend on it."""
+
+    shards: int
+    concurrency: int
+    lease_timeout: float
+    delivery_timeout: float
+    drain_timeout: float
+    timeout: float
+    max_attempts: int
+    threshold: int
+    longest_rest: float
+    max_size: int | None
+    capacity: int
+
+
+@dataclass
+class Conduct:
+    """What is known of one process."""
+
+    setup: Setup
+    delivers: bool
+    backs_off: Callable[[], bool]
+    held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
+    sent: Counter[str] = field(default_factory=Counter[str])
+    recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
+    failures: deque[float] = field(default_factory=lambda: deque(maxlen=60))  # of claims
+    away: bool = False  # its last claim or renewal failed
+    unavailable: bool = False  # as it says itself
+    silent_until: float = 0.0  # it was asked to claim nothing
+    failing: set[str] = field(default_factory=set[str])  # timelines in a row
+    spared_since: float | None = None
+    leaving_since: float | None = None
+
+
+class Witness:
+    """Notes what happens, and what of it must not; ``over`` is set by the first broken promise."""
+
+    def __init__(self, loop: SeededLoop) -> None:
+        self.story: list[str] = []
+        self.fault = ""
+        self.over = asyncio.Event()
+        self.records = Records(self.broken)
+        self.receipts: list[Receipt] = []
+        self.conducts: dict[Process, Conduct] = {}
+        self.strict = False  # nothing is wrong with the world: everything must go by the book
+        self.calm_since = loop.time()  # no fault since; in the future while there is one
+        self._loop = loop
+        self._start = loop.time()
+        self.begun_at: dict[str, float] = {}
+        self.removed_at: dict[str, float] = {}
+        self._owners: dict[str, Process] = {}
+
+    @property
+    def lasted(self) -> float:
+        """How many seconds have passed in its world."""
+        return self._loop.time() - self._start
+
+    def tell(self, text: str) -> None:
+        process = PROCESS.get()
+        self.story.append(f"{self._loop.time() - self._start:9.3f}  {process.name if process else '':12}  {text}")
+
+    def broken(self, text: str) -> None:
+        self.tell(f"BROKEN: {text}")
+        if not self.fault:
+            self.fault = text
+            self.over.set()
+
+    def calm_for(self, seconds: float) -> bool:
+        return self._loop.time() - self.calm_since > seconds
+
+    def trouble(self, seconds: float = 0.0) -> None:
+        """Something goes wrong now, for so long."""
+        self.calm_since = max(self.calm_since, self._loop.time() + seconds)
+
+    # What the network carries
+
+    def sent(self, process: Process, call: str) -> None:
+        conduct, now = self.conducts[process], self._loop.time()
+        conduct.sent[call] += 1
+        recent = conduct.recent[call]
+        recent.append(now)
+        if len(recent) == 200 and now - recent[0] < 1 and call != "read":
+            self.broken(f"{process} sent 200 calls of {call} within a second")
+
+    def failed(self, process: Process, call: str) -> None:
+        conduct, now = self.conducts[process], self._loop.time()
+        self.tell(f"{call} failed")
+        if call in ("claim", "renew"):
+            conduct.away = True
+        if call == "claim":
+            conduct.failures.append(now)
+            if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / conduct.setup.shards:
+                self.broken(f"{process} tried 60 claims within {now - conduct.failures[0]:.1f} s of an outage")
+
+    def answered(self, process: Process, call: str) -> None:
+        if call == "renew":
+            self.conducts[process].away = False
+
+    def claiming(self, process: Process, slots: int) -> None:
+        conduct, now = self.conducts[process], self._loop.time()
+        if now < conduct.silent_until - 1e-6:
+            self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
+        if slots > -(-conduct.setup.concurrency // conduct.setup.shards):
+            self.broken(f"{process} claims {slots} digests for one of {conduct.setup.shards} shards")
+        if conduct.away and conduct.setup.shards == 1 and self._running(process):
+            self.broken(f"{process} claims before it has renewed what it holds")
+        conduct.away = False
+
+    def leased(self, process: Process, claims: Claims) -> None:
+        for lease in claims.leases:
+            self._owners[lease.token] = process
+        if claims.leases:
+            self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
+
+    def holds(self, process: Process, leases: Iterable[Lease], since: float) -> None:
+        for lease in leases:
+            self.conducts[process].held[lease.token] = since
+
+    def holds_no_more(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            owner = self._owners.get(lease.token)
+            if owner is not None:
+                self.conducts[owner].held.pop(lease.token, None)
+
+    def adding(self, adds: Sequence[Add]) -> None:
+        self.records.adding(adds)
+
+    def added(self, adds: Sequence[Add], answers: Sequence[object]) -> None:
+        self.records.added(adds, answers)  # pyright: ignore[reportArgumentType]
+
+    def removed(self, key: str, record_id: str | None = None) -> None:
+        self.tell(f"{key} {record_id or ''} removed")
+        self.removed_at[key] = self._loop.time()
+        self.records.removed(key, record_id)
+
+    def replayed(self, letter: RawLetter | None) -> None:
+        self.records.replayed(letter)
+
+    def discarded(self, letter: RawLetter | None) -> None:
+        self.records.discarded(letter)
+
+    # What callbacks are given
+
+    def _running(self, process: Process | None = None) -> list[Receipt]:
+        self.receipts = [receipt for receipt in self.receipts if receipt.ending == "running"]
+        return [receipt for receipt in self.receipts if process in (None, receipt.process)]
+
+    def begun(self, process: Process, digest: Digest[int]) -> Receipt:
+        conduct, now = self.conducts[process], self._loop.time()
+        for other in self._running():
+            if (
+                other.key == digest.key
+                and self.removed_at.get(digest.key, 0.0) < other.began
+                and self._answers_for(other, conduct.setup.lease_timeout * 2)
+            ):
+                self.broken(f"{other.process} and {process} deliver {digest.key} at the same time")
+        receipt = self.records.begun(process, digest, now)
+        self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
+        if digest.attempt > conduct.setup.max_attempts:
+            self.broken(f"digest {digest.id} is tried for the {digest.attempt}th time")
+        if len(receipt.serials) > (conduct.setup.max_size or conduct.setup.capacity):
+            self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
+        spared = (conduct.spared_since or now) + 3 * conduct.setup.timeout  # by then nobody answers an earlier claim
+        if now > spared and any(other.began > spared for other in self._running(process)):
+            self.broken(f"{process} delivers two at once to a receiver that fails")
+        self.receipts.append(receipt)
+        self.begun_at[digest.key] = now
+        return receipt
+
+    def _answers_for(self, receipt: Receipt, window: float) -> bool:
+        """Whether a process that runs a callback has been in a state to end it when its lease did."""
+        process = receipt.process
+        healthy = process.alive and not process.stopped and process.stopped_at < receipt.began
+        return healthy and not receipt.stubborn and self.calm_for(window)
+
+    def ended(self, receipt: Receipt) -> None:
+        receipt.ended = self._loop.time()
+        conduct = self.conducts[receipt.process]
+        self.tell(f"{receipt.digest_id} of {receipt.key} {receipt.ending}")
+        if receipt.ending == "cut":
+            self._see_cut(receipt, conduct)
+        if receipt.ending == "returned":
+            conduct.failing.clear()
+            conduct.spared_since = None
+        elif receipt.ending == "raised" and receipt.tells:
+            conduct.failing.add(receipt.key)
+            if len(conduct.failing) >= conduct.setup.threshold and conduct.spared_since is None:
+                conduct.spared_since = receipt.ended
+
+    def _see_cut(self, receipt: Receipt, conduct: Conduct) -> None:
+        lasted, setup = receipt.ended - receipt.began, conduct.setup
+        if lasted >= setup.delivery_timeout - 0.01 or receipt.stubborn or not self.calm_for(2 * setup.lease_timeout):
+            return
+        if self.removed_at.get(receipt.key, 0.0) >= receipt.began:
+            return
+        since = conduct.leaving_since
+        if since is None or receipt.ended < since + setup.drain_timeout - 0.01:
+            self.broken(f"the callback of {receipt.digest_id} was cut short after {lasted:.3f} s for no reason")
+
+    def told(self, delivery: Delivery) -> None:
+        """An observer is told of a delivery, whose outcome the store knows."""
+        self.tell(f"told {delivery.result} of {delivery.digest_id}")
+        if delivery.result not in ("delivered", "partial"):
+            return
+        serials = self.records.contents[delivery.digest_id]
+        receipts = [
+            receipt for receipt in self.records.all[serials[0]].receipts if receipt.digest_id == delivery.digest_id
+        ]
+        if delivery.result == "partial" and (delivery.attempt > 1 or len(receipts) > 1):
+            return  # its contents may be frozen: then all of it comes again
+        for receipt in receipts:
+            receipt.told = receipt.told or receipt.ending in ("returned", "partial")
+
+    def asked_to_pause(self, process: Process, seconds: float) -> None:
+        conduct = self.conducts[process]
+        conduct.silent_until = max(conduct.silent_until, self._loop.time() + seconds)
+
+    def expect(self, key: str, since: float) -> None:
+        """See that a timeline that was made ready has been delivered, if there was a free slot for it."""
+        if self.begun_at.get(key, 0.0) >= since or not self.strict:
+            return
+        for process, conduct in self.conducts.items():
+            there = conduct.delivers and process.alive and conduct.leaving_since is None and not conduct.backs_off()
+            if there and len(self._running(process)) < conduct.setup.concurrency:
+                self.broken(f"{key} was ready at {since - self._start:.3f}, and {process} does not deliver it")
+
+    # What a look around shows
+
+    def look(self, store: ReferenceBackend, now_ms: int) -> None:
+        """See that the store is in order, and that what should have ended has."""
+        now = self._loop.time()
+        for machine in store.machines:
+            try:
+                check_invariants(reference_state(machine))
+            except AssertionError as error:
+                self.broken(f"the store is out of order: {error}")
+        for receipt in self._running():
+            conduct = self.conducts[receipt.process]
+            process, setup = receipt.process, conduct.setup
+            if not process.alive or process.stopped or process.stopped_at > receipt.began or receipt.stubborn:
+                continue
+            longest = max((since for since in conduct.held.values()), default=receipt.began) + setup.lease_timeout
+            if now > max(longest, receipt.began + setup.lease_timeout) + 1:
+                self.broken(f"the callback of {receipt.digest_id} outlives the lease of {process}")
+            if now > receipt.began + setup.delivery_timeout + 1:
+                self.broken(f"the callback of {receipt.digest_id} outlives its delivery_timeout")
+        for conduct in list(self.conducts.values())[:1]:
+            bound_ms = (2 * conduct.setup.lease_timeout + conduct.setup.longest_rest + 10) * 1000
+            for machine in store.machines if self.calm_for(bound_ms / 1000) else ():
+                for key, end in machine.leased.items():
+                    if now_ms > end + bound_ms:
+                        self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
+
+    def left(self, process: Process, store: ReferenceBackend) -> None:
+        """See that a process that has left in good order has given back what it held."""
+        for machine in store.machines:
+            for key in machine.leased:
+                delivery = machine.held[key].delivery
+                if delivery and self._owners.get(delivery.token) is process:
+                    self.broken(f"{process} has left, and still holds {key}")
+
+
+class Ears(logging.Handler):
+    """Hears what the processes of a world log."""
+
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self._witness = witness
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = PROCESS.get()
+        if process is None or not process.alive:
+            return
+        witness, text = self._witness, record.getMessage()
+        witness.tell(f"{record.levelname.lower()}: {text}")
+        conduct = witness.conducts[process]
+        if "a fault of aiodigest" in text:
+            witness.broken(f"{text}: {record.exc_info and record.exc_info[1]!r}")
+        elif "available again" in text:
+            conduct.unavailable = False
+        elif "is unavailable" in text:
+            if conduct.unavailable:
+                witness.broken(f"{process} says twice that the server is unavailable")
+            conduct.unavailable = True
+        elif witness.strict and record.levelno >= logging.WARNING and not text.startswith("stopped with"):
+            witness.broken(f"{process} complains, and nothing is wrong: {text}")

@@ -1,0 +1,89 @@
+"""Worlds of engines under faults, each from a seed; and that what shows their faults can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulation.loop import Process, SeededLoop
+from simulation.world import play
+
+from aiodigest import memory, scheduler
+
+SEEDS = 100
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("first", range(1, SEEDS, 5))
+def test_every_promise_is_kept_in_worlds_full_of_faults(first: int) -> None:
+    for seed in range(first, first + 5):
+        witness = play(seed)
+        assert not witness.fault, "\n".join([*witness.story[-100:], f"seed {seed}: {witness.fault}"])
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_a_seed_plays_the_same_story_in_every_process(seed: int) -> None:
+    program = f"from simulation.world import play; print(*play({seed}).story, sep=chr(10))"
+    stories = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "PYTHONHASHSEED": hashes},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for hashes in ("1", "2")
+    ]
+    assert stories[0] == stories[1]
+    assert len(stories[0].splitlines()) > 100
+
+
+def test_a_worker_that_reports_the_wrong_digest_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each digest is closed twice as long as it was: records that nobody was given are gone."""
+    close = memory.ReferenceBackend.close
+
+    async def greedy(self: memory.ReferenceBackend, shard: int, closes: list[memory.Close]) -> list[memory.Closed]:
+        for each in closes:
+            held = self.machines[shard].held.get(each.lease.key)
+            if held is not None:
+                held.log.clear()
+        return await close(self, shard, closes)
+
+    monkeypatch.setattr(memory.ReferenceBackend, "close", greedy)
+    assert any(play(seed).fault for seed in range(1, 20))
+
+
+def test_a_slot_that_is_never_freed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(self: object, lane: object, hold: object, task: object) -> None: ...
+
+    monkeypatch.setattr(scheduler.Scheduler, "_let_go", keep)
+    assert any(play(seed).fault for seed in range(1, 20))
+
+
+def test_a_stopped_process_goes_on_where_it_was_and_a_killed_one_never_does() -> None:
+    seen: list[str] = []
+
+    async def count(name: str) -> None:
+        for number in range(4):
+            seen.append(f"{name}{number}")
+            await asyncio.sleep(1)
+
+    async def main() -> None:
+        one, two = Process("one"), Process("two")
+        one.start(count("a"))
+        two.start(count("b"))
+        await asyncio.sleep(1.5)
+        one.stop()
+        two.kill()
+        await asyncio.sleep(10)
+        assert sorted(seen) == ["a0", "a1", "b0", "b1"]
+        one.go_on()
+        await asyncio.sleep(10)
+        assert sorted(seen) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+        await two.bury()
+
+    with asyncio.Runner(loop_factory=lambda: SeededLoop("any")) as runner:
+        runner.run(main())
