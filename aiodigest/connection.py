@@ -1,35 +1,22 @@
-"""How a Redis or Valkey server is reached: URLs and clients, a few connections, and script calls."""
+"""How a Redis or Valkey server is spoken to: a few connections, and script calls."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, cast
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Sequence
+from typing import cast
 
 from redis import exceptions
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.connection import AbstractConnection, Connection, parse_url
 
 from aiodigest.errors import BackendUnavailable, ConfigurationError
-from aiodigest.faults import explain
+from aiodigest.faults import DEMOTED, FORBIDDEN, code_of, explain
 from aiodigest.scripts import Argument, load_script
-
-Source: TypeAlias = "str | Redis"
+from aiodigest.target import Target, Wire, drop
 
 CONNECTIONS = 8  # coalesced calls need no more
 BLOCK_MS = 60_000  # how long the doorbell is listened to in one go
 OLDEST = (6, 2)
-ALLOWED = (
-    "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, embedded://, embedded:///folder, "
-    "or (in Python) a redis.asyncio.Redis client"
-)
-
-# what is taken over from a client: where and who, never how replies are read, repeated or timed
-COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
 
 
 class LayoutMismatch(Exception):
@@ -38,100 +25,6 @@ class LayoutMismatch(Exception):
     def __init__(self, stored: str) -> None:
         super().__init__(stored)
         self.stored = stored
-
-
-class Wire(Protocol):
-    """What is used of redis-py's connections."""
-
-    @property
-    def is_connected(self) -> bool: ...
-    async def connect(self) -> None: ...
-    async def disconnect(self, nowait: bool = ...) -> None: ...
-    async def can_read(self) -> bool: ...
-    async def send_command(self, *args: Argument, check_health: bool = ...) -> None: ...
-    async def read_response(self) -> object: ...
-
-
-def hide_password(url: str) -> str:
-    """The URL as it may be shown: with ``***`` for its password, wherever it stands.
-
-    All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``.
-    """
-    url = re.sub(r"([?&][^=&]*(?:pass|secret|token)[^=&]*)=[^&#]*", r"\1=***", url, flags=re.IGNORECASE)
-    head, at, host = url.rpartition("@")
-    if not at:
-        return url
-    scheme, mark, login = head.partition("://") if "://" in head else ("", "", head)
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{mark}{user if colon else ''}{colon}***@{host}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A server, and how to make a connection to it."""
-
-    url: str
-    make: Callable[..., Wire]
-    settings: Mapping[str, object]
-    pool: object = None  # of the client that was given: engines with the same one share their connections
-
-    def connection(self, timeout: float) -> Wire:
-        return self.make(**self.settings, socket_connect_timeout=timeout)
-
-    def __repr__(self) -> str:
-        return f"Target({self.url!r})"
-
-
-def find_target(source: object) -> Target:
-    """Where a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
-    if isinstance(source, Redis):
-        pool = source.connection_pool
-        given = cast("dict[str, object]", pool.connection_kwargs)
-        return replace(_target(pool.connection_class, given, None), pool=pool)
-    if isinstance(source, RedisCluster):
-        raise ConfigurationError("this version does not speak to clusters yet; use a single server")
-    if not isinstance(source, str):
-        hint = " (is a variable unset?)" if source is None else ""
-        raise ConfigurationError(f"the URL is {type(source).__name__}{hint}; allowed is {ALLOWED}")
-    shown = hide_password(source)
-    scheme = source.partition("://")[0].lower()
-    if scheme.endswith(("+cluster", "+sentinel")):
-        kind = scheme.partition("+")[2]
-        raise ConfigurationError(f"{shown!r}: this version does not speak to {kind}s yet; use a single server")
-    try:
-        parts = urlsplit(source)
-        _ = parts.port  # parsed here; a bad one raises
-        reason = _fault(scheme if "://" in source else "", parts)
-        given = {} if reason else dict(cast("dict[str, object]", parse_url(source)))
-    except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
-        reason, given = "it does not parse", {}
-    if reason:
-        raise ConfigurationError(f"{shown!r} is no URL of a server: {reason}; allowed is {ALLOWED}")
-    make = cast("type[AbstractConnection]", given.pop("connection_class", Connection))
-    return _target(make, given, shown)
-
-
-def _fault(scheme: str, parts: SplitResult) -> str:
-    path = parts.path
-    if parts.fragment or "@" in path + parts.query:
-        return "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
-    if scheme not in ("redis", "rediss", "unix"):
-        return "the scheme is not known"
-    if scheme == "unix":
-        return "" if path else "it names no socket"
-    return "" if re.fullmatch(r"(/\d*)?", path) else "the database is not a number"
-
-
-def _target(make: type[AbstractConnection], given: Mapping[str, object], url: str | None) -> Target:
-    settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
-    if url is None:
-        where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
-        url = f"{'unix' if 'path' in settings else 'redis'}://{where}"
-    # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
-    settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
-    if issubclass(make, Connection):
-        settings["socket_keepalive"] = True
-    return Target(url, cast("Callable[..., Wire]", make), settings)
 
 
 class Link:
@@ -160,10 +53,8 @@ class Link:
             return
         _links.pop(self.place, None)
         self._room = None
-        wires = [*self._idle, *self._busy, *self._ears.values()]
-        self._idle.clear()
-        self._ears.clear()
-        for wire in wires:
+        await self.hang_up()
+        for wire in list(self._busy):
             await drop(wire)
 
     async def run(
@@ -195,7 +86,7 @@ class Link:
                         self._open()
                         sent = True
                         reply = await converse(wire, command, source)
-                        if replicas:
+                        if replicas and wrote(reply):
                             await self._replicated(wire, replicas, until)
                     except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
                         await self._put(wire)
@@ -214,17 +105,33 @@ class Link:
         except (exceptions.RedisError, OSError) as error:
             if isinstance(error, exceptions.ResponseError) and str(error).startswith("LAYOUT "):
                 raise LayoutMismatch(str(error).removeprefix("LAYOUT ")) from None
+            if not isinstance(error, exceptions.ResponseError) or code_of(error) in DEMOTED:
+                await self.hang_up()
             raise explain(error, self.target.url, "unknown" if sent else "no") from error
 
     async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
         patience = max(1, int(left * 900))  # ms: a tenth of the time is left for the answer to come; 0 is for ever
-        have = await converse(wire, ("WAIT", replicas, patience))
+        try:
+            have = await converse(wire, ("WAIT", replicas, patience))
+        except exceptions.ResponseError as error:
+            if code_of(error) in FORBIDDEN:
+                raise
+            # it was made a replica meanwhile, and what it had more than its new primary goes
+            raise BackendUnavailable(f"{self.target.url} has it, but {error}", stored="unknown") from error
         if not isinstance(have, int) or have < replicas:
             raise BackendUnavailable(
                 f"{have} replicas of {self.target.url} have it, not {replicas}; it stays unless the primary is lost",
                 stored="unknown",
             )
+
+    async def hang_up(self) -> None:
+        """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
+        wires = [*self._idle, *self._ears.values()]
+        self._idle.clear()
+        self._ears.clear()
+        for wire in wires:
+            await drop(wire)
 
     async def _take(self) -> tuple[Wire, bool]:
         """An idle connection that is still alive, or a new one, and whether it is new. Nothing has been sent yet."""
@@ -247,7 +154,8 @@ class Link:
 
     async def _connected(self) -> Wire:
         """A new connection. The caller bounds the time, and explains what redis-py raises."""
-        wire = self.target.connection(self._timeout)
+        wire = await self.target.connection(self._timeout)
+        self._open()  # it may have been closed while sentinels were asked
         self._busy.add(wire)
         try:
             await wire.connect()
@@ -323,6 +231,11 @@ def join_link(target: Target, timeout: float) -> Link:
     return link
 
 
+def wrote(reply: object) -> bool:
+    """Whether the answer of a script has the number of an item that was stored, and not only texts of errors."""
+    return isinstance(reply, list) and any(isinstance(status, int) for status in cast("list[object]", reply))
+
+
 async def converse(wire: Wire, command: Sequence[Argument], source: str = "") -> object:
     """One command and its reply; a script that the server does not know is sent whole."""
     await wire.send_command(*command, check_health=False)
@@ -339,9 +252,3 @@ async def is_stale(wire: Wire) -> bool:
         return not wire.is_connected or await wire.can_read()
     except (exceptions.RedisError, OSError):
         return True
-
-
-async def drop(wire: Wire) -> None:
-    """Close a connection without waiting for its other end."""
-    with suppress(exceptions.RedisError, OSError):
-        await wire.disconnect(nowait=True)

@@ -22,7 +22,10 @@ UNAVAILABLE = {
     "TRYAGAIN": "its slots are being moved",
     "UNKILLABLE": "it is busy running a script",
 }
+DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
 FORBIDDEN = {"NOAUTH", "WRONGPASS", "NOPERM"}
+# how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
+REFUSED = ("The user executing the script can't", "ACL failure in script")
 # redis-py takes the code from the message of an error that has a class of its own
 CODES: Sequence[tuple[type[Exception], str]] = (
     (exceptions.BusyLoadingError, "LOADING"),
@@ -63,7 +66,7 @@ def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"]
     code, text = code_of(error), str(error).strip().removeprefix("-")
     if code in UNAVAILABLE:
         return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
-    if code in FORBIDDEN or "can't run this command" in text:
+    if code in FORBIDDEN or any(words in text for words in REFUSED):
         return ConfigurationError(f"{where} refuses access: {text}")
     if code in CLUSTERED:
         return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
@@ -72,5 +75,7 @@ def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"]
     garbled = isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.ResponseError)
     if garbled or isinstance(error, OSError):  # OSError: what asyncio raises, its TimeoutError included
         reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+        if "CERTIFICATE_VERIFY_FAILED" in reason:  # unavailable, since it may be renewed at this moment
+            reason += " Give the host that its certificate names, and ssl_ca_certs=FILE of who signed it"
         return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
     return AiodigestError(f"{where} answered: {text}")

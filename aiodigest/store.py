@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from aiodigest.backend import Backend
-from aiodigest.connection import hide_password
 from aiodigest.errors import ConfigurationError
 from aiodigest.redisbackend import RedisBackend
+from aiodigest.target import hide_password
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import pytest
 from engines import now, settle, virtual_time
 from redis import exceptions
-from redis.asyncio import ConnectionPool, Redis, SSLConnection
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
-from aiodigest.connection import CONNECTIONS, Link, Target, _links, find_target, hide_password, join_link
+from aiodigest.connection import CONNECTIONS, Link, _links, join_link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.faults import explain
+from aiodigest.target import Target, find_target, hide_password
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,11 @@ from aiodigest.faults import explain
         ("unix:///run/redis?db=1&password=secret", "unix:///run/redis?db=1&password=***"),
         ("redis://secret@host", "redis://***@host"),
         ("rediss://host?ssl_password=secret&db=1", "rediss://host?ssl_password=***&db=1"),
+        ("redis+sentinel://user:secret@a:1,b/mail/2", "redis+sentinel://user:***@a:1,b/mail/2"),
+        (
+            "rediss+sentinel://a/mail?sentinel_username=me&sentinel_password=secret",
+            "rediss+sentinel://a/mail?sentinel_username=me&sentinel_password=***",
+        ),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
@@ -40,13 +47,19 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     [
         None, 5, b"redis://localhost", "", "localhost:6379", "http://localhost", "redis://:secret@host:port",
         "redis://:secret@host:99999", "redis://:secret@[host", "redis://:secret@host/db", "unix://",
-        "redis://:secret@host?db=x", "redis+cluster://:secret@a,b", "redis+sentinel://:secret@a/mail/0",
+        "redis://:secret@host?db=x", "redis+cluster://:secret@a,b",
+        "redis+sentinel://:secret@a", "redis+sentinel://:secret@a/", "redis+sentinel://:secret@a/mail/db",
+        "redis+sentinel://:secret@a/mail/0/1", "redis+sentinel://:secret@/mail/0", "redis+sentinel://:secret@a,,b/mail",
+        "redis+sentinel://:secret@a:port/mail", "redis+sentinel://:secret@a:99999/mail", "redis+sentinel://:secret@a:0/mail",
+        "redis+sentinel://:secret@::1/mail", "redis+sentinel://:secret@[::1/mail", "redis+sentinel://:secret@a/mail?db=x",
+        "redis+sentinel://:sec/ret@a/mail", "redis+sentinel://:sec#ret@a/mail", "unix+sentinel://:secret@a/mail",
     ],
 )  # fmt: skip
 def test_what_is_no_server_is_refused_without_telling_a_password(source: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         find_target(source)
     assert "secret" not in str(caught.value)
+    assert "sec/ret" not in str(caught.value)
     assert "allowed is redis://" in str(caught.value) or "use a single server" in str(caught.value)
 
 
@@ -56,7 +69,7 @@ async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts() ->
         decode_responses=True, socket_timeout=99, retry=Retry(ExponentialBackoff(), 7), client_name="mine",
     )  # fmt: skip
     target = find_target(client)
-    wire = target.connection(2.0)
+    wire = await target.connection(2.0)
     assert isinstance(wire, SSLConnection)
     assert (wire.host, wire.port, wire.db, wire.username, wire.password) == ("example", 7, 3, "me", "secret")
     assert (wire.client_name, wire.ca_certs) == ("mine", "/ca")
@@ -65,6 +78,61 @@ async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts() ->
     assert not wire.encoder.decode_responses
     assert "secret" not in repr(target) + target.url
     await client.aclose()
+
+
+def test_a_url_of_sentinels_names_them_their_service_and_the_login_of_each_kind_of_server() -> None:
+    target = find_target(
+        "redis+sentinel://user:p%40ss@h1:26380,h2,[::1]:26381/mail%2Fbox/3?sentinel_username=me&sentinel_password=mine"
+    )
+    assert target.sentinels is not None
+    assert target.sentinels.addresses == [("h1", 26380), ("h2", 26379), ("::1", 26381)]
+    assert target.sentinels.service == "mail/box"
+    assert (target.make, target.sentinels.make) == (Connection, Connection)
+    assert {name: target.settings.get(name) for name in ("username", "password", "db")} == {
+        "username": "user", "password": "p@ss", "db": 3,
+    }  # fmt: skip
+    asked = target.sentinels.settings
+    assert {name: asked.get(name) for name in ("username", "password", "db")} == {
+        "username": "me", "password": "mine", "db": None,
+    }  # fmt: skip
+
+
+def test_a_login_for_the_servers_is_not_shown_to_sentinels_and_the_database_is_0() -> None:
+    target = find_target("redis+sentinel://user:secret@h1/mail")
+    assert target.sentinels is not None
+    assert not {"username", "password"} & target.sentinels.settings.keys()
+    assert target.settings["db"] == 0
+
+
+def test_a_url_of_sentinels_with_tls_has_it_to_both_kinds_of_server() -> None:
+    target = find_target("rediss+sentinel://h1,h2/mail/0?ssl_ca_certs=/ca")
+    assert target.sentinels is not None
+    assert (target.make, target.sentinels.make) == (SSLConnection, SSLConnection)
+    assert target.settings["ssl_ca_certs"] == target.sentinels.settings["ssl_ca_certs"] == "/ca"
+
+
+async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> None:
+    manager = Sentinel([("h1", 1), ("::1", 2)], sentinel_kwargs={"password": "theirs"}, username="me", password="mine")
+    client: Redis = manager.master_for("mail", db=4, ssl=True, ssl_ca_certs="/ca")  # pyright: ignore[reportUnknownMemberType]
+    target = find_target(client)
+    assert target.sentinels is not None
+    assert (target.sentinels.service, target.sentinels.addresses) == ("mail", [("h1", 1), ("::1", 2)])
+    assert target.sentinels.settings["password"] == "theirs"
+    assert {"username": "me", "password": "mine", "db": 4, "ssl_ca_certs": "/ca"}.items() <= target.settings.items()
+    assert (target.make, target.sentinels.make) == (SSLConnection, Connection)
+    assert target.url == "redis+sentinel://h1:1,[::1]:2/mail/4"
+    assert target.pool is client.connection_pool
+    await client.aclose()
+    await manager.aclose()
+
+
+async def test_a_client_of_replicas_is_refused() -> None:
+    manager = Sentinel([("h1", 1)])
+    client: Redis = manager.slave_for("mail")  # pyright: ignore[reportUnknownMemberType]
+    with pytest.raises(ConfigurationError, match="master_for"):
+        find_target(client)
+    await client.aclose()
+    await manager.aclose()
 
 
 @pytest.mark.parametrize(
@@ -285,3 +353,9 @@ def test_a_reply_that_makes_no_sense_leaves_it_unknown_what_was_stored() -> None
     error = explain(InvalidResponse("Protocol error"), "redis://host", "unknown")
     assert isinstance(error, BackendUnavailable)
     assert error.stored == "unknown"
+
+
+def test_a_url_of_endless_length_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="has 20,000 characters") as caught:
+        find_target("?" * 20_000)
+    assert len(str(caught.value)) < 200

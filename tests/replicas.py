@@ -1,0 +1,259 @@
+"""Real primaries, replicas and sentinels for tests, on loopback ports, and a relay that fails as networks do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import redis
+from servers import Server, running_server, server_binary
+
+PATIENCE = 30.0
+SERVICE = "mail"
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def until(reached: Callable[[], bool], patience: float = PATIENCE) -> None:
+    """Wait for what can only be asked for."""
+    deadline = time.monotonic() + patience
+    while not reached():
+        assert time.monotonic() < deadline, "this did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+# Servers
+
+
+@contextmanager
+def server_on(port: int, *options: str) -> Generator[Server]:
+    """A server on a TCP port, which sends a new replica its data at once."""
+    with running_server("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0", *options) as one:
+        yield one
+
+
+def port_of(server: Server) -> int:
+    return int(server.options[1])
+
+
+def pid_of(server: Server) -> int:
+    assert server.process is not None
+    return server.process.pid
+
+
+def role_of(server: Server) -> str:
+    with server.client() as client:
+        return client.info("replication")["role"]
+
+
+def follow(server: Server, primary: Server | None) -> None:
+    """Make a server a replica of another, or a primary."""
+    with server.client() as client:
+        client.execute_command("REPLICAOF", *(("127.0.0.1", port_of(primary)) if primary else ("NO", "ONE")))
+
+
+def follows(server: Server) -> bool:
+    """Whether a replica has what its primary has."""
+    with server.client() as client:
+        return client.info("replication").get("master_link_status") == "up"
+
+
+def freeze(server: Server) -> None:
+    """Stop a server where it is, with its connections open."""
+    os.kill(pid_of(server), signal.SIGSTOP)
+
+
+def thaw(server: Server) -> None:
+    os.kill(pid_of(server), signal.SIGCONT)
+
+
+@asynccontextmanager
+async def replicated(replicas: int = 1) -> AsyncGenerator[list[Server]]:
+    """A primary, and replicas of it."""
+    with ExitStack() as stack:
+        primary, *others = servers = [stack.enter_context(server_on(port)) for port in free_ports(1 + replicas)]
+        for replica in others:
+            follow(replica, primary)
+        await until(lambda: all(map(follows, others)))
+        yield servers
+
+
+# Sentinels
+
+
+@dataclass
+class Watched:
+    """A primary, its two replicas, and the three sentinels that watch them."""
+
+    servers: Sequence[Server]
+    ports: Sequence[int]
+    sentinels: Sequence[subprocess.Popen[bytes]]
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self.ports)}/{SERVICE}/0"
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each sentinel that is there knows of the primary."""
+        found: list[dict[str, Any]] = []
+        for port in self.ports:
+            with suppress(redis.ConnectionError), redis.Redis(port=port) as client:
+                asked: Any = client
+                found.append(asked.sentinel_master(SERVICE))
+        return found
+
+    def order(self, number: int, *command: str) -> None:
+        """Give a sentinel a command."""
+        with redis.Redis(port=self.ports[number]) as client:
+            asked: Any = client
+            asked.execute_command(*command)
+
+    def primary(self) -> Server | None:
+        """The server that every sentinel names, if they are at one; it is up, and can be written to."""
+        named = {each["port"] for each in self.facts() if each["flags"] == "master"}
+        for server in self.servers:
+            if named == {port_of(server)} and role_of(server) == "master":
+                return server
+        return None
+
+
+SENTINEL = """
+port {port}
+bind 127.0.0.1
+dir {folder}
+sentinel myid {name}
+sentinel monitor {service} 127.0.0.1 {primary} 2
+sentinel down-after-milliseconds {service} 1000
+sentinel failover-timeout {service} 3000
+"""
+
+
+@asynccontextmanager
+async def watched() -> AsyncGenerator[Watched]:
+    """Three sentinels that know each other from the beginning, which takes them seconds to find out."""
+    async with replicated(2) as servers:
+        folder = Path(tempfile.mkdtemp(prefix="aid-sentinels"))
+        ports, names = free_ports(3), [f"{number:040x}" for number in range(1, 4)]
+        sentinels: list[subprocess.Popen[bytes]] = []
+        try:
+            for port, name in zip(ports, names, strict=True):
+                file = folder / f"{port}.conf"
+                facts = {"port": port, "folder": folder, "name": name, "primary": port_of(servers[0])}
+                known = [f"known-replica {SERVICE} 127.0.0.1 {port_of(server)}" for server in servers[1:]]
+                for other, its_name in zip(ports, names, strict=True):
+                    if other != port:
+                        known.append(f"known-sentinel {SERVICE} 127.0.0.1 {other} {its_name}")
+                lines = [f"sentinel {one}\n" for one in known]
+                file.write_text(SENTINEL.format(service=SERVICE, **facts) + "".join(lines))
+                command = [server_binary(), str(file), "--sentinel"]
+                sentinels.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
+            trio = Watched(servers, ports, sentinels)
+            await until(lambda: len(facts := trio.facts()) == 3 and all(map(is_ready, facts)))
+            yield trio
+        finally:
+            for sentinel in sentinels:
+                sentinel.kill()
+                sentinel.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_ready(facts: dict[str, Any]) -> bool:
+    """Whether a sentinel could take part in a failover now."""
+    return (
+        facts["num-slaves"] == 2
+        and facts["num-other-sentinels"] == 2
+        and facts["flags"] == "master"
+        and facts["role-reported"] == "master"
+    )
+
+
+# A network
+
+
+class Relay:
+    """Stands between a client and a server, as a network does: ``mode`` says what becomes of connections.
+
+    "pass" lets bytes through, "hole" swallows them both ways and for ever while the connection stays open, and "cut"
+    closes a connection that something is sent on.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port  # that of the server
+        self.connections = 0
+        self.mode: Literal["pass", "hole", "cut"] = "pass"
+        self._lost: set[asyncio.StreamWriter] = set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        assert self._listener is not None
+        return f"redis://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}/0"
+
+    async def __aenter__(self) -> Self:
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._listener is not None
+        self._listener.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+        await until(lambda: not self._open)
+
+    def swallow(self) -> None:
+        """Let nothing through on any connection of now, and of those to come until ``mode`` changes."""
+        self.mode = "hole"
+        self._lost |= self._open
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._open.add(writer)
+        if self.mode == "hole":
+            self._lost.add(writer)
+        ends = [writer]
+        try:
+            back_reader, back_writer = await asyncio.open_connection("127.0.0.1", self.port)
+            ends.append(back_writer)
+            ways = [self._pipe(reader, back_writer, writer), self._pipe(back_reader, writer, writer)]
+            tasks = [asyncio.create_task(way) for way in ways]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        except OSError:
+            pass  # the server is not there
+        finally:
+            for end in ends:
+                end.transport.abort()
+            self._open.discard(writer)
+            self._lost.discard(writer)
+
+    async def _pipe(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(1 << 20):
+                if self.mode == "cut":
+                    return
+                if client not in self._lost:
+                    sink.write(data)

@@ -1,0 +1,117 @@
+"""Real replicas: adds that wait for them, and a primary that becomes one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from replicas import Relay, follow, freeze, port_of, replicated, role_of, thaw, until
+from servers import Server
+
+from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy
+
+NO_GAP = Policy(minimum_delay=0, increment_delay=0)
+PATIENCE = 30.0
+
+
+@asynccontextmanager
+async def engine_to(server: Server, namespace: str, **options: Any) -> AsyncGenerator[DigestEngine[JSON]]:
+    url = f"redis://127.0.0.1:{port_of(server)}/0"
+    async with DigestEngine[JSON](url, namespace=namespace, policy=NO_GAP, **options) as engine:
+        yield engine
+
+
+def length_of(server: Server, namespace: str, key: str) -> int:
+    with server.client() as client:
+        return client.llen(f"{{{namespace}}}:log:{key}")
+
+
+# Waiting for replicas
+
+
+async def test_an_add_returns_once_so_many_replicas_have_it(namespace: str) -> None:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1) as engine:
+        for number in range(20):
+            await engine.add(f"k{number}", 1)
+            assert length_of(replica, namespace, f"k{number}") == 1
+        await engine.add_many(Entry(f"m{number}", 1) for number in range(600))  # in several calls
+        assert [length_of(replica, namespace, f"m{number}") for number in range(600)] == [1] * 600
+
+
+async def test_an_add_that_too_few_replicas_have_in_time_may_be_stored_and_says_so(namespace: str) -> None:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=1) as engine:
+        await engine.add("before", 1)
+        freeze(replica)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(BackendUnavailable, match=r"0 replicas .* have it, not 1") as caught:
+            await engine.add("key", 1, record_id="mine")
+        assert asyncio.get_running_loop().time() - began < 3
+        assert (caught.value.stored, caught.value.record_id) == ("unknown", "mine")
+        assert length_of(primary, namespace, "key") == 1
+        thaw(replica)
+        await until(lambda: length_of(replica, namespace, "key") == 1)
+
+
+async def test_of_many_adds_each_that_too_few_replicas_have_may_be_stored_and_says_so(namespace: str) -> None:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=2, timeout=1) as engine:
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")])
+        told = [error for error in caught.value.results if isinstance(error, BackendUnavailable)]
+        assert [(error.stored, error.record_id) for error in told] == [("unknown", "a"), ("unknown", "b")]
+        assert length_of(replica, namespace, "one") == length_of(replica, namespace, "two") == 1
+
+
+async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replicas_it_would_wait_for(
+    namespace: str,
+) -> None:
+    async with replicated() as (primary, _), engine_to(primary, namespace, wait_replicas=2, timeout=1) as engine:
+        with pytest.raises(BackendUnavailable):
+            await engine.add("key", 1)
+        with primary.client() as client:
+            client.config_set("maxmemory", 1)
+        with pytest.raises(BackendUnavailable, match="maxmemory") as caught:
+            await engine.add("key", 1)
+        assert caught.value.stored == "no"
+
+
+async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_be_stored(namespace: str) -> None:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=2) as engine:
+        adding = asyncio.create_task(engine.add("key", 1))
+        await until(lambda: length_of(replica, namespace, "key") == 1)
+        follow(replica, None)
+        follow(primary, replica)
+        with pytest.raises(BackendUnavailable, match="UNBLOCKED") as caught:
+            await adding
+        assert caught.value.stored == "unknown"
+
+
+# A primary that becomes a replica
+
+
+async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_one_refusal(namespace: str) -> None:
+    delivered: asyncio.Queue[str] = asyncio.Queue()
+
+    async def deliver(digest: Digest[JSON]) -> None:
+        delivered.put_nowait(digest.key)
+
+    async with replicated() as (old, new), Relay(port_of(old)) as relay:
+        options: dict[str, Any] = {"namespace": namespace, "policy": NO_GAP}
+        engine, worker = (DigestEngine[JSON](relay.url, **options) for _ in range(2))
+        async with engine, worker.delivering(deliver), asyncio.timeout(PATIENCE):
+            await engine.add("before", 1)
+            assert await delivered.get() == "before"
+            before = relay.connections
+            await asyncio.gather(*(engine.peek(f"k{number}") for number in range(8)))
+            assert relay.connections > before + 3
+            follow(new, None)
+            follow(old, new)
+            relay.port = port_of(new)  # as a name server would tell those who ask again
+            await until(lambda: role_of(old) == "slave")
+            with pytest.raises(BackendUnavailable, match="is a replica") as caught:
+                await engine.add("key", 1, record_id="mine")
+            assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
+            assert await engine.add("key", 1, record_id="mine")
+            assert await delivered.get() == "key"

@@ -1,0 +1,319 @@
+"""Real servers that are away, or refuse: whatever the cause, the store is *unavailable*, and found when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis
+from replicas import Relay, follow, follows, free_ports, freeze, pid_of, server_on, thaw, until
+from servers import Server
+
+from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Policy
+from aiodigest.connection import Link
+from aiodigest.target import find_target
+
+TIMEOUT = 1.0
+SLACK = 3.0  # for a machine that is busy with other things
+PATIENCE = 20.0
+NO_GAP = Policy(minimum_delay=0, increment_delay=0)
+LATER = Policy(initial_delay=3600, maximum_delay=3600)
+
+
+@dataclass
+class Place:
+    """A server, and a relay through which it can be reached."""
+
+    server: Server
+    relay: Relay
+
+    def command(self, *command: object) -> Any:
+        with self.server.client() as client:
+            return client.execute_command(*command)
+
+    def info(self, section: str) -> dict[str, Any]:
+        with self.server.client() as client:
+            return client.info(section)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What makes a server unavailable while its block lasts, and what an add is told then."""
+
+    name: str
+    block: Callable[[Place], AbstractAsyncContextManager[None]]
+    stored: str
+    words: str
+    options: tuple[str, ...] = ()
+    claims: bool = True  # whether claims fail too
+    relayed: bool = False
+
+
+CAUSES: list[Cause] = []
+
+
+def cause(
+    stored: str, words: str, *options: str, claims: bool = True, relayed: bool = False
+) -> Callable[[Callable[[Place], AsyncGenerator[None]]], object]:
+    def listed(block: Callable[[Place], AsyncGenerator[None]]) -> object:
+        name = block.__name__.replace("_", " ")
+        CAUSES.append(Cause(name, asynccontextmanager(block), stored, words, options, claims, relayed))
+        return block
+
+    return listed
+
+
+async def seen() -> None:
+    """Let the loop hear that its connections are closed."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@cause("no", "loading its data", "--loading-process-events-interval-bytes", "1024")
+async def loading(place: Place) -> AsyncGenerator[None]:
+    with place.server.client() as client:
+        for number in range(300):
+            client.set(f"other-{number}", f"{number}" * 1000)
+        client.config_set("rdbcompression", "no")
+        client.save()
+    place.server.stop()
+    await seen()
+    options = place.server.options
+    place.server.options = (*options, "--key-load-delay", "100000")  # microseconds a key: half a minute
+    starting = asyncio.create_task(asyncio.to_thread(place.server.start))
+
+    def is_loading() -> bool:
+        try:
+            return place.info("persistence")["loading"] == 1
+        except redis.ConnectionError:
+            return False
+
+    await until(is_loading)
+    yield
+    place.command("CONFIG", "SET", "key-load-delay", "0")
+    await starting
+    place.server.options = options
+
+
+@cause("no", "cannot save its data", "--save", "3600 1")
+async def no_room_to_save(place: Place) -> AsyncGenerator[None]:
+    def saved(status: str) -> bool:
+        if place.info("persistence")["rdb_bgsave_in_progress"] == 0:
+            place.command("BGSAVE")
+        return place.info("persistence")["rdb_last_bgsave_status"] == status
+
+    limit_files(pid_of(place.server), 0)
+    await until(lambda: saved("err"))
+    yield
+    limit_files(pid_of(place.server), resource.RLIM_INFINITY)
+    await until(lambda: saved("ok"))
+
+
+def limit_files(pid: int, size: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@cause("no", "too few replicas")
+async def too_few_replicas(place: Place) -> AsyncGenerator[None]:
+    place.command("CONFIG", "SET", "min-replicas-to-write", "1")
+    yield
+    place.command("CONFIG", "SET", "min-replicas-to-write", "0")
+
+
+@cause("no", "it is a replica")
+async def made_a_replica(place: Place) -> AsyncGenerator[None]:
+    [port] = free_ports(1)
+    with server_on(port) as other:
+        follow(other, place.server)
+        await until(lambda: follows(other))
+        follow(other, None)
+        follow(place.server, other)
+        await until(lambda: follows(place.server))
+        yield
+        follow(place.server, None)
+
+
+@cause("no", "memory is full", claims=False)
+async def full_memory(place: Place) -> AsyncGenerator[None]:
+    place.command("CONFIG", "SET", "maxmemory", "1")
+    yield
+    place.command("CONFIG", "SET", "maxmemory", "0")
+
+
+@cause("unknown", "no answer")
+async def paused(place: Place) -> AsyncGenerator[None]:
+    place.command("CLIENT", "PAUSE", "1000000", "WRITE")
+    yield
+    place.command("CLIENT", "UNPAUSE")
+
+
+@cause("unknown", "no answer")
+async def frozen(place: Place) -> AsyncGenerator[None]:
+    freeze(place.server)
+    yield
+    thaw(place.server)
+
+
+@cause("unknown", "no answer", relayed=True)
+async def black_hole(place: Place) -> AsyncGenerator[None]:
+    place.relay.swallow()
+    yield
+    place.relay.mode = "pass"  # for new connections
+
+
+@cause("unknown", "onnection", relayed=True)
+async def cut_connections(place: Place) -> AsyncGenerator[None]:
+    place.relay.mode = "cut"
+    yield
+    place.relay.mode = "pass"
+
+
+@cause("no", "Connect", "--appendonly", "yes", "--appendfsync", "always")
+async def killed(place: Place) -> AsyncGenerator[None]:
+    place.server.stop()
+    await seen()
+    yield
+    place.server.start()
+
+
+@dataclass
+class Worker:
+    """What a worker delivered."""
+
+    keys: list[str] = field(default_factory=list[str])
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        self.keys.append(digest.key)
+
+    async def got(self, key: str) -> None:
+        await until(lambda: key in self.keys, PATIENCE)
+
+
+def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "aiodigest.outage" and words in record.getMessage()
+    ]
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+async def test_whatever_makes_a_server_unavailable_adds_say_so_in_time_and_workers_go_on_when_it_is_back(
+    cause: Cause, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [port] = free_ports(1)
+    worker = Worker()
+    with server_on(port, *cause.options) as server:
+        async with Relay(port) as relay:
+            url = relay.url if cause.relayed else f"redis://127.0.0.1:{port}/0"
+            engine = DigestEngine[JSON](
+                url,
+                namespace=namespace,
+                policy=lambda key: LATER if key == "before" else NO_GAP,
+                timeout=TIMEOUT,
+                lease_timeout=1,
+            )
+            async with engine.delivering(worker):
+                await engine.add("before", 1)
+                await engine.add("first", 1)
+                await worker.got("first")
+                async with cause.block(Place(server, relay)):
+                    for turn in range(2):
+                        began = time.monotonic()
+                        with pytest.raises(BackendUnavailable) as caught:
+                            await engine.add("key", 1, record_id=f"r{turn}")
+                        assert time.monotonic() - began < TIMEOUT + SLACK
+                        assert (caught.value.stored, caught.value.record_id) == (cause.stored, f"r{turn}")
+                        assert cause.words in str(caught.value)
+                        if cause.claims:
+                            await until(lambda: bool(told(caplog, "is unavailable")), PATIENCE)
+                await until(lambda: len(told(caplog, "is available again")) == cause.claims, PATIENCE)
+                await engine.add("next", 1)
+                await worker.got("next")
+                await engine.flush("before")
+                await worker.got("before")
+    lines = 1 if cause.claims else 0
+    assert (len(told(caplog, "is unavailable")), len(told(caplog, "is available again"))) == (lines, lines)
+
+
+async def test_a_server_that_is_not_there_yet_is_found_when_it_is(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [port] = free_ports(1)
+    worker = Worker()
+    engine = DigestEngine[JSON](f"redis://127.0.0.1:{port}/0", namespace=namespace, policy=NO_GAP, timeout=TIMEOUT)
+    with ExitStack() as stack:  # the server is there until the engine has been left
+        async with engine.delivering(worker):
+            with pytest.raises(BackendUnavailable, match="Connect") as caught:
+                await engine.add("key", 1, record_id="mine")
+            assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
+            stack.enter_context(server_on(port))
+            await until(lambda: bool(told(caplog, "is available again")), PATIENCE)
+            await engine.add("key", 1, record_id="mine")
+            await worker.got("key")
+    assert len(told(caplog, "is unavailable")) == len(told(caplog, "is available again")) == 1
+
+
+async def test_a_name_that_is_not_known_is_looked_up_again_until_it_is(
+    namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [port] = free_ports(1)
+    worker, resolve = Worker(), socket.getaddrinfo
+
+    def told_by_now(host: str | bytes | None, *rest: Any, **options: Any) -> Any:
+        return resolve("127.0.0.1" if host == "store.invalid" else host, *rest, **options)
+
+    engine = DigestEngine[JSON](f"redis://store.invalid:{port}/0", namespace=namespace, policy=NO_GAP)
+    with server_on(port):
+        async with engine.delivering(worker):
+            with pytest.raises(BackendUnavailable, match=r"store\.invalid") as caught:
+                await engine.add("key", 1, record_id="mine")
+            assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
+            monkeypatch.setattr(socket, "getaddrinfo", told_by_now)
+            await until(lambda: bool(told(caplog, "is available again")), PATIENCE)
+            await engine.add("key", 1, record_id="mine")
+            await worker.got("key")
+    assert len(told(caplog, "is unavailable")) == len(told(caplog, "is available again")) == 1
+
+
+async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next_has_a_new_one(namespace: str) -> None:
+    [port] = free_ports(1)
+    with server_on(port):
+        async with Relay(port) as relay, DigestEngine[JSON](relay.url, namespace=namespace, timeout=TIMEOUT) as engine:
+            before = relay.connections
+            await asyncio.gather(*(engine.peek(f"k{number}") for number in range(8)))
+            assert relay.connections > before + 3
+            relay.swallow()
+            relay.mode = "pass"
+            with pytest.raises(BackendUnavailable, match="no answer"):
+                await engine.add("key", 1)
+            assert await engine.add("key", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names the options as Linux does")
+async def test_a_dead_peer_is_noticed_within_a_minute_on_a_connection_that_only_listens() -> None:
+    [port] = free_ports(1)
+    with server_on(port):
+        link = Link(find_target(f"redis://127.0.0.1:{port}/0"), TIMEOUT)
+        listening = asyncio.create_task(link.listen("wake", "0-0"))
+        await until(lambda: bool(link._busy and all(wire.is_connected for wire in link._busy)))
+        [wire] = link._busy
+        inside: Any = wire
+        peer = inside._writer.get_extra_info("socket")
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, interval, count = (
+            peer.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + interval * count <= 60
+        listening.cancel()
+        await asyncio.wait([listening])
+        await link.leave()
