@@ -1,5 +1,7 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
+from aiodigest import _interrupt as _interrupt  # first: it is there for while the rest is loaded
+from aiodigest.arguments import Bounds
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.engine import DigestEngine
@@ -28,6 +30,7 @@ __all__ = [
     "AiodigestError",
     "BackendUnavailable",
     "BackoffMode",
+    "Bounds",
     "Codec",
     "CodecError",
     "ConfigurationError",

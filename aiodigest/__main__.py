@@ -2,6 +2,8 @@
 
 import sys
 
+from aiodigest._interrupt import INTERRUPTED, loaded
+
 
 def main() -> None:
     """Run the command line. What it is made of (typer, rich) is an extra, which need not be installed."""
@@ -12,9 +14,10 @@ def main() -> None:
             if (error.name or "").partition(".")[0] not in ("typer", "rich"):
                 raise
             sys.exit("aiodigest: the command line is not installed: pip install 'aiodigest[standard]'")
+        loaded()
         sys.exit(run())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

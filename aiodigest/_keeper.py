@@ -4,6 +4,10 @@
 process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it however the
 user ends. The keeper tells each user in lines how the server is: ``starting PID``, ``up PID`` or ``down REASON``.
 
+It works in the data folder itself, and not at the path of it, where there may be another folder one day. It looks
+whether that has happened, or whether somebody deleted what the server cannot be found or started without: then it
+kills the server, so that no more is acknowledged, and ends. The users launch another keeper.
+
 Arguments: server binary, data folder, folder of the sockets, descriptor of the locked file, descriptor of the door.
 """
 
@@ -19,10 +23,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+sys.path.append(os.path.dirname(__file__))  # the interpreter runs this file alone; last, so that it hides nothing
+
+from _keeper_files import ENDS_EARLY, Files
+
 SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 STEADY = 10.0  # a server that was up for so long did not keep crashing
 SILENCE = 30.0  # a server that answers nothing for so long after its start hangs
 GRACE = 10.0  # to end after SIGTERM; later it is killed, which loses nothing that was acknowledged
+LOOK = 0.2  # between two looks whether all files are still there
+CROWDED = 0.2  # to wait if there is no descriptor for one more user
 LOG_SIZE = 1 << 20  # of the log, and of the one before it
 
 # A write, because a server on a full disk starts and answers, and dies of the first write. (While it loads its data it
@@ -47,13 +57,19 @@ class Keeper:
     def __init__(self, binary: str, folder: str, sockets: str, lock: int, door: socket.socket) -> None:
         self.binary = binary
         self.folder = folder
-        self.sockets = sockets
         self.lock = lock
         self.door = door
+        self.files = Files(folder, sockets, lock)
+        self.next_look = 0.0
+        self.missed: str | None = None  # what the last look missed
+        self.lost: str | None = None  # what two looks missed: the first may have met a server that was about to end
         self.prctl = load_prctl()
         self.selector = selectors.DefaultSelector()
         self.users: set[socket.socket] = set()
         self.departed: list[socket.socket] = []
+        self.door_due: float | None = None  # when to accept users again; None: when they come
+        self.crowded = False
+        self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with that there is no other left
         self.dismissed = False
         self.server: int | None = None
         self.output = -1  # the reading end of what the server prints
@@ -63,6 +79,7 @@ class Keeper:
         self.since = 0.0  # when it was started, or came up
         self.backoff = SHORTEST_BACKOFF
         self.due: float | None = time.monotonic()  # when to do the next step; None: when something happens
+        self.repair = False  # whether the next server may cut off what it cannot read at the end of its file
         self.status = b"starting 0\n"
 
     def run(self) -> None:
@@ -70,9 +87,9 @@ class Keeper:
         self.door.setblocking(False)
         self.selector.register(self.door, selectors.EVENT_READ, self.accept)
         self.accept()  # whoever launched this keeper came to the door before
-        while self.users and not self.dismissed:
-            timeout = None if self.due is None else max(0.0, self.due - time.monotonic())
-            for key, _ in self.selector.select(timeout):
+        while self.users and not self.dismissed and not self.lost:
+            dues = [due for due in (self.next_look, self.door_due, self.due) if due is not None]
+            for key, _ in self.selector.select(max(0.0, min(dues) - time.monotonic())):
                 happened: Callable[[], None] = key.data
                 happened()
             self.reap()
@@ -80,7 +97,14 @@ class Keeper:
                 self.accept()  # a user who is at the door now would find nobody in a moment
             if self.users:
                 self.release_departed()
-                if self.due is not None and time.monotonic() >= self.due:
+                if self.door_due is not None and time.monotonic() >= self.door_due:
+                    self.door_due = None
+                    self.selector.register(self.door, selectors.EVENT_READ, self.accept)
+                step = self.due is not None and time.monotonic() >= self.due
+                start = step and self.server is None
+                if start or time.monotonic() >= self.next_look:
+                    self.look()
+                if step and not (start and self.missed):
                     self.step()
 
     def watch_signals(self) -> None:
@@ -102,13 +126,25 @@ class Keeper:
     # Users
 
     def accept(self) -> None:
-        with suppress(OSError):
+        try:
             while True:
                 user, _ = self.door.accept()
                 user.setblocking(False)
                 self.users.add(user)
                 self.selector.register(user, selectors.EVENT_READ, lambda user=user: self.listen(user))
                 self.tell(user)
+        except BlockingIOError:
+            self.crowded = False
+        except OSError as error:  # no descriptor is left: who has to wait must not wake the selector meanwhile
+            if self.door_due is None:
+                self.selector.unregister(self.door)
+            self.door_due = time.monotonic() + CROWDED
+            if not self.crowded:
+                self.crowded = True
+                with suppress(OSError):
+                    os.close(self.spare)
+                    self.log(f"users have to wait at the door: {error}\n".encode())
+                    self.spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, user: socket.socket) -> None:
         with suppress(BlockingIOError):
@@ -139,12 +175,28 @@ class Keeper:
         for user in self.users:
             self.tell(user)
 
+    def look(self) -> None:
+        self.next_look = time.monotonic() + LOOK
+        with suppress(OSError):  # such as that there is no descriptor to look with: it shows nothing
+            before, self.missed = self.missed, self.files.missed(self.up)
+            if before is not None and self.missed is not None:
+                self.lost = self.missed
+                self.publish(f"down {self.lost}")
+
     # The server
 
     def step(self) -> None:
         now = time.monotonic()
         if self.server is None:
-            self.launch()
+            try:
+                unreadable = self.files.unreadable()
+                if unreadable is None:
+                    self.launch()
+            except OSError as error:  # no descriptor or process is left
+                unreadable = f"it cannot be started: {error}"
+            if unreadable is not None:
+                self.fail(unreadable)
+                return
             self.publish(f"starting {self.server}")
             self.since, self.up, self.answered = now, False, False
             self.due = now + 0.01
@@ -154,6 +206,8 @@ class Keeper:
         self.due = now + (0.1 if self.answered else 0.01)
         if answer == b":1\r\n":
             self.up, self.since, self.due, self.tail = True, now, None, b""
+            self.repair = False
+            self.files.server_is_up()
             self.publish(f"up {self.server}")
         elif answer.startswith(b"-") and not answer.startswith(b"-LOADING"):
             self.publish(f"down it refuses writes: {answer[1:].decode().strip()}")
@@ -164,17 +218,22 @@ class Keeper:
 
     def launch(self) -> None:
         keeper = os.getpid()
-        self.output, printed = os.pipe()
-        os.set_blocking(self.output, False)
+        output, printed = os.pipe()
+        os.set_blocking(output, False)
         os.set_blocking(printed, False)  # a stopped keeper must not stop the server
-        self.selector.register(self.output, selectors.EVENT_READ, self.read_output)
-        self.tail = b""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the keeper's
-        self.server = os.fork()
-        if self.server == 0:
-            self.become_server(keeper, printed)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        os.close(printed)
+        try:
+            self.server = os.fork()
+            if self.server == 0:
+                self.become_server(keeper, printed)
+        except OSError:
+            os.close(output)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            os.close(printed)
+        self.output, self.tail = output, b""
+        self.selector.register(output, selectors.EVENT_READ, self.read_output)
 
     def become_server(self, keeper: int, printed: int) -> NoReturn:
         """In the new process. SIGXFSZ stays ignored, as Python has it: so a file-size limit is an error that the
@@ -198,20 +257,16 @@ class Keeper:
 
     def options(self) -> list[str]:
         return [
-            *("--port", "0", "--unixsocket", self.server_socket, "--unixsocketperm", "700"),
-            *("--dir", self.folder, "--appendonly", "yes", "--appendfsync", "always"),
-            *("--aof-load-truncated", "yes", "--save", "", "--maxmemory-policy", "noeviction"),
+            *("--port", "0", "--unixsocket", self.files.server_socket, "--unixsocketperm", "700"),
+            *("--dir", ".", "--appendonly", "yes", "--appendfsync", "always"),
+            *("--aof-load-truncated", "yes" if self.repair else "no", "--save", "", "--maxmemory-policy", "noeviction"),
             *("--daemonize", "no", "--logfile", ""),
         ]
-
-    @property
-    def server_socket(self) -> str:
-        return os.path.join(self.sockets, "server.sock")
 
     def ask(self, command: bytes) -> bytes:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(1)
-            connection.connect(self.server_socket)
+            connection.connect(self.files.server_socket)
             connection.sendall(command)
             return connection.recv(1024)
         return b""
@@ -227,10 +282,22 @@ class Keeper:
             self.backoff = SHORTEST_BACKOFF
         self.close_output()
         self.server, self.up = None, False
-        self.due = now + self.backoff
-        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
+        self.files.server_is_gone()
         reason = self.reason(status)
-        self.log(f"the server ended: {reason}\n".encode())
+        if ENDS_EARLY in self.tail:
+            try:
+                copy = self.files.keep_copy()
+            except OSError as error:
+                reason += f"; before it is repaired it must be copied: {error}"
+            else:
+                self.log(f"the end of the append-only file will be cut off: what it was is kept as {copy}\n".encode())
+                self.repair = True
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        self.due = time.monotonic() + self.backoff
+        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
+        self.log(f"the server is down: {reason}\n".encode())
         self.publish(f"down {reason}")
 
     def reason(self, status: int) -> str:
@@ -238,9 +305,11 @@ class Keeper:
         code = os.waitstatus_to_exitcode(status)
         ended = f"exit status {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
-        warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
+        warnings = [line.partition(" # ")[2] for line in lines if " # " in line and " # WARNING" not in line]
         text = ": ".join([ended, *([" / ".join((warnings or lines)[-3:])] if lines else [])])
-        if "AOF" in text:
+        if "append only file" in text:
+            text += f" (or move {self.folder} away, to begin anew)"
+        elif "AOF" in text:
             with suppress(OSError):
                 disk = os.statvfs(self.folder)
                 text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.folder})"
@@ -262,10 +331,9 @@ class Keeper:
         os.close(self.output)
 
     def log(self, text: bytes) -> None:
-        path = os.path.join(self.folder, "server.log")
-        with suppress(OSError), open(path, "ab") as file:
+        with suppress(OSError), open("server.log", "ab") as file:
             if file.tell() > LOG_SIZE:
-                os.replace(path, path + ".1")
+                os.replace("server.log", "server.log.1")
             file.write(text)
 
     # The end
@@ -275,19 +343,19 @@ class Keeper:
         until this process ends."""
         self.door.close()
         if self.server is not None:
-            self.ask(b"SHUTDOWN NOSAVE\r\n")  # it flushes its file; as on SIGTERM, at which it looks every 0.1 s only
-            os.kill(self.server, signal.SIGTERM)
+            if self.lost:  # ending by itself, it would remove the socket, whose name may be another server's now
+                os.kill(self.server, signal.SIGKILL)
+                self.log(f"the server was killed: {self.lost}\n".encode())
+            else:
+                self.ask(b"SHUTDOWN NOSAVE\r\n")  # it syncs its file, as on SIGTERM, at which it looks each 0.1 s
+                os.kill(self.server, signal.SIGTERM)
             deadline = time.monotonic() + GRACE
             while os.waitpid(self.server, os.WNOHANG)[0] == 0:
                 if time.monotonic() > deadline:
                     os.kill(self.server, signal.SIGKILL)
                 time.sleep(0.005)
             self.close_output()
-        with suppress(OSError):
-            os.unlink(self.server_socket)  # a server that was killed leaves it
-        with suppress(OSError):
-            os.unlink(os.path.join(self.sockets, "keeper.sock"))
-            os.rmdir(self.sockets)
+        self.files.remove_sockets(own=not self.lost)
 
 
 def main() -> None:
@@ -296,6 +364,7 @@ def main() -> None:
     binary, folder, sockets, lock, door = sys.argv[1:]
     os.set_inheritable(int(lock), False)
     os.set_inheritable(int(door), False)
+    os.chdir(folder)
     keeper = Keeper(binary, folder, sockets, int(lock), socket.socket(fileno=int(door)))
     try:
         keeper.run()

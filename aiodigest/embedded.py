@@ -114,7 +114,8 @@ class EmbeddedServer:
                     if share.reason is not None and patience.when() is None:
                         patience.reschedule(loop.time() + _PATIENCE)
                     if not await share.hear():
-                        raise BackendUnavailable(f"the embedded server in {self.folder} was killed while it started")
+                        share.lose()
+                        raise BackendUnavailable(f"{self.why_down()}")
         except TimeoutError:
             raise BackendUnavailable(f"{self.why_down()} (its log is {self.folder / 'server.log'})") from None
 
@@ -122,8 +123,7 @@ class EmbeddedServer:
         """Keep ``pid`` and ``why_down`` true; launch another keeper if this one is killed, and its server with it."""
         while True:
             if not await share.hear():
-                share.close()
-                share.fail("its keeper was killed")
+                share.lose()
                 share = self._share = await self._rejoin(share)
 
     async def _rejoin(self, lost: _Share) -> _Share:
@@ -194,16 +194,17 @@ class EmbeddedServer:
         Unix sockets connect at once or not at all.
         """
         with _no_fork:
-            connection = Socket(AF_UNIX, SOCK_STREAM)
+            connection: Socket | None = None
             try:
+                connection = Socket(AF_UNIX, SOCK_STREAM)
                 _check_private(self._sockets)
                 connection.setblocking(False)
                 connection.connect(str(self._door))
-            except (FileNotFoundError, ConnectionRefusedError):
-                connection.close()
-                return None
             except BaseException as error:
-                connection.close()
+                if connection is not None:
+                    connection.close()
+                if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+                    return None
                 if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
                     _refuse(self._door, error)
                 raise
@@ -320,6 +321,11 @@ class _Share:
 
     def fail(self, reason: str) -> None:
         self.up, self.pid, self.reason = False, None, reason
+
+    def lose(self) -> None:
+        """The keeper is gone. If it had a reason to end, it told that before."""
+        self.close()
+        self.fail("its keeper was killed" if self.up or self.reason is None else self.reason)
 
     async def leave(self) -> None:
         """The keeper answers the end of a share with an end: at once, or after that of the server if it is the last."""

@@ -111,6 +111,23 @@ def keeper_of(pid: int) -> int:
     return int(status(pid)["PPid"])
 
 
+def waits(pid: int) -> int:
+    """How often the process has waited for something. One that spins does not wait."""
+    return int(status(pid)["voluntary_ctxt_switches"])
+
+
+def seconds_used(pid: int) -> float:
+    """Of processor time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def next_descriptor(pid: int) -> int:
+    """The number that the next file of the process would get."""
+    taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    return next(number for number in range(len(taken) + 1) if number not in taken)
+
+
 def opened_by(pid: int) -> set[str]:
     opened: set[str] = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):

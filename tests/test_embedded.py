@@ -1,7 +1,5 @@
 """The embedded server, run for real: what it is, shared by processes, and gone with its last user."""
 
-# ruff: noqa: ASYNC240
-# (a look at a small file does not block)
 # pyright: reportUnknownMemberType=false
 # (redis-py leaves the types of its **kwargs out)
 
@@ -60,7 +58,7 @@ async def test_every_write_is_synced_to_an_append_only_file_and_nothing_is_ever_
         ) == {
             "appendonly": "yes",
             "appendfsync": "always",
-            "aof-load-truncated": "yes",
+            "aof-load-truncated": "no",
             "save": "",
             "maxmemory-policy": "noeviction",
             "dir": str(folder),

@@ -1,7 +1,5 @@
 """The embedded server, run for real: up again after a crash, and with a reason for what cannot work."""
 
-# ruff: noqa: ASYNC240
-# (a look at a small file does not block)
 # pyright: reportUnknownMemberType=false
 # (redis-py leaves the types of its **kwargs out)
 
@@ -25,7 +23,19 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 import redis.exceptions
-from embedded_users import NewUser, data_folder, keeper_of, lives, opened_by, started, until, users_of
+from embedded_users import (
+    NewUser,
+    data_folder,
+    keeper_of,
+    lives,
+    next_descriptor,
+    opened_by,
+    seconds_used,
+    started,
+    until,
+    users_of,
+    waits,
+)  # fmt: skip
 
 from aiodigest._binary import find_binary
 from aiodigest.embedded import EmbeddedServer
@@ -212,6 +222,66 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
     said = await limited.says()
     assert said.startswith(f"BackendUnavailable the embedded server in {folder} is down: exit status 1: ")
     assert "File too large" in said
+
+
+# No descriptor is left
+
+
+async def test_a_keeper_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        assert server.pid
+        keeper, log = keeper_of(server.pid), folder / "server.log"
+        limits = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
+        resource.prlimit(keeper, resource.RLIMIT_NOFILE, (next_descriptor(keeper), limits[1]))
+        other = EmbeddedServer(folder)
+        joining = asyncio.create_task(other.start())
+        await until(lambda: b"users have to wait at the door" in log.read_bytes())
+        began, used = waits(keeper), seconds_used(keeper)
+        await until(lambda: waits(keeper) > began + 8)
+        assert seconds_used(keeper) - used < 0.2
+        assert not joining.done()
+        resource.prlimit(keeper, resource.RLIMIT_NOFILE, limits)
+        await joining
+        assert other.pid == server.pid
+        assert log.read_bytes().count(b"users have to wait at the door") == 1
+        await other.stop()
+
+
+async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_started_later(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        first = server.pid
+        assert first
+        keeper = keeper_of(first)
+        limits = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
+        resource.prlimit(keeper, resource.RLIMIT_NOFILE, (next_descriptor(keeper), limits[1]))
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "it cannot be started: [Errno 24] Too many open files" in (server.why_down() or ""))
+        resource.prlimit(keeper, resource.RLIMIT_NOFILE, limits)
+        await works(client)
+        await until(lambda: server.pid not in (None, first))
+        assert keeper_of(server.pid or 0) == keeper
+
+
+async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: NewUser) -> None:
+    user = new_user(
+        then="""
+    import re, resource
+    keeper = int(re.search(r"PPid:\\s+(\\d+)", Path(f"/proc/{server.pid}/status").read_text())[1])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    async with asyncio.timeout(15):
+        os.kill(keeper, 9)
+        while "Too many open files" not in (server.why_down() or ""):
+            await asyncio.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        while server.why_down():
+            await asyncio.sleep(0.01)
+    print("back", flush=True)
+"""
+    )
+    assert await user.says() == "back"
+    assert lives(await user.server())
 
 
 # Errors

@@ -1,0 +1,34 @@
+"""Ctrl-C while the command ``aiodigest`` is still being loaded: it ends at once and says nothing.
+
+The package imports this first. Loading the rest takes half a second, in which a ``KeyboardInterrupt`` would come out as
+a traceback of the import machinery. In any other program than the command this does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import PurePath
+from types import FrameType
+
+INTERRUPTED = 130
+
+
+def is_command(arguments: list[str]) -> bool:
+    """Whether this is the command: ``-m`` stands there only while ``python -m`` looks for what it is to run."""
+    return bool(arguments) and (arguments[0] == "-m" or PurePath(arguments[0]).name in ("aiodigest", "aiodigest.exe"))
+
+
+def end(_number: int, _frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def loaded() -> None:
+    """The command can deal with it from now on."""
+    if signal.getsignal(signal.SIGINT) is end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if is_command(sys.argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end)

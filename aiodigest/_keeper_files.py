@@ -1,0 +1,119 @@
+"""The files of an embedded server, as its keeper looks at them: whether they are still there, and can be read.
+
+Like ``_keeper.py`` this is run by a bare interpreter, in the data folder itself.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+PARTS = "appendonlydir"  # from version 7 on
+MANIFEST = os.path.join(PARTS, "appendonly.aof.manifest")
+ENDS_EARLY = b"Unexpected end of file reading the append only file"  # what a server says of it
+
+
+class Identity(NamedTuple):
+    device: int
+    number: int
+
+
+def identity(file: str | int) -> Identity | None:
+    """Which file a path or a descriptor means; None if there is none."""
+    try:
+        status = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Identity(status.st_dev, status.st_ino)
+
+
+def append_only_files() -> list[str]:
+    """Those that the manifest lists, last the one that is written to; or the one file of servers before version 7."""
+    try:
+        with open(MANIFEST) as manifest:
+            lines = manifest.read().splitlines()
+    except FileNotFoundError:
+        return ["appendonly.aof"]
+    return [
+        os.path.join(PARTS, line.split()[1]) for line in lines if " type h" not in line
+    ]  # h: history, to be deleted
+
+
+class Files:
+    """A file is known by its number: under its name there may be another one, which belongs to another server."""
+
+    def __init__(self, folder: str, sockets: str, lock: int) -> None:
+        self.folder = folder
+        self.sockets = sockets
+        self.lock = os.path.join(folder, "lock")
+        self.door = os.path.join(sockets, "keeper.sock")
+        self.server_socket = os.path.join(sockets, "server.sock")
+        self.known = {self.lock: identity(lock), self.door: identity(self.door)}
+        self.parts: dict[str, Identity] = {}
+
+    def server_is_up(self) -> None:
+        """From now on the files of this server have to be there, not those of one before."""
+        self.known[self.server_socket] = identity(self.server_socket)
+        self.parts.clear()
+        with suppress(OSError):
+            self.parts.update((path, found) for path in append_only_files() if (found := identity(path)))
+
+    def server_is_gone(self) -> None:
+        self.known.pop(self.server_socket, None)
+
+    def missed(self, up: bool) -> str | None:
+        """What was deleted without which a record that is acknowledged now, or the server, would not be found again.
+
+        It may be mistaken if the server is just ending, or is just writing its append-only files anew.
+        """
+        gone = [path for path, known in self.known.items() if identity(path) != known]
+        if self.lock in gone:
+            return f"its folder {self.folder}, or the lock in it, was deleted, moved or replaced"
+        if gone:
+            return f"its socket {gone[0]} was deleted or replaced"
+        if up and not all(map(self.has, append_only_files())):
+            return f"an append-only file in {self.folder} was deleted or replaced"
+        return None
+
+    def has(self, path: str) -> bool:
+        found = identity(path)
+        if not path.startswith(PARTS):  # before version 7 a server replaces its file from time to time
+            return found is not None
+        return found is not None and self.parts.setdefault(path, found) == found
+
+    def unreadable(self) -> str | None:
+        """Why a server must not be started: it takes files without a manifest for nothing, and empties them."""
+        with suppress(FileNotFoundError):
+            for file in os.scandir(PARTS):
+                if file.name.endswith(".incr.aof") and file.stat().st_size and identity(MANIFEST) is None:
+                    return f"{MANIFEST} is missing: put it back, or move {PARTS} out of {self.folder}"
+        return None
+
+    def keep_copy(self) -> str:
+        """Copy the file that ends in the middle of a write, before the server cuts off what it cannot read.
+
+        After a power cut that is the last write, which was not acknowledged. But a damaged length in the middle of the
+        file looks the same, and then it is all that was written since.
+        """
+        import shutil
+
+        path = append_only_files()[-1]
+        copy = f"{os.path.basename(path)}.{time.time_ns() // 1_000_000}.before-repair"
+        try:
+            shutil.copyfile(path, copy)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(copy)  # it is no use, and may be what fills the disk
+            raise
+        return copy
+
+    def remove_sockets(self, own: bool) -> None:
+        """A server that was killed leaves its socket. If this keeper does not own the names, there may be others'."""
+        for path in (self.server_socket, self.door):
+            with suppress(OSError):
+                if own or identity(path) == self.known.get(path):
+                    os.unlink(path)
+        with suppress(OSError):
+            os.rmdir(self.sockets)

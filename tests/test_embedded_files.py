@@ -1,0 +1,287 @@
+"""The files of an embedded server, deleted, moved, replaced or damaged under it: nothing that it acknowledged is lost
+without a word, and there are no two servers for long."""
+
+# pyright: reportUnknownMemberType=false
+# (redis-py leaves the types of its **kwargs out)
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis.exceptions
+from embedded_users import NewUser, data_folder, keeper_of, lives, processes_of, started, until, users_of, waits
+
+from aiodigest.embedded import EmbeddedServer
+from aiodigest.errors import BackendUnavailable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+FOLDER = "its folder {}, or the lock in it, was deleted, moved or replaced"
+APPEND_ONLY = "an append-only file in {} was deleted or replaced"
+DOOR = "its socket {}/run/keeper.sock was deleted or replaced"
+LONG = "a name that is too long for a socket " * 5
+
+
+@pytest.fixture
+def folder() -> Generator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def new_user(folder: Path) -> Generator[NewUser]:
+    with users_of(folder) as new_user:
+        yield new_user
+
+
+def move(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def delete(path: Path) -> None:
+    """Its name is gone at once: the processes that use a folder may put something into it meanwhile."""
+    move(path)
+    moved = path.with_name("moved")
+    if moved.is_dir():
+        shutil.rmtree(moved, ignore_errors=True)
+    else:
+        moved.unlink()
+
+
+def replace(path: Path) -> None:
+    """By a copy."""
+    move(path)
+    moved = path.with_name("moved")
+    if moved.is_dir():
+        shutil.copytree(moved, path, ignore=shutil.ignore_patterns("*.sock"))
+    else:
+        shutil.copy(moved, path)
+
+
+def at_the_door(server: EmbeddedServer) -> socket.socket:
+    user = socket.socket(socket.AF_UNIX)
+    user.connect(str(server.socket.with_name("keeper.sock")))
+    user.setblocking(False)
+    return user
+
+
+async def all_lines(user: socket.socket) -> list[str]:
+    """What a keeper says to one of its users until it ends."""
+    said = b""
+    async with asyncio.timeout(10):
+        while more := await asyncio.get_running_loop().sock_recv(user, 4096):
+            said += more
+    return said.decode().splitlines()
+
+
+async def fill(folder: Path) -> Path:
+    """The file with what 100 adds wrote; the server is gone."""
+    async with started(folder) as (_, client):
+        for number in range(100):
+            await client.rpush("list", f"value {number}")
+    (file,) = folder.rglob("*.incr.aof")
+    return file
+
+
+# Deleted while it runs
+
+
+@pytest.mark.parametrize(
+    ("name", "lose", "reason"),
+    [
+        ("", delete, FOLDER),
+        ("", move, FOLDER),
+        ("", replace, FOLDER),
+        ("lock", delete, FOLDER),
+        ("lock", replace, FOLDER),
+        ("appendonlydir", delete, APPEND_ONLY),
+        ("appendonlydir", replace, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.1.incr.aof", delete, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.1.incr.aof", replace, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.manifest", delete, APPEND_ONLY),
+        ("run", delete, DOOR),
+        ("run/keeper.sock", delete, DOOR),
+        ("run/server.sock", delete, "its socket {}/run/server.sock was deleted or replaced"),
+    ],
+)
+async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_another_started(
+    folder: Path, name: str, lose: Callable[[Path], None], reason: str
+) -> None:
+    async with started(folder) as (server, _):
+        first = server.pid
+        assert first
+        with at_the_door(server) as user:
+            lose(folder / name)
+            lines = await all_lines(user)
+        assert lines == [f"up {first}", f"down {reason.format(folder)}"]
+        assert not lives(first)
+        if not name.startswith("appendonlydir/"):  # what is left of those may not do for a start
+            await until(lambda: server.pid != first and server.why_down() is None)
+
+
+async def test_why_a_keeper_ended_is_told_until_there_is_another(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        first = server.pid
+        assert first
+        delete(folder)
+        await until(lambda: server.why_down() is not None)
+        assert "was deleted, moved or replaced" in (server.why_down() or "")
+        await until(lambda: not lives(first))
+        await until(lambda: server.why_down() is None)
+
+
+async def test_what_was_acknowledged_until_the_folder_was_moved_is_in_the_moved_folder(folder: Path) -> None:
+    acknowledged = 0
+    async with started(folder) as (_, client):
+        with suppress(redis.exceptions.RedisError, OSError):
+            while True:
+                acknowledged = await client.rpush("list", "x")
+                if acknowledged == 100:
+                    move(folder)
+    async with started(folder.with_name("moved")) as (_, client):
+        assert await client.llen("list") in (acknowledged, acknowledged + 1)
+    assert acknowledged >= 100
+
+
+async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        first = server.pid
+        assert first
+        delete(folder)
+        async with started(folder) as (other, client):
+            second = other.pid
+            assert second != first
+            await client.set("key", "value")
+            await until(lambda: not lives(first) and server.pid == second)
+            await client.connection_pool.disconnect()  # its socket is still there for new connections
+            assert await client.get("key") == "value"
+            assert other.pid == second
+
+
+async def test_two_servers_that_have_their_sockets_in_one_folder_leave_each_others_alone(folder: Path) -> None:
+    folder = folder / LONG
+    async with started(folder) as (server, _):
+        first = server.pid
+        assert first
+        delete(folder)
+        folder.mkdir()
+        server.socket.with_name("keeper.sock").unlink()  # so that the other does not join it
+        async with started(folder) as (other, client):
+            second = other.pid
+            assert second != first
+            await until(lambda: not lives(first) and server.pid == other.pid)
+            assert await client.set("key", "value")
+            await client.connection_pool.disconnect()
+            assert await client.get("key") == "value"
+            assert other.pid == second
+    await until(lambda: not server.socket.parent.exists())
+
+
+async def test_who_finds_no_socket_gets_into_the_same_folder_all_the_same(folder: Path) -> None:
+    """As when /tmp was cleaned of old files."""
+    folder = folder / LONG
+    async with started(folder) as (server, client):
+        await client.set("key", "value")
+        delete(server.socket.parent)
+        async with started(folder) as (other, client):
+            assert await client.get("key") == "value"
+            await until(lambda: server.pid == other.pid)
+
+
+async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        first = server.pid
+        assert first
+        keeper = keeper_of(first)
+        for name in "abc":
+            await client.set(name, "x" * 1000)
+            await client.bgrewriteaof()
+            async with asyncio.timeout(10):
+                while (await client.info("persistence"))["aof_rewrite_in_progress"]:
+                    pass
+            begin = waits(keeper)
+            await until(lambda begin=begin: waits(keeper) > begin + 5)  # it has looked, several times
+        assert (server.pid, keeper_of(first)) == (first, keeper)
+        assert (folder / "appendonlydir" / "appendonly.aof.4.incr.aof").exists()
+
+
+# Damaged while it was down
+
+
+async def test_damage_that_the_server_does_not_understand_is_told_and_touches_nothing(folder: Path) -> None:
+    file = await fill(folder)
+    whole = file.read_bytes()
+    middle = whole.index(b"value 50")
+    damaged = whole[: middle - 30] + 3 * b"\0GARBAGE\0" + whole[middle:]
+    file.write_bytes(damaged)
+    with pytest.raises(BackendUnavailable, match=r"Bad file format .*-check-aof --fix .* \(or move .* away"):
+        await EmbeddedServer(folder).start()
+    assert file.read_bytes() == damaged
+
+
+async def test_before_a_server_cuts_off_the_end_of_its_file_there_is_a_copy(folder: Path) -> None:
+    """A damaged length makes all that follows look like one write that was not completed."""
+    file = await fill(folder)
+    damaged = file.read_bytes().replace(b"$8\r\nvalue 50", b"$9999999\r\nvalue 50")
+    file.write_bytes(damaged)
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 50
+        assert await client.config_get("aof-load-truncated") == {"aof-load-truncated": "yes"}
+    (copy,) = folder.glob("*.before-repair")
+    assert copy.read_bytes() == damaged
+    assert f"what it was is kept as {copy.name}" in (folder / "server.log").read_text()
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 50
+        assert await client.config_get("aof-load-truncated") == {"aof-load-truncated": "no"}
+    assert list(folder.glob("*.before-repair")) == [copy]
+
+
+async def test_without_room_for_the_copy_nothing_is_cut_off(folder: Path, new_user: NewUser) -> None:
+    file = await fill(folder)
+    with file.open("ab") as end:
+        end.write(b"*3\r\n$3\r\nSET\r\n$3\r\nke")
+    whole = file.read_bytes()
+    limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))")
+    assert "before it is repaired it must be copied: " in await limited.says()
+    assert file.read_bytes() == whole
+    assert not list(folder.glob("*.before-repair"))
+
+
+async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Path) -> None:
+    file = await fill(folder)
+    whole = file.read_bytes()
+    manifest = file.with_name("appendonly.aof.manifest")
+    move(manifest)
+    with pytest.raises(BackendUnavailable, match=r"appendonly\.aof\.manifest is missing: put it back, or move"):
+        await EmbeddedServer(folder).start()
+    assert file.read_bytes() == whole
+    manifest.with_name("moved").rename(manifest)
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 100
+
+
+# Users who die
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        "EmbeddedServer._run_keeper = lambda *_: os.kill(os.getpid(), 9)",
+        "run = EmbeddedServer._run_keeper; EmbeddedServer._run_keeper = lambda *a: (run(*a), os.kill(os.getpid(), 9))",
+    ],
+    ids=["before there is a keeper", "before it is in"],
+)
+async def test_a_user_who_dies_while_it_launches_a_keeper_stands_in_nobodys_way(
+    folder: Path, new_user: NewUser, death: str
+) -> None:
+    assert await new_user(before=death).says() == ""
+    async with started(folder) as (server, client):
+        assert await client.set("key", "value")
+    await until(lambda: not processes_of(server))
