@@ -8,10 +8,11 @@ from typing import cast
 from uuid import uuid4
 from zlib import crc32
 
-from aiodigest.connection import LayoutMismatch, Link, Source, find_target, join_link
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
-from aiodigest.faults import explain
-from aiodigest.scripts import Argument, tag_of, text
+from aiodigest.connection import LayoutMismatch, Link, join_link
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
+from aiodigest.faults import DEMOTED, code_of, explain
+from aiodigest.scripts import COMMANDS, Argument, tag_of, text
+from aiodigest.target import Source, find_target
 
 SCHEMA = 1
 MAX_SHARDS = 1024
@@ -25,7 +26,7 @@ class Namespace:
     Parameters
     ----------
     source : str or redis.asyncio.Redis
-        ``redis://``, ``rediss://`` or ``unix://``, or a client whose settings are copied.
+        ``redis[s]://``, ``unix://`` or ``redis[s]+sentinel://``, or a client whose settings are copied.
     namespace : str
         1 to 64 letters, digits, dots, dashes or underscores.
     shards : int or None
@@ -51,10 +52,10 @@ class Namespace:
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", namespace):
             raise ConfigurationError(
-                f"a namespace is 1 to 64 letters, digits, dots, dashes or underscores; it is {namespace!r}"
+                f"a namespace is 1 to 64 letters, digits, dots, dashes or underscores; it is {shown(namespace)}"
             )
-        if shards is not None and not 1 <= shards <= MAX_SHARDS:
-            raise ConfigurationError(f"shards must be from 1 to {MAX_SHARDS}, or None; it is {shards!r}")
+        if shards is not None and (type(shards) is not int or not 1 <= shards <= MAX_SHARDS):
+            raise ConfigurationError(f"shards must be from 1 to {MAX_SHARDS}, or None; it is {shown(shards)}")
         self.namespace = namespace
         self._wanted = shards
         self._target = find_target(source)
@@ -62,6 +63,7 @@ class Namespace:
         self._replicas = wait_replicas
         self._link: Link | None = None
         self._version: str | None = None
+        self._denied: frozenset[str] = frozenset()  # commands that the user may not run
         self._count = shards
         self._now = now
         self._nonce = nonce
@@ -116,6 +118,22 @@ class Namespace:
                 f"namespace {self.namespace!r} has {count} shards, not {self._wanted}: give shards={count} or None"
             )
         self._count, self._version, self._tags = count, version, {}
+        self._denied = await self._missing(link)
+
+    async def _missing(self, link: Link) -> frozenset[str]:
+        """The commands of scripts that the user may not run."""
+        asked = sorted(frozenset[str]().union(*COMMANDS.values()))
+        refused = cast("list[object]", await link.run("permits", self._key(0, "permits"), asked, repeat=True))
+        return frozenset(map(text, refused))
+
+    async def _permit(self, link: Link, name: str) -> None:
+        """Refuse a script in which a command would be refused, before it does anything."""
+        needed = COMMANDS.get(name, frozenset())
+        if needed & self._denied:
+            self._denied = await self._missing(link)  # its rule may have been mended
+            if missing := needed & self._denied:
+                commands = " ".join(f"+{command.lower()}" for command in sorted(missing))
+                raise ConfigurationError(f"{self.url} refuses access: to {name}, its user needs {commands} too")
 
     async def aclose(self) -> None:
         self._version = None
@@ -133,6 +151,7 @@ class Namespace:
     ) -> object:
         """Run a script on a shard; one that begins a namespace makes the layout first if the server knows none."""
         link = await self._connected()
+        await self._permit(link, name)
         key, version = self._key(shard, "layout"), self._version or ""
         command = (version, self._time() if now is None else now, *arguments)
         replicas = self._replicas if name == "add" else 0
@@ -186,6 +205,12 @@ class Namespace:
             self._broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
             for item, answer in zip(items, answers, strict=True)
         ]
+
+    async def _heed(self, answers: Sequence[object]) -> None:
+        """Leave a server that says for single items that it is no primary any more."""
+        problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
+        if problems & DEMOTED and self._link is not None:
+            await self._link.hang_up()
 
     def _broken(self, key: str, problem: str) -> AiodigestError:
         """What the text of an error says of a timeline."""

@@ -18,6 +18,7 @@ Argument: TypeAlias = bytes | str | int
 SLOTS = 16_384  # of a cluster
 SHARED: Mapping[str, Sequence[str]] = {
     "layout": (),
+    "permits": (),
     "add": ("prelude", "window"),
     "replay": ("prelude", "window"),
     "reschedule": ("prelude", "window"),
@@ -27,6 +28,36 @@ SHARED: Mapping[str, Sequence[str]] = {
     "retry": ("prelude", "items"),
 }
 CREATES = {"add", "claim", "renew"}  # what begins a namespace; the others find an empty one where there is none
+# What each script may call: if the user may not, it is not begun. A refusal that is met half-way leaves it half done.
+SCHEDULES = "ZADD ZCARD ZRANGE ZREM"
+SAVES = "HDEL HSET PEXPIRE"
+MEETS = "HGETALL LLEN LRANGE"
+OPENS = f"{MEETS} {SAVES} HINCRBY HMGET PERSIST RENAME RPUSH UNLINK ZADD ZREM"
+COMMANDS: Mapping[str, frozenset[str]] = {
+    name: frozenset(commands.split()) | {"HGET", "TIME"}
+    for name, commands in {
+        "add": f"{SCHEDULES} {SAVES} HINCRBY HMGET LRANGE LTRIM RPUSH UNLINK XADD ZSCORE",
+        "claim": f"{OPENS} XREVRANGE ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
+        "open": f"{OPENS} ZSCORE",
+        "renew": f"{SCHEDULES} HGETALL HMGET HSET PERSIST",
+        "close": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY LTRIM PERSIST RPUSH UNLINK XADD",
+        "retry": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY LPUSH LTRIM PERSIST XADD",
+        "release": f"{SCHEDULES} {SAVES} HGETALL PERSIST XADD",
+        "schedule": "XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
+        "maintenance": "HMGET HSET XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
+        "flush": f"{SCHEDULES} EXISTS HSET XADD ZSCORE",
+        "delete": f"{SAVES} HGETALL UNLINK ZCARD ZRANGE ZREM",
+        "remove": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY RPUSH UNLINK XADD ZSCORE",
+        "reschedule": f"{SCHEDULES} {SAVES} HGETALL XADD ZSCORE",
+        "replay": f"{SCHEDULES} {SAVES} {MEETS} HMGET LPUSH UNLINK XADD ZSCORE",
+        "discard": "EXISTS UNLINK ZREM",
+        "look": f"{MEETS} ZRANGE ZSCORE",
+        "read": MEETS,
+        "counts": "ZCARD ZCOUNT ZRANGE",
+        "letter": "HMGET LLEN LRANGE",
+        "letters": "ZRANGEBYSCORE",
+    }.items()
+}
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
     b"closed": "closed",
     b"part": "part",

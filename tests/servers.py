@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -34,13 +37,41 @@ def server_binary() -> str:
     return found
 
 
+SECURITY = Path(__file__).parents[1] / "docs" / "security.md"
+USER, PASSWORD = "suite", "no-secret-here"
+
+
+@cache
+def rules() -> dict[str, list[str]]:
+    """What docs/security.md gives each role to paste: the words after its ``ACL SETUSER mail-ROLE``."""
+    found = re.findall(r"^ACL SETUSER mail-(\w+) (.+)$", SECURITY.read_text(encoding="utf-8"), re.MULTILINE)
+    return {role: rule.split() for role, rule in found}
+
+
+def commands(*roles: str) -> list[str]:
+    """The ``+command``s of roles."""
+    return sorted({word for role in roles for word in rules()[role] if word.startswith("+")})
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass
 class Server:
-    """A running server."""
+    """A running server.
+
+    Its ``url`` is that of a user who may do what docs/security.md gives a process that has all roles, and no more, so
+    that every test runs under these rules; only its keys are those of any namespace, since each test has its own.
+    """
 
     folder: Path
     options: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
+    binary: str = ""
 
     @property
     def socket(self) -> str:
@@ -48,10 +79,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket}?db=0"
+        return f"unix://{USER}:{PASSWORD}@{self.socket}?db=0"
 
     def client(self) -> Any:
-        """A client for looking behind the backend's back (redis-py's types are of no help here)."""
+        """A client that may do all, for looking behind the backend's back (redis-py's types are of no help here)."""
         return redis.Redis(unix_socket_path=self.socket)
 
     def start(self) -> None:
@@ -59,19 +90,23 @@ class Server:
             "--port", "0", "--unixsocket", self.socket, "--dir", str(self.folder), "--save", "",
             "--appendonly", "no", "--loglevel", "warning", *self.options,
         )  # fmt: skip
-        self.process = subprocess.Popen(
-            [server_binary(), *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-        )
+        binary = self.binary or server_binary()
+        self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         with self.client() as client:
             while True:
                 try:
                     client.ping()
-                    return
+                    break
                 except redis.ConnectionError:
                     if self.process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"{server_binary()} did not start") from None
+                        raise RuntimeError(f"{binary} did not start") from None
                     time.sleep(0.005)
+            self.allow(client, USER, "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"))
+
+    def allow(self, client: Any, user: str, *rule: str) -> None:
+        """Make a user with the password of all, who may do what is named and nothing else."""
+        client.execute_command("ACL", "SETUSER", user, "reset", "resetchannels", "on", f">{PASSWORD}", *rule)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -81,11 +116,11 @@ class Server:
 
 
 @contextmanager
-def running_server(*options: str) -> Generator[Server]:
+def running_server(*options: str, binary: str = "") -> Generator[Server]:
     """A server with options of its own."""
     # the path of a unix socket must be short, which pytest's own folders are not
     folder = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
-    server = Server(folder, options)
+    server = Server(folder, options, binary=binary)
     try:
         server.start()
         yield server
@@ -106,7 +141,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.server.folder / 'p'}?db=0"
+        return self.server.url.replace(self.server.socket, str(self.server.folder / "p"))
 
     async def __aenter__(self) -> Self:
         self._listener = await asyncio.start_unix_server(self._serve, self.server.folder / "p")

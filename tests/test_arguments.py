@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from math import inf, nan
 from typing import Any
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodigest.arguments import EPOCH, VALUE_BYTES, duration, microseconds, moment, name, pack_entry, whole
-from aiodigest.errors import InvalidArgument, LimitExceeded
+from aiodigest.arguments import DEFAULT, EPOCH, Bounds, duration, microseconds, moment, name, nearest, pack_entry, whole
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
 from aiodigest.wire import UNSTAMPED, unpack
 
 text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=400)
@@ -80,9 +81,43 @@ def test_a_datetime_whose_utc_has_no_year_is_refused() -> None:
 
 
 def test_a_value_may_take_one_mebibyte_and_no_more() -> None:
-    assert unpack(pack_entry(b"id", 5, b"x" * VALUE_BYTES)).value == b"x" * VALUE_BYTES
+    largest = b"x" * DEFAULT.value
+    assert unpack(pack_entry(b"id", 5, largest)).value == largest
     with pytest.raises(LimitExceeded, match="1,048,576 bytes"):
-        pack_entry(b"id", 5, b"x" * (VALUE_BYTES + 1))
+        pack_entry(b"id", 5, largest + b"x")
+
+
+def test_a_bound_of_its_own_goes_for_names_and_values() -> None:
+    assert name("x" * 40, "key", 40) == b"x" * 40
+    with pytest.raises(InvalidArgument, match="1 to 40 bytes of UTF-8, not 41"):
+        name("x" * 41, "key", 40)
+    assert unpack(pack_entry(b"id", 5, b"x" * 40, 40)).value == b"x" * 40
+    with pytest.raises(LimitExceeded, match="at most 40 bytes when encoded, not 41"):
+        pack_entry(b"id", 5, b"x" * 41, 40)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"value": 0}, r"bounds\.value must be a whole number from 1 to 67,108,864, not 0"),
+        ({"value": 67_108_865}, r"from 1 to 67,108,864"),
+        ({"value": 1e6}, r"not 1000000\.0"),
+        ({"name": 31}, r"bounds\.name must be a whole number from 32 to 65,535, not 31"),
+        ({"name": 65_536}, r"from 32 to 65,535"),
+        ({"records": 0}, r"bounds\.records must be a whole number from 1 to 10,000,000, not 0"),
+        ({"records": 10_000_001}, r"from 1 to 10,000,000"),
+        ({"records": True}, r"not True"),
+        ({"records": None}, r"not None"),
+    ],
+)
+def test_bounds_that_are_none_are_refused_with_what_is_allowed(bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Bounds(**bounds)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(1, 32, 1), Bounds(67_108_864, 65_535, 10_000_000)])
+def test_the_least_and_the_largest_bounds_may_be_given(bounds: Bounds) -> None:
+    assert replace(bounds) == bounds
 
 
 def test_a_record_without_a_timestamp_is_stamped_on_arrival() -> None:
@@ -105,3 +140,40 @@ def test_what_is_no_duration_or_too_short_is_refused(value: Any) -> None:
 def test_milliseconds_are_recognised() -> None:
     with pytest.raises(InvalidArgument, match=r"1700000000000 \(in milliseconds\? divide by 1000\)"):
         microseconds(1_700_000_000_000)
+
+
+class Silent:
+    """What has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("value", [Silent(), [Silent()], 10**5000, "x" * 1_000_000, b"x" * 1_000_000], ids=type)
+def test_a_message_is_short_whatever_it_quotes(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="delay must") as of_a_duration:
+        duration(value, "delay")
+    with pytest.raises(InvalidArgument, match="shards must") as of_a_number:
+        whole(value, "shards", 1, 10)
+    assert max(len(str(of_a_duration.value)), len(str(of_a_number.value))) < 1_000
+
+
+def test_a_time_zone_that_fails_makes_no_aware_datetime() -> None:
+    class Broken(tzinfo):
+        def utcoffset(self, dt: datetime | None) -> timedelta | None:
+            raise RuntimeError("no time")
+
+    with pytest.raises(InvalidArgument, match="aware"):
+        microseconds(datetime(2020, 1, 1, tzinfo=Broken()))
+
+
+def test_a_codec_that_encodes_to_no_bytes_is_told_so() -> None:
+    encoded: Any = "text"
+    with pytest.raises(CodecError, match="as bytes, not as str"):
+        pack_entry(b"a", None, encoded)
+
+
+def test_a_time_beyond_all_calendars_is_told_as_the_last_that_there_is() -> None:
+    assert nearest(2**63).year == 9999
+    assert nearest(-(2**63)).year == 1
+    assert nearest(0) == EPOCH

@@ -1,0 +1,747 @@
+"""What docs/security.md promises: users who may do no more than their part, TLS, passwords that nobody sees, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import shutil
+import ssl
+import traceback
+import tracemalloc
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+import trustme
+from commandline import aiodigest
+from redis.exceptions import NoPermissionError
+from servers import PASSWORD, Server, commands, free_port, rules, running_server, server_binary
+from storestate import check_invariants, redis_state
+
+from aiodigest import (
+    AiodigestError,
+    BackendUnavailable,
+    Bounds,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Entry,
+    InvalidArgument,
+    InvalidState,
+    JSONCodec,
+    LimitExceeded,
+    PartialAdd,
+    Policy,
+    Reject,
+)
+from aiodigest.backend import Add, Close, Lease, Letter, Retry
+from aiodigest.codecs import _compress
+from aiodigest.connection import Link
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.store import Store
+from aiodigest.target import find_target
+from aiodigest.wire import pack
+
+LEASE = 60_000
+LIMITS = Policy().terms.limits
+WAITS = Policy(initial_delay=100)
+SMALL = Policy(initial_delay=5, minimum_delay=1, maximum_delay=10, max_size=2, capacity=4)
+PATIENCE = 20.0
+
+_numbers = count(1)
+
+
+# Users
+
+
+@dataclass
+class Stage:
+    """Where a role is played: its user's backend, one that may do all, and a namespace of its own."""
+
+    server: Server
+    client: Any
+    namespace: str
+    url: str
+    role: RedisBackend
+    other: RedisBackend
+
+    def rang(self) -> bool:
+        """Whether somebody was woken since this was asked last."""
+        return self.client.delete(f"{{{self.namespace}}}:wake") == 1
+
+
+Play = Callable[[Stage], Awaitable[None]]
+
+
+def keys_of(role: str, namespace: str) -> list[str]:
+    """The key patterns of a rule, for another namespace than that of the document."""
+    return [word.replace("{mail", f"{{{namespace}") for word in rules()[role] if word.startswith("~")]
+
+
+@asynccontextmanager
+async def staged(server: Server, role: str, *rule: str) -> AsyncGenerator[Stage]:
+    """A stage for a role whose user has these commands. The server knows no script: it must be sent each."""
+    namespace = f"stage-{next(_numbers)}"
+    with server.client() as client:
+        server.allow(client, f"mail-{role}", *keys_of(role, namespace), *rule)
+        url = f"unix://mail-{role}:{PASSWORD}@{server.socket}"
+        other = RedisBackend(server.url, namespace=namespace)
+        stage = Stage(server, client, namespace, url, RedisBackend(url, namespace=namespace), other)
+        await other.connect()
+        try:
+            client.script_flush()
+            yield stage
+        finally:
+            await stage.role.aclose()
+            await other.aclose()
+
+
+def adds(key: str, *ids: str, policy: Policy = Policy(), own: bool = False) -> list[Add]:
+    return [Add(key, pack(record.encode(), None, b'\x01"v"'), policy.terms, own) for record in ids]
+
+
+def checked(answers: Sequence[Any]) -> Any:
+    """The first of some answers; raises the first that is an error."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers[0]
+
+
+async def produce(stage: Stage) -> None:
+    """All that adds do: open windows, push, fill and compact them, and wake a worker."""
+    backend = stage.role
+    await backend.connect()
+    checked(await backend.add(0, adds("new", "a")))
+    assert stage.rang(), "nobody was woken"
+    checked(await backend.add(0, adds("waits", "a", "b", policy=WAITS)))
+    checked(await backend.add(0, adds("full", "a", "b", "c", policy=SMALL, own=True)))
+    checked(await backend.add(0, adds("full", "d")))  # no limits of its own any more
+    checked(await backend.add(0, adds("over", *"abcdefgh", policy=SMALL, own=True)))
+    checked(await backend.add(0, adds("again", *"aaabbbaaabbb", policy=SMALL, own=True)))
+
+
+async def claimed(backend: RedisBackend, key: str) -> Lease:
+    claims = await backend.claim(0, 10, LEASE, LIMITS)
+    if claims.broken:
+        raise ConfigurationError(f"refuses access: {claims.broken}")
+    [lease] = [lease for lease in claims.leases if lease.key == key]
+    return lease
+
+
+async def work(stage: Stage) -> None:
+    """All that a worker does: claim, renew, page, report each outcome, give back, and sleep until it is woken."""
+    backend, other = stage.role, stage.other
+    await backend.connect()
+    checked([*await backend.renew(0, [], LEASE), True])
+    checked(await other.add(0, adds("k", "a", "b", "c")))
+    lease = await claimed(backend, "k")
+    checked(await backend.renew(0, [lease], LEASE))
+    assert len(await backend.read(0, lease, 0, 10)) == 3
+    checked(await backend.retry(0, [Retry(lease, 0, "boo", LIMITS, 3, [b"a", b"b"], 1)]))
+    checked(await other.add(0, adds("k", "a", "d")))
+    lease = await claimed(backend, "k")  # merged
+    checked(await backend.release(0, [lease], False))
+    checked(await other.add(0, adds("k", "e")))
+    lease = await claimed(backend, "k")
+    closed = checked(await backend.close(0, [Close(lease, 2, 2, 1000, LIMITS, LEASE)]))  # a part of it
+    rest = replace(lease, digest_id=closed.digest_id, size=closed.left)
+    checked(await backend.close(0, [Close(rest, closed.left, 0, 1000, LIMITS, LEASE, letters=[Letter("bad")])]))
+    checked(await other.add(0, adds("soon", "a", policy=Policy(initial_delay=0.001))))
+    while not (leases := (await backend.claim(0, 10, LEASE, LIMITS)).leases):  # it is due within a millisecond
+        pass
+    checked(await other.add(0, adds("soon", "b")))
+    stage.rang()
+    checked(await backend.close(0, [Close(leases[0], 1, 1, 0, LIMITS, LEASE)]))
+    assert stage.client.exists(f"{{{stage.namespace}}}:wake"), "nobody was woken"
+    await asyncio.wait_for(backend.wait(0, "0-0"), PATIENCE)
+
+
+async def bury(backend: RedisBackend, key: str, *ids: str) -> None:
+    checked(await backend.add(0, adds(key, *ids)))
+    lease = await claimed(backend, key)
+    checked(await backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, letters=[Letter("bad")])]))
+
+
+async def operate(stage: Stage) -> None:
+    """All that an engine offers beside adding and delivering."""
+    other = stage.other
+    await bury(other, "one", "a", "b")
+    await bury(other, "two", "a")
+    checked(await other.add(0, adds("waits", "a", "b", "c", "a", policy=WAITS)))
+    checked(await other.add(0, adds("goes", "a", "b", policy=WAITS)))
+    checked(await other.add(0, adds("failed", "a", "b")))
+    checked(await other.retry(0, [Retry(await claimed(other, "failed"), 100_000, "boo", LIMITS, 2)]))
+    checked(await other.add(0, adds("held", "a", "b")))
+    await claimed(other, "held")
+    stage.client.script_flush()
+    async with DigestEngine(stage.url, namespace=stage.namespace, policy=Policy(capacity=2)) as engine:
+        one, two = [letter async for letter in engine.dead_letters()]
+        assert await engine.dead_letter(one.id) == one
+        stage.rang()
+        assert await engine.replay(one.id)
+        assert stage.rang(), "nobody was woken"
+        assert await engine.discard(two.id)
+        timeline = await engine.peek("waits")
+        assert timeline is not None
+        assert len([each async for each in engine.timelines()]) == 5
+        assert (await engine.stats()).leased == 1
+        assert await engine.remove("waits", "a")
+        assert [await engine.remove("failed", record) for record in "ab"] == [True, True]
+        await engine.reschedule("waits", delay=50)
+        await engine.reschedule("waits")
+        assert [await engine.flush(key) for key in ("held", "waits")] == [True, True]
+        assert [await engine.delete(key) for key in ("goes", "held")] == [True, True]
+
+
+PLAYS: dict[str, Play] = {"producer": produce, "worker": work, "operator": operate}
+every_role = pytest.mark.parametrize("role", PLAYS)
+
+
+@every_role
+async def test_each_role_can_do_its_part_under_its_rule(server: Server, role: str) -> None:
+    async with staged(server, role, *commands(role)) as stage:
+        await PLAYS[role](stage)
+        check_invariants(redis_state(stage.client, stage.namespace))
+
+
+@every_role
+async def test_a_rule_is_pasted_as_it_stands_and_gives_nothing_else(server: Server, role: str) -> None:
+    rule = rules()[role]
+    assert rule == ["reset", "resetchannels", "on", ">PASSWORD", "~{mail}:*", *commands(role)]
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", f"mail-{role}", *rule)
+        assert not client.acl_getuser(f"mail-{role}")["channels"]
+    user: Any = redis.Redis(unix_socket_path=server.socket, username=f"mail-{role}", password="PASSWORD")
+    with user:
+        for words in ("GET {mail}:x", "KEYS *", "SCRIPT FLUSH", "CONFIG GET *", "FLUSHALL", "PUBLISH a b", "SAVE"):
+            with pytest.raises(NoPermissionError):
+                user.execute_command(*words.split())
+
+
+@every_role
+async def test_no_command_of_a_rule_can_be_left_out(server: Server, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodigest.namespace.COMMANDS", {})  # so that the server is who refuses
+    needless: list[str] = []
+    for command in commands(role):
+        async with staged(server, role, *(other for other in commands(role) if other != command)) as stage:
+            reason = ""
+            try:
+                await PLAYS[role](stage)
+            except (ConfigurationError, InvalidState, AssertionError) as error:
+                reason = str(error)
+        # what cannot be read is a broken timeline; without XADD no script fails, and nobody is woken
+        words = "nobody was woken" if command == "+xadd" else "refuses access|no permissions|can't run this command"
+        if not re.search(words, reason):
+            needless.append(f"{command}: {reason}")
+    assert not needless
+
+
+@every_role
+async def test_a_user_who_lacks_a_command_is_refused_before_anything_is_half_done(server: Server, role: str) -> None:
+    by_name = 0
+    for command in commands(role):
+        async with staged(server, role, *(other for other in commands(role) if other != command)) as stage:
+            with pytest.raises(ConfigurationError, match="refuses access") as caught:
+                await PLAYS[role](stage)
+            by_name += command in str(caught.value)
+            check_invariants(redis_state(stage.client, stage.namespace))
+    assert by_name >= len(commands(role)) - len({"+eval", "+evalsha", "+hget", "+hsetnx", "+xread"})
+
+
+async def test_a_rule_that_is_mended_is_enough_for_a_process_that_runs(server: Server) -> None:
+    without = [command for command in commands("producer") if command not in ("+zadd", "+hset")]
+    async with staged(server, "producer", *without) as stage:
+        await stage.role.connect()
+        with pytest.raises(ConfigurationError, match=r"to add, its user needs \+hset \+zadd too"):
+            await stage.role.add(0, adds("k", "a"))
+        stage.client.execute_command("ACL", "SETUSER", "mail-producer", "+zadd", "+hset")
+        assert await stage.role.add(0, adds("k", "a")) == [True]
+
+
+async def test_a_producer_s_user_cannot_deliver_look_or_move(server: Server) -> None:
+    async with staged(server, "producer", *commands("producer")) as stage:
+        await stage.role.connect()
+        await stage.role.add(0, adds("k", "a"))
+        for call in (
+            lambda: stage.role.claim(0, 1, LEASE, LIMITS),
+            lambda: stage.role.look("k"),
+            lambda: stage.role.entries("k"),
+            lambda: stage.role.letters(0, 0, 1),
+            lambda: stage.role.delete("k"),
+            lambda: stage.role.flush("k"),
+            lambda: stage.role.wait(0, "0-0"),
+            stage.role.counts,
+        ):
+            with pytest.raises(ConfigurationError, match="refuses access"):
+                await call()
+        assert [lease.key for lease in (await stage.other.claim(0, 1, LEASE, LIMITS)).leases] == ["k"]
+
+
+@every_role
+async def test_a_rule_is_of_one_namespace_alone(server: Server, role: str) -> None:
+    async with staged(server, role, *commands(role)) as stage:
+        elsewhere = RedisBackend(stage.url, namespace=f"{stage.namespace}x")
+        with pytest.raises(ConfigurationError, match="refuses access"):
+            await elsewhere.connect()
+        await elsewhere.aclose()
+
+
+async def test_several_shards_work_with_the_keys_that_are_given_for_them(server: Server, namespace: str) -> None:
+    text = Path(__file__).parents[1].joinpath("docs", "security.md").read_text()
+    told = re.search(r"`(~\{mail\}:layout ~\{mail:\*\}:\*)`", text)
+    assert told is not None
+    keys = told[1].replace("{mail", f"{{{namespace}").split()
+    with server.client() as client:
+        server.allow(client, "several", *keys, *commands("producer", "worker"))
+    came = asyncio.Queue[str]()
+
+    async def deliver(digest: Digest) -> None:
+        came.put_nowait(digest.key)
+
+    url = f"unix://several:{PASSWORD}@{server.socket}"
+    async with DigestEngine(url, namespace=namespace, shards=3).delivering(deliver) as engine:
+        await engine.add_many(Entry(f"k{number}", number) for number in range(12))
+        async with asyncio.timeout(PATIENCE):
+            assert {await came.get() for _ in range(12)} == {f"k{number}" for number in range(12)}
+
+
+async def test_what_a_producer_adds_a_worker_delivers_and_an_operator_replays(server: Server, namespace: str) -> None:
+    users = {role: f"{namespace}-{role}" for role in PLAYS}
+    with server.client() as client:
+        for role, user in users.items():
+            server.allow(client, user, *keys_of(role, namespace), *commands(role))
+    urls = {role: f"unix://{user}:{PASSWORD}@{server.socket}" for role, user in users.items()}
+    policy = Policy(minimum_delay=0, increment_delay=0)
+    came = asyncio.Queue[Digest]()
+
+    async def deliver(digest: Digest) -> None:
+        came.put_nowait(digest)
+        if digest.records[0].value == "bad" and came.qsize() == 1:
+            raise Reject("not today")
+
+    worker = DigestEngine(urls["worker"], namespace=namespace, policy=policy)
+    async with (
+        asyncio.timeout(PATIENCE),
+        worker.delivering(deliver),
+        DigestEngine(urls["producer"], namespace=namespace, policy=policy) as producer,
+        DigestEngine(urls["operator"], namespace=namespace, policy=policy) as operator,
+    ):
+        assert await producer.add("k", "bad")
+        first = await came.get()
+        while not (letters := [letter async for letter in operator.dead_letters()]):
+            pass  # it is buried in a moment
+        assert [letter.reason for letter in letters] == ["not today"]
+        came.put_nowait(first)  # the next one is taken
+        await operator.replay(letters[0].id)
+        await came.get()
+        assert [record.value for record in (await came.get()).records] == ["bad"]
+
+
+# Bounds
+
+
+async def test_a_value_over_its_bound_is_refused_and_nothing_of_it_is_stored(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace, bounds=Bounds(value=100)) as engine:
+        assert await engine.add("k", "x" * 90)
+        with pytest.raises(LimitExceeded, match="at most 100 bytes when encoded, not 103"):
+            await engine.add("k", "x" * 100)
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many([Entry("k", "x" * 100), Entry("k", "y")])
+        assert isinstance(caught.value.results[0], LimitExceeded)
+        timeline = await engine.peek("k")
+        assert timeline is not None
+        assert [record.value for record in timeline.records] == ["x" * 90, "y"]
+
+
+async def test_a_bound_may_let_larger_values_through(server: Server, namespace: str) -> None:
+    large = os.urandom(1_200_000).hex()
+    async with DigestEngine(server.url, namespace=namespace, bounds=Bounds(value=4_000_000)) as engine:
+        await engine.add("k", large)
+        timeline = await engine.peek("k")
+        assert timeline is not None
+        assert [record.value for record in timeline.records] == [large]
+
+
+async def test_a_key_or_an_id_over_its_bound_is_refused_by_every_call(server: Server, namespace: str) -> None:
+    bounds = Bounds(name=40)
+    async with DigestEngine(server.url, namespace=namespace, bounds=bounds) as engine:
+        long = "x" * 41
+        for call in (
+            lambda: engine.add(long, 1),
+            lambda: engine.add("k", 1, record_id=long),
+            lambda: engine.flush(long),
+            lambda: engine.delete(long),
+            lambda: engine.remove(long, "a"),
+            lambda: engine.remove("k", long),
+            lambda: engine.reschedule(long),
+            lambda: engine.peek(long),
+        ):
+            with pytest.raises(InvalidArgument, match="1 to 40 bytes of UTF-8, not 41"):
+                await call()
+        assert await engine.add("x" * 40, 1, record_id="y" * 40)
+        assert (await engine.stats()).ready == 1
+
+
+async def test_the_id_of_a_dead_letter_is_no_name_of_the_caller_s(server: Server, namespace: str) -> None:
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    await bury(backend, "k", "a")
+    await backend.aclose()
+    async with DigestEngine(server.url, namespace=namespace, bounds=Bounds(name=32)) as engine:
+        [letter] = [letter async for letter in engine.dead_letters()]
+        assert len(letter.id) > 32
+        assert await engine.replay(letter.id)
+
+
+async def test_an_add_many_of_too_many_stores_nothing_and_takes_no_more_than_one_over(
+    server: Server, namespace: str
+) -> None:
+    taken = count()
+
+    def entries() -> Iterator[Entry]:
+        for _ in taken:
+            yield Entry("k", 1)
+
+    async with DigestEngine(server.url, namespace=namespace, bounds=Bounds(records=1500)) as engine:
+        with pytest.raises(LimitExceeded, match="at most 1,500 entries"):
+            await engine.add_many(entries())
+        assert next(taken) == 1501
+        assert await engine.peek("k") is None
+        assert len(await engine.add_many(Entry("k", 1) for _ in range(1500))) == 1500
+
+
+async def test_a_bomb_in_a_digest_is_a_dead_letter_and_takes_no_memory(server: Server, namespace: str) -> None:
+    size = 200_000_000
+    bomb = b"\x02" + _compress(b'"' + bytes(size) + b'"')
+    assert len(bomb) < 50_000
+    came = asyncio.Queue[list[Any]]()
+
+    async def deliver(digest: Digest) -> None:
+        came.put_nowait([record.value for record in digest.records])
+
+    worker = DigestEngine(server.url, namespace=namespace)
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    await backend.add(0, [Add("k", pack(b"bomb", None, bomb), Policy().terms)])
+    await backend.add(0, [Add("k", pack(b"sound", None, JSONCodec().encode("good")), Policy().terms)])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        async with asyncio.timeout(PATIENCE), worker.delivering(deliver):
+            assert await came.get() == ["good"]
+            while not (letters := [letter async for letter in worker.dead_letters()]):
+                pass  # it is set aside at the close
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    await backend.aclose()
+    assert "more than 1,048,576 bytes" in letters[0].reason
+    assert [record.value for record in letters[0].records] == [bomb]
+    assert peak < size // 20
+
+
+# TLS
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """An authority, and files of what it signed and of a stranger's."""
+
+    folder: Path
+    ca: trustme.CA
+
+    @property
+    def trusted(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def issue(self, name: str, *hosts: str, by: trustme.CA | None = None, **options: Any) -> tuple[Path, Path]:
+        """The files of a certificate and of its key."""
+        issued = (by or self.ca).issue_cert(*hosts, **options)
+        certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        issued.private_key_pem.write_to_path(key)
+        return certificate, key
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    made = Certificates(tmp_path_factory.mktemp("certificates"), trustme.CA())
+    made.ca.cert_pem.write_to_path(made.trusted)
+    return made
+
+
+def tls_binary() -> str:
+    """The first server that speaks TLS; '' if there is none."""
+    found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))
+    return next((binary for binary in found if b"SSL_CTX_new" in Path(binary).read_bytes()), "")
+
+
+@asynccontextmanager
+async def ends_tls_itself(port: int, files: tuple[Path, Path], clients: Path | None) -> AsyncGenerator[Server]:
+    """A server with a TLS port."""
+    trusted = clients or files[0]
+    options = (
+        "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-cert-file", str(files[0]), "--tls-key-file",
+        str(files[1]), "--tls-ca-cert-file", str(trusted), "--tls-auth-clients", "yes" if clients else "no",
+    )  # fmt: skip
+    with running_server(*options, binary=tls_binary()) as server:
+        yield server
+
+
+@asynccontextmanager
+async def has_tls_ended(port: int, files: tuple[Path, Path], clients: Path | None) -> AsyncGenerator[Server]:
+    """A server behind a program that speaks TLS for it, as where the server itself cannot."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*files)
+    if clients:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(clients)
+    with running_server() as server:
+        tasks, writers = set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                while some := await reader.read(1 << 16):
+                    writer.write(some)
+            except OSError:
+                pass
+            finally:
+                writer.close()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            ahead, back = await asyncio.open_unix_connection(server.socket)
+            writers.extend((back, writer))
+            tasks.update((asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(ahead, writer))))
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", port, ssl=context)
+        try:
+            yield server
+        finally:
+            listener.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for writer in writers:
+                writer.transport.abort()
+                with suppress(OSError):
+                    await writer.wait_closed()
+
+
+Ends = Callable[..., Any]
+PLACES: list[Ends] = [has_tls_ended, *([ends_tls_itself] if tls_binary() else [])]
+both_ways = pytest.mark.parametrize("ends", PLACES)
+
+
+def secure(port: int, host: str = "localhost", scheme: str = "rediss", **settings: object) -> str:
+    query = "&".join(f"{name}={value}" for name, value in settings.items())
+    return f"{scheme}://suite:{PASSWORD}@{host}:{port}/0?{query}"
+
+
+async def refused(url: str | redis.asyncio.Redis, namespace: str) -> BackendUnavailable:
+    """The error of an add, which comes within the engine's timeout."""
+    async with (
+        asyncio.timeout(PATIENCE),
+        DigestEngine(url, namespace=namespace, timeout=2) as engine,
+    ):
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("k", 1)
+    assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.stored == "no"
+    return caught.value
+
+
+async def delivered(url: str | redis.asyncio.Redis, namespace: str) -> list[Any]:
+    """What comes of one add."""
+    came = asyncio.Queue[Digest]()
+    engine = DigestEngine(url, namespace=namespace)
+    async with asyncio.timeout(PATIENCE), engine.delivering(came.put):
+        await engine.add("k", "v")
+        return [record.value for record in (await came.get()).records]
+
+
+@both_ways
+async def test_rediss_adds_and_delivers(certificates: Certificates, ends: Ends, namespace: str) -> None:
+    port = free_port()
+    async with ends(port, certificates.issue("good", "localhost"), None):
+        assert await delivered(secure(port, ssl_ca_certs=certificates.trusted), namespace) == ["v"]
+
+
+@both_ways
+async def test_a_client_with_tls_lends_it(certificates: Certificates, ends: Ends, namespace: str) -> None:
+    port = free_port()
+    files = certificates.issue("mine", "me")
+    async with (
+        ends(port, certificates.issue("good", "localhost"), certificates.trusted),
+        redis.asyncio.Redis(
+            host="localhost", port=port, username="suite", password=PASSWORD, ssl=True,
+            ssl_ca_certs=str(certificates.trusted), ssl_certfile=str(files[0]), ssl_keyfile=str(files[1]),
+        ) as client,
+    ):  # fmt: skip
+        assert await delivered(client, namespace) == ["v"]
+
+
+@both_ways
+async def test_a_server_may_ask_for_the_client_s_certificate(
+    certificates: Certificates, ends: Ends, namespace: str
+) -> None:
+    port = free_port()
+    certificate, key = certificates.issue("mine", "me")
+    async with ends(port, certificates.issue("good", "localhost"), certificates.trusted):
+        url = secure(port, ssl_ca_certs=certificates.trusted)
+        assert await delivered(f"{url}&ssl_certfile={certificate}&ssl_keyfile={key}", namespace) == ["v"]
+        await refused(url, namespace)
+
+
+@both_ways
+@pytest.mark.parametrize("flaw", ["stranger", "host", "expired", "system"])
+async def test_a_certificate_that_does_not_verify_is_refused_and_why_is_said(
+    certificates: Certificates, ends: Ends, namespace: str, flaw: str
+) -> None:
+    past = datetime.now(UTC) - timedelta(days=1)
+    made: dict[str, Any] = {
+        "stranger": {"by": trustme.CA()},
+        "expired": {"not_before": past - timedelta(days=1), "not_after": past},
+    }
+    words = {
+        "stranger": "unable to get local issuer|self-signed|signature failure|unknown ca",
+        "host": "not valid for 'localhost'",
+        "expired": "has expired",
+        "system": "unable to get local issuer|self-signed",
+    }
+    port = free_port()
+    files = certificates.issue(flaw, "elsewhere" if flaw == "host" else "localhost", **made.get(flaw, {}))
+    settings: dict[str, Any] = {} if flaw == "system" else {"ssl_ca_certs": certificates.trusted}
+    async with ends(port, files, None):
+        error = await refused(secure(port, **settings), namespace)
+    assert re.search(words[flaw], str(error), re.IGNORECASE)
+    assert "Give the host that its certificate names, and ssl_ca_certs=FILE" in str(error)
+    assert f"rediss://suite:***@localhost:{port}" in str(error)
+
+
+@both_ways
+async def test_plain_and_encrypted_do_not_mix(certificates: Certificates, ends: Ends, namespace: str) -> None:
+    port, plain = free_port(), free_port()
+    with running_server("--port", str(plain), "--bind", "127.0.0.1"):
+        await refused(secure(plain, ssl_ca_certs=certificates.trusted), namespace)
+    async with ends(port, certificates.issue("good", "localhost"), None):
+        await refused(secure(port, scheme="redis"), namespace)
+
+
+# Passwords
+
+SECRET = "s3cr3t-of-the-test"
+
+
+def everything(error: BaseException) -> str:
+    """All that can be printed of an error, and of what led to it."""
+    told = [*traceback.format_exception(error), repr(error), str(error)]
+    chain, seen = [error], set[int]()
+    while chain:
+        one = chain.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            told += [repr(one), str(one), repr(vars(one)) if hasattr(one, "__dict__") else ""]
+            chain += [other for other in (one.__cause__, one.__context__) if other is not None]
+            chain += [arg for arg in one.args if isinstance(arg, BaseException)]
+    return "\n".join(told)
+
+
+URLS = [
+    f"redis://user:{SECRET}@127.0.0.1:1/0",
+    f"redis://:{SECRET}@127.0.0.1:1/0",
+    f"rediss://user:{SECRET}@127.0.0.1:1/0?ssl_password={SECRET}",
+    f"redis://127.0.0.1:1/0?username=user&password={SECRET}",
+    f"unix://user:{SECRET}@/nowhere/s?db=0",
+    f"redis+sentinel://user:{SECRET}@127.0.0.1:1/mail/0?sentinel_password={SECRET}",
+]
+BAD_URLS = [
+    f"redis://user:{SECRET}@host:port", f"redis://:{SECRET}@[host", f"redis://:{SECRET}@host/db",
+    f"http://user:{SECRET}@host", f"redis://u:{SECRET}/@host", f"redis+cluster://u:{SECRET}@a,b",
+    f"redis+sentinel://u:{SECRET}@a:b/mail", f"embedded://u:{SECRET}@host", f"user:{SECRET}@host:6379",
+    f"redis://host?password={SECRET}&db=x", f"unix://:{SECRET}@",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_nothing_that_can_be_printed_has_the_password(
+    url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    asyncio.get_running_loop().set_debug(True)
+    target, backend = find_target(url), RedisBackend(url, namespace=namespace)
+    store = Store(url, namespace=namespace, shards=None, timeout=1, wait_replicas=0)
+    engine = DigestEngine(url, namespace=namespace, timeout=1)
+    printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, store, engine, Link(target, 1))]
+    printed += [target.url, backend.url, store.url, engine.url]
+    async with engine.delivering(lambda digest: asyncio.sleep(0)):
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("k", 1)
+        with pytest.raises(PartialAdd) as partly:
+            await engine.add_many([Entry("k", 1)])
+    printed += [everything(caught.value), everything(partly.value), caplog.text]
+    printed += [repr(vars(record)) for record in caplog.records]
+    assert caplog.records
+    assert SECRET not in "".join(printed)
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        DigestEngine(url, namespace="mail")
+    assert SECRET not in everything(caught.value)
+
+
+async def test_a_password_that_is_wrong_or_no_longer_right_is_not_told(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running_server() as server, server.client() as client:
+        wrong = f"unix://suite:{SECRET}@{server.socket}"
+        with pytest.raises(ConfigurationError, match="refuses access") as caught:
+            async with DigestEngine(wrong, namespace=namespace):
+                pass
+        told = asyncio.Event()
+
+        class Ear(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if "refuses access" in record.getMessage():
+                    told.set()
+
+        ear = Ear()
+        logging.getLogger("aiodigest").addHandler(ear)
+        client.execute_command("ACL", "SETUSER", "suite", f">{SECRET}")
+        try:
+            async with asyncio.timeout(PATIENCE):
+                engine = DigestEngine(wrong, namespace=namespace)
+                async with engine.delivering(lambda digest: asyncio.sleep(0)):
+                    await engine.add("k", 1)
+                    client.execute_command("ACL", "SETUSER", "suite", f"<{SECRET}")
+                    client.client_kill_filter(skipme=True, _type="normal")
+                    await told.wait()
+                    with pytest.raises(AiodigestError) as later:
+                        await engine.peek("k")
+        finally:
+            logging.getLogger("aiodigest").removeHandler(ear)
+    printed = [everything(caught.value), everything(later.value), caplog.text]
+    assert SECRET not in "".join([*printed, *(repr(vars(record)) for record in caplog.records)])
+
+
+@pytest.mark.parametrize("url", [URLS[0], URLS[3], BAD_URLS[0], BAD_URLS[4]])
+@pytest.mark.parametrize("command", [("stats", "--namespace", "mail"), ("pipe", "--group-by", "k")])
+def test_the_command_line_tells_no_password_and_takes_it_from_the_environment(
+    url: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = aiodigest(tmp_path, *command, AIODIGEST_URL=url, AIODIGEST_TIMEOUT="300ms")
+    assert done.returncode in (2, 69)
+    assert SECRET.encode() not in done.stdout + done.stderr
+    assert b"aiodigest: " in done.stderr
