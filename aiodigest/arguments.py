@@ -2,47 +2,97 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from math import inf
 
 from aiodigest.backoff import seconds
-from aiodigest.errors import InvalidArgument, LimitExceeded
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.wire import pack
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-NAME_BYTES = 1024
-VALUE_BYTES = 1_048_576
+FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
 FAR = 10**12  # seconds: beyond every year that there is
+MADE_UP = 32  # bytes of an id that the engine makes up
 
 
-def name(value: str, what: str) -> bytes:
-    """A key or id as bytes: any string of 1 to 1024 bytes of UTF-8."""
+def whole(value: int, what: str, least: int, most: int | None = None) -> int:
+    """A whole number of at least ``least``, and of at most ``most`` if that is given."""
+    fits = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not fits or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise InvalidArgument(f"{what} must be a whole number {allowed}, not {shown(value)}")
+    return value
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large what callers give may be; what is larger is refused, and nothing of it is stored.
+
+    Parameters
+    ----------
+    value : int, default 1 MiB, at most 64 MiB
+        Bytes of an encoded value. ``JSONCodec`` has a bound of its own, on the JSON before it is compressed and after
+        it is decompressed: the engine's own codec takes as much as this, and never less than 1 MiB.
+    name : int, default 1024, from 32 to 65,535
+        Bytes of UTF-8 of a key or a record id.
+    records : int, default 100,000, at most 10,000,000
+        Entries of one ``add_many``.
+
+    Raises
+    ------
+    InvalidArgument
+        If one is not a whole number in its range.
+    """
+
+    value: int = 1_048_576
+    name: int = 1024
+    records: int = 100_000
+
+    def __post_init__(self) -> None:
+        whole(self.value, "bounds.value", 1, 67_108_864)  # more would keep a server busy for everybody else
+        whole(self.name, "bounds.name", MADE_UP, 65_535)  # a log entry has two bytes for the length of its id
+        whole(self.records, "bounds.records", 1, 10_000_000)
+
+
+DEFAULT = Bounds()
+
+
+def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
+    """A key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
     if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-        raise InvalidArgument(f"{what} must be a str, not {value!r}")
+        raise InvalidArgument(f"{what} must be a str, not {shown(value)}")
     try:
         encoded = value.encode()
     except UnicodeEncodeError:
         raise InvalidArgument(f"{what} must be text that UTF-8 can hold, not {value[:50]!r}") from None
-    if not 1 <= len(encoded) <= NAME_BYTES:
-        raise InvalidArgument(f"{what} must take 1 to {NAME_BYTES} bytes of UTF-8, not {len(encoded)}")
+    if not 1 <= len(encoded) <= most:
+        raise InvalidArgument(f"{what} must take 1 to {most} bytes of UTF-8, not {len(encoded)}")
     return encoded
+
+
+def _offset(timestamp: datetime) -> timedelta | None:
+    try:
+        return timestamp.utcoffset()
+    except Exception:  # a time zone of the user's, which may not know one
+        return None
 
 
 def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
     """An aware datetime or epoch seconds as microseconds of the epoch."""
     if isinstance(timestamp, datetime):
-        if timestamp.utcoffset() is None:
-            raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {timestamp!r}")
+        if _offset(timestamp) is None:
+            raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {shown(timestamp)}")
         micros = (timestamp - EPOCH) // timedelta(microseconds=1)
     elif isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not -inf < timestamp < inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {timestamp!r}")
+        raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {shown(timestamp)}")
     else:
         micros = round(max(-FAR, min(timestamp, FAR)) * 1_000_000)
     try:
         moment(micros, what)
     except InvalidArgument:
         hint = " (in milliseconds? divide by 1000)" if isinstance(timestamp, (int, float)) and timestamp > 1e11 else ""
-        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {timestamp!r}{hint}") from None
+        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {shown(timestamp)}{hint}") from None
     return micros
 
 
@@ -55,29 +105,29 @@ def moment(micros: int, what: str = "timestamp") -> datetime:
         raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {after} s after 1970") from None
 
 
-def pack_entry(record_id: bytes, timestamp: datetime | float | None, value: bytes) -> bytes:
-    """A record as a log entry."""
-    if len(value) > VALUE_BYTES:
-        raise LimitExceeded(f"a value may take at most {VALUE_BYTES:,} bytes when encoded, not {len(value):,}")
+def nearest(ms: int) -> datetime:
+    """A time that the store tells; one beyond all calendars, which another program wrote, as far as they go."""
+    return moment(max(FIRST_MS, min(ms, LAST_MS)) * 1000)
+
+
+def pack_entry(record_id: bytes, timestamp: datetime | float | None, value: bytes, most: int = DEFAULT.value) -> bytes:
+    """A record as a log entry; its encoded value may take ``most`` bytes."""
+    if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
+        raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
+    if len(value) > most:
+        raise LimitExceeded(f"a value may take at most {most:,} bytes when encoded, not {len(value):,}")
     return pack(record_id, None if timestamp is None else microseconds(timestamp), value)
 
 
 def require(fits: bool, what: str, allowed: str, given: object) -> None:
     """Refuse an argument of a type that callers who check theirs cannot give."""
     if not fits:
-        raise InvalidArgument(f"{what} must be {allowed}, not {given!r}")
-
-
-def whole(value: int, what: str, least: int) -> int:
-    """A whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"{what} must be a whole number of at least {least}, not {value!r}")
-    return value
+        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
 
 
 def duration(value: float | timedelta, what: str, least: float = 0.0) -> float:
     """A duration in seconds, of at least ``least``."""
     number = seconds(value, what)
     if number < least:
-        raise InvalidArgument(f"{what} must be at least {least:g} s, not {value!r}")
+        raise InvalidArgument(f"{what} must be at least {least:g} s, not {shown(value)}")
     return number

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
 from aiodigest.models import State
 from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.wire import distinct
+from aiodigest.wire import aged, latest
 
 LETTER_TTL_MS = 30 * 86_400_000
 LETTER_LIMIT = 10_000
@@ -236,7 +236,8 @@ class Backend(Protocol):
         """Open a ready timeline, and close it on leaving; ``InvalidState`` if it is not ready.
 
         The lease is not renewed. An exception inside keeps every record: the timeline is ready again, and its
-        digest comes with the same id. What is over ``max_size`` is left ready.
+        digest comes with the same id. What is over ``max_size`` is left ready, and what ``max_age`` leaves out is
+        counted.
         """
         shard, limits = self.shard_of(key), policy.terms.limits
         lease = await self.open(shard, key, lease_ms, limits)
@@ -247,12 +248,15 @@ class Backend(Protocol):
             entries = list(lease.entries[:taken])
             while len(entries) < taken:
                 entries += await self.read(shard, lease, len(entries), taken - len(entries))
-            yield replace(lease, entries=tuple(entries))
+            entries = latest(entries)
+            young = [entry for entry in entries if not aged(entry, lease.cut_ms)]
+            yield replace(lease, entries=tuple(young))
         except BaseException:
             await self.release(shard, [lease], started=True)
             raise
-        cool_ms = policy.cool_ms(lease.iteration)
-        [closed] = await self.close(shard, [Close(lease, taken, distinct(entries), cool_ms, limits, lease_ms)])
+        old, cool_ms = len(entries) - len(young), policy.cool_ms(lease.iteration)
+        close = Close(lease, taken, len(young), cool_ms, limits, lease_ms, old, counts=bool(young))
+        [closed] = await self.close(shard, [close])
         if isinstance(closed, AiodigestError):
             raise closed
         if closed.status == "lost":

@@ -9,7 +9,7 @@ from math import inf, nan
 from random import uniform
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from aiodigest.errors import InvalidArgument
+from aiodigest.errors import InvalidArgument, shown
 
 Strategy: TypeAlias = Callable[[int], float]
 """From a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
@@ -44,7 +44,8 @@ def seconds(value: float | timedelta, name: str, *, positive: bool = False) -> f
     if not 0 <= number <= _TEN_YEARS or (positive and not number):
         least = "more than 0" if positive else "at least 0"
         raise InvalidArgument(
-            f"{name} must be {least} and at most {_TEN_YEARS} seconds (ten years), or such a timedelta, not {value!r}"
+            f"{name} must be {least} and at most {_TEN_YEARS} seconds (ten years), or such a timedelta, "
+            f"not {shown(value)}"
         )
     return float(number)
 
@@ -87,8 +88,11 @@ class IntervalBackoff:
     default: float
 
     def __init__(self, intervals: Mapping[int, float | timedelta], default: float | timedelta) -> None:
+        if not isinstance(intervals, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers are untyped)
+            raise InvalidArgument(f"intervals must be a mapping from counts to waits, not {shown(intervals)}")
         checked = {
-            _whole(n, "a key of intervals", least=0): seconds(wait, f"intervals[{n}]") for n, wait in intervals.items()
+            _whole(n, "a key of intervals", least=0): seconds(wait, f"intervals[{shown(n)}]")
+            for n, wait in intervals.items()
         }
         object.__setattr__(self, "intervals", checked)
         object.__setattr__(self, "default", seconds(default, "default"))
@@ -114,6 +118,8 @@ class DecorrelatedJitter:
         object.__setattr__(self, "base", seconds(base, "base", positive=True))
         object.__setattr__(self, "cap", seconds(cap, "cap", positive=True))
         object.__setattr__(self, "random", random)
+        if not callable(random):
+            raise InvalidArgument(f"random must be a function of two bounds, not {shown(random)}")
         if self.base > self.cap:
             raise InvalidArgument(f"base must be at most cap, not {base!r} with a cap of {cap!r}")
 
@@ -224,5 +230,5 @@ def _power(base: float, exponent: int) -> float:
 def _whole(value: object, name: str, *, least: int, most: float = inf) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         allowed = f"from {least} to {most}" if most < inf else f"of at least {least}"
-        raise InvalidArgument(f"{name} must be a whole number {allowed}, not {value!r}")
+        raise InvalidArgument(f"{name} must be a whole number {allowed}, not {shown(value)}")
     return value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
 
-from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 from typing_extensions import TypeVar
 
-from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
@@ -68,7 +68,7 @@ class JSONCodec(Generic[T]):
             self._adapter: TypeAdapter[T] = (
                 value_type if isinstance(value_type, TypeAdapter) else TypeAdapter(value_type)
             )
-        except (PydanticUserError, NameError) as error:
+        except Exception as error:  # of pydantic, or of a type that says itself what its schema is
             raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
 
     def encode(self, value: T, /) -> bytes:
@@ -128,7 +128,7 @@ def _json_or_none(value: object) -> bytes | None:
     try:
         data = to_json(value, inf_nan_mode="null")
         return data if from_json(data) == value else None
-    except (ValueError, TypeError, RecursionError):
+    except Exception:  # of comparing, too: the value may be of a type of the user's
         return None
 
 
@@ -166,11 +166,11 @@ def _reason(error: Exception) -> str:
         place = ".".join(map(str, first["loc"]))
         text = f"{first['msg']} (at {place})" if place else first["msg"]
     else:
-        text = str(error).partition(" [")[0]
+        text = shown(error, str).partition(" [")[0]
     return " ".join(text.split())[:200]
 
 
 def _whole(value: object, name: str, *, least: int, most: int = 536_870_912) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise InvalidArgument(f"{name} must be a whole number of bytes from {least} to {most}, not {value!r}")
+        raise InvalidArgument(f"{name} must be a whole number of bytes from {least} to {most}, not {shown(value)}")
     return value

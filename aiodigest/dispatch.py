@@ -13,7 +13,7 @@ from aiodigest.arguments import EPOCH, moment
 from aiodigest.backend import Close, Lease, Letter, Retry
 from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
-from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter
+from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.wire import RawRecord, aged, identity, latest, unpack
@@ -235,7 +235,7 @@ class Dispatcher(Generic[T]):
         strangers = [record_id for record_id in signal.failed if record_id not in known]
         if strangers:
             return self._failed(
-                attempt, signal, reason=_line(f"PartialFailure names {strangers[0]!r}, no record of it")
+                attempt, signal, reason=_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
             )
         failed = [record_id.encode() for record_id in signal.failed]
         delivered = len(known) - len(failed)

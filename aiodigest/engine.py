@@ -16,12 +16,20 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import duration, name, pack_entry, require, whole
+from aiodigest.arguments import DEFAULT, Bounds, duration, name, pack_entry, require, whole
 from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.dispatch import Callback, Dispatcher, describe
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidArgument,
+    LimitExceeded,
+    PartialAdd,
+    shown,
+)
 from aiodigest.management import Management
 from aiodigest.models import Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
@@ -80,6 +88,8 @@ class DigestEngine(Management[T]):
         For one call to the server, and for an add from its call to its answer.
     wait_replicas : int, default 0
         An add returns only when so many replicas have it.
+    bounds : Bounds, default Bounds(value=1_048_576, name=1024, records=100_000)
+        How large values, keys and ids, and one ``add_many`` may be.
 
     Raises
     ------
@@ -104,17 +114,23 @@ class DigestEngine(Management[T]):
         drain_timeout: float | timedelta = 20,
         timeout: float | timedelta = 5,
         wait_replicas: int = 0,
+        bounds: Bounds = DEFAULT,
     ) -> None:
         require(isinstance(namespace, str), "namespace", "a str", namespace)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
         require(isinstance(retry, RetryPolicy), "retry", "a RetryPolicy", retry)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
-        require(codec is None or hasattr(codec, "encode"), "codec", "a Codec", codec)
+        encodes, decodes = (callable(getattr(codec, method, None)) for method in ("encode", "decode"))
+        require(codec is None or (encodes and decodes), "codec", "a Codec", codec)
+        require(isinstance(bounds, Bounds), "bounds", "a Bounds", bounds)  # pyright: ignore[reportUnnecessaryIsInstance]
         self.namespace = namespace
-        self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type)
+        self._bounds = bounds
+        # lowering the bound must not make unreadable what is stored
+        largest = max(bounds.value, DEFAULT.value)
+        self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type, max_size=largest)
         self._retry = retry
         self._backoff_mode = backoff_mode
-        self._concurrency = whole(concurrency, "concurrency", 1)
+        self._concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
         self._lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
         self._delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
         self._policies = Policies(policy, retry, self._delivery_timeout)
@@ -125,7 +141,7 @@ class DigestEngine(Management[T]):
             namespace=namespace,
             shards=shards,
             timeout=self._timeout,
-            wait_replicas=whole(wait_replicas, "wait_replicas", 0),
+            wait_replicas=whole(wait_replicas, "wait_replicas", 0, 1_000),
         )
         self._callback: Callback[T] | None = None
         self._observers: list[Callable[[Delivery], None]] = []
@@ -158,6 +174,7 @@ class DigestEngine(Management[T]):
 
         A decorator; the function is returned unchanged. It must not block or raise.
         """
+        require(callable(observer), "an observer", "a function", observer)
         self._observers.append(observer)
         return observer
 
@@ -183,6 +200,7 @@ class DigestEngine(Management[T]):
         chosen = callback if callback is not None else self._callback
         if chosen is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
+        require(callable(chosen), "the callback", "an async function", chosen)
         await self._enter(chosen)
         try:
             yield self
@@ -258,7 +276,7 @@ class DigestEngine(Management[T]):
     ) -> bool:
         """Add a record to the timeline ``key``; True if it is due now, and this add made it so.
 
-        ``record_id`` (1 to 1024 bytes of UTF-8; made up if absent) replaces the value held under that id.
+        ``record_id`` (any text, within the engine's ``bounds``; made up if absent) replaces the value held under it.
         ``timestamp`` (an aware datetime, or epoch seconds; the server's time of arrival if absent) orders the records
         of a digest. When this returns, the record is stored.
 
@@ -283,17 +301,28 @@ class DigestEngine(Management[T]):
         """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.
 
         Raises PartialAdd, whose ``results`` has an answer or an error for each entry, if any failed: one bad entry
-        fails alone. Once the server is unavailable, what was not sent fails as not stored.
+        fails alone. Once the server is unavailable, what was not sent fails as not stored. Raises LimitExceeded, and
+        stores nothing, if there are more than ``bounds.records``; of an iterable no more than one over is taken.
         """
         session = self._entered()
+        most = self._bounds.records
+        try:
+            source = iter(entries)
+        except TypeError:
+            raise InvalidArgument(f"add_many takes entries one after another, not {shown(entries)}") from None
+        given = list(islice(source, most + 1))
+        if len(given) > most:
+            raise LimitExceeded(f"one add_many may have at most {most:,} entries: this one has more")
         results: list[bool | AiodigestError] = []
-        source = iter(entries)
-        while some := list(islice(source, CHUNK)):
+        for start in range(0, len(given), CHUNK):
+            some = given[start : start + CHUNK]
             down = next((error for error in results[-CHUNK:] if isinstance(error, BackendUnavailable)), None)
             if down is None:
                 results += await self._add_some(session, some)
             else:
-                results += [BackendUnavailable(str(down), record_id=entry.record_id) for entry in some]
+                results += [
+                    BackendUnavailable(str(down), record_id=getattr(entry, "record_id", None)) for entry in some
+                ]
         if any(isinstance(result, AiodigestError) for result in results):
             raise PartialAdd(results)
         return [result is True for result in results]
@@ -318,8 +347,8 @@ class DigestEngine(Management[T]):
         return results
 
     async def _encode(self, entry: Entry[T]) -> Add:
-        name(entry.key, "key")
-        record_id = name(entry.record_id or "", "record_id")
+        name(entry.key, "key", self._bounds.name)
+        record_id = name("" if entry.record_id is None else entry.record_id, "record_id", self._bounds.name)
         policy = await self._policy(entry.key)
-        raw = pack_entry(record_id, entry.timestamp, self._codec.encode(entry.value))
+        raw = pack_entry(record_id, entry.timestamp, self._codec.encode(entry.value), self._bounds.value)
         return Add(entry.key, raw, policy.terms, self._policies.own(policy))

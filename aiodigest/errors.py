@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, cast
+
+
+def shown(value: object, form: Callable[[object], str] = repr) -> str:
+    """A value as a message quotes it: never long, whatever it is and whatever its own ``form`` does."""
+    try:
+        text = form(value)
+    except Exception:  # an object of the caller's, or an integer of more digits than Python prints
+        return f"a {type(value).__name__[:100]}"
+    return text if len(text) <= 500 else f"{text[:500]}..."
 
 
 class AiodigestError(Exception):
@@ -67,9 +76,9 @@ class RetryAfter(DeliverySignal):
     given back, for at most 24 hours a digest. With ``pause`` this process claims nothing meanwhile."""
 
     def __init__(self, delay: float | timedelta, pause: bool = False) -> None:
-        super().__init__(f"retry after {delay}")
+        super().__init__(f"retry after {shown(delay, str)}")
         self.delay = delay
-        self.pause = pause
+        self.pause = bool(pause)
 
 
 class Reject(DeliverySignal):
@@ -87,8 +96,13 @@ class PartialFailure(DeliverySignal):
     """
 
     def __init__(self, failed: Mapping[str, str] | Iterable[str]) -> None:
-        if isinstance(failed, Mapping):
-            self.failed = dict(cast("Mapping[str, str]", failed))
-        else:
-            self.failed = dict.fromkeys([failed] if isinstance(failed, str) else failed, "failed")
+        try:
+            if isinstance(failed, Mapping):
+                self.failed = dict(cast("Mapping[str, str]", failed))
+            else:
+                self.failed = dict.fromkeys([failed] if isinstance(failed, str) else failed, "failed")
+        except TypeError:
+            allowed = "a mapping from record ids to reasons, or record ids"
+            given = shown(cast("object", failed))
+            raise InvalidArgument(f"PartialFailure takes {allowed}, not {given}") from None
         super().__init__(f"{len(self.failed)} records failed")

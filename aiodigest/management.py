@@ -9,11 +9,11 @@ from typing import Generic, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import duration, microseconds, moment, name
+from aiodigest.arguments import Bounds, duration, microseconds, name, nearest
 from aiodigest.backend import Backend, Move, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
-from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState
+from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState, shown
 from aiodigest.models import DeadLetter, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Session
@@ -27,6 +27,7 @@ class Management(Generic[T]):
     """The part of an engine that needs no callback. Every method may raise BackendUnavailable."""
 
     namespace: str
+    _bounds: Bounds
     _codec: Codec[T]
     _policies: Policies
     _timeout: float
@@ -46,7 +47,7 @@ class Management(Generic[T]):
 
     async def _timeline(self, key: str) -> Backend:
         """The store, for a key that may be one."""
-        name(key, "key")
+        name(key, "key", self._bounds.name)
         return await self._backend()
 
     async def _policy(self, key: str) -> Policy:
@@ -69,7 +70,7 @@ class Management(Generic[T]):
     async def remove(self, key: str, record_id: str) -> bool:
         """Drop one record; whether one went. A record under delivery, or whose outcome is unknown, stays."""
         backend = await self._timeline(key)
-        record = name(record_id, "record_id")
+        record = name(record_id, "record_id", self._bounds.name)
         policy = await self._policy(key)
         return await backend.remove(key, record, policy.terms.limits)
 
@@ -98,7 +99,7 @@ class Management(Generic[T]):
             due = await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, window.iteration))
             if due is not None:  # else a digest was closed since the look
                 session.poke(backend.shard_of(key))
-                return moment(due * 1000)
+                return nearest(due)
 
     async def peek(self, key: str) -> Timeline[T] | None:
         """A timeline with its records, without delivering them; None if it holds none."""
@@ -114,8 +115,8 @@ class Management(Generic[T]):
         A timeline that changes its state meanwhile may be missed, or come twice.
         """
         states: tuple[State, ...] = get_args(State)
-        if state is not None and state not in states:
-            raise InvalidArgument(f"state must be one of {', '.join(states)}, not {state!r}")
+        if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"state must be one of {', '.join(states)}, not {shown(state)}")
         backend = await self._backend()
         for shard in range(backend.shards):
             for each in states if state is None else (state,):
@@ -130,7 +131,7 @@ class Management(Generic[T]):
         counts = await (await self._backend()).counts()
         oldest = counts.get("oldest_due_ms")
         numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name != "oldest_due"}
-        return Stats(**numbers, oldest_due=None if oldest is None else moment(oldest * 1000))
+        return Stats(**numbers, oldest_due=None if oldest is None else nearest(oldest))
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """All dead letters, the oldest of each shard first."""
@@ -179,12 +180,12 @@ class Management(Generic[T]):
         return Timeline(
             window.key,
             window.state,
-            moment(window.due_ms * 1000),
+            nearest(window.due_ms),
             window.logged + window.opened,
             window.attempt,
             window.iteration,
             window.dropped,
-            moment(window.cool_ms * 1000) if window.cool_ms else None,
+            nearest(window.cool_ms) if window.cool_ms else None,
             window.digest_id or None,
             window.last_error or None,
             tuple(records or ()),
@@ -195,7 +196,7 @@ class Management(Generic[T]):
             letter.id,
             letter.key,
             letter.reason,
-            moment(letter.buried_ms * 1000),
+            nearest(letter.buried_ms),
             letter.attempt,
             letter.digest_id,
             tuple(self._records(list(letter.entries))),

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest, seconds
-from aiodigest.errors import ConfigurationError, InvalidArgument
+from aiodigest.errors import ConfigurationError, InvalidArgument, shown
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
@@ -57,7 +57,7 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         _whole("max_attempts", self.max_attempts, 1, 1000)
         if not callable(self.backoff):
-            raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {self.backoff!r}")
+            raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {shown(self.backoff)}")
 
     def delay_ms(self, attempt: int) -> int:
         """Milliseconds from the failure of ``attempt`` to the next try; what a strategy returns is checked here."""
@@ -66,7 +66,10 @@ class RetryPolicy:
     @cached_property
     def span(self) -> float:
         """The longest time, in seconds, from the first attempt's failure to the last attempt."""
-        delays = (longest(self.backoff, attempt) for attempt in range(1, self.max_attempts))
+        try:
+            delays = [longest(self.backoff, attempt) for attempt in range(1, self.max_attempts)]
+        except Exception as error:  # it is the user's
+            raise InvalidArgument(f"the retry strategy cannot be asked: it raised {type(error).__name__}") from error
         return sum(seconds(delay, "what the retry strategy returns") for delay in delays)
 
 
@@ -123,7 +126,7 @@ class Policy:
             )
         seconds(self.increment_delay, "increment_delay")
         if self.max_age is not None and seconds(self.max_age, "max_age") < 0.001:
-            raise InvalidArgument(f"max_age must be at least 1 ms, or None; it is {self.max_age!r}")
+            raise InvalidArgument(f"max_age must be at least 1 ms, or None; it is {shown(self.max_age)}")
         _whole("capacity", self.capacity, 1, MAX_CAPACITY)
         if self.max_size is not None:
             _whole("max_size", self.max_size, 1, self.capacity)
@@ -185,7 +188,7 @@ class Policies:
         if isinstance(policy, Awaitable):
             policy = await self._awaited(policy, timeout)
         if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-            raise InvalidArgument(f"the policy function must return a Policy, not {policy!r}")
+            raise InvalidArgument(f"the policy function must return a Policy, not {shown(policy)}")
         policy.check(self._retry, self._delivery_timeout)
         return policy
 
@@ -207,4 +210,4 @@ class Policies:
 def _whole(name: str, value: int, low: int, high: int) -> None:
     # bool is an int to Python, and no number of anything to a reader
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-        raise InvalidArgument(f"{name} must be a whole number from {low} to {high:,}; it is {value!r}")
+        raise InvalidArgument(f"{name} must be a whole number from {low} to {high:,}; it is {shown(value)}")

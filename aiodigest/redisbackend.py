@@ -55,6 +55,7 @@ class RedisBackend(Namespace, Backend):
                 results += [self._unstored(add, str(error), error.stored) for add in batch]
                 results += [self._unstored(add, str(error)) for add in adds[len(results) :]]
                 break
+            await self._heed(statuses)
             for add, status in zip(batch, statuses, strict=False):
                 results.append(status == 1 if isinstance(status, int) else self._refused(add, text(status)))
         return results

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -485,3 +486,11 @@ def test_as_many_successes_as_levels_lead_back_to_full_concurrency(failures: int
         assert backoff.resumes_at is not None
         backoff.succeeded("a", backoff.resumes_at)
     assert (backoff.level, backoff.allowed(0, 64)) == (0, 64)
+
+
+def test_what_is_no_mapping_and_no_draw_is_refused() -> None:
+    odd: Any = 5
+    with pytest.raises(InvalidArgument, match="intervals must be a mapping"):
+        IntervalBackoff(odd, 1)
+    with pytest.raises(InvalidArgument, match="random must be a function"):
+        DecorrelatedJitter(random=odd)

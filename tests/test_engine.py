@@ -1480,3 +1480,40 @@ def test_an_argument_of_another_kind_is_refused_when_the_engine_is_made(option: 
 def test_what_cannot_be_called_is_no_callback() -> None:
     with pytest.raises(InvalidArgument, match="callback must be an async function"):
         engine_on(WatchedBackend()).deliver(cast("Any", "mail"))
+
+
+@virtual_time
+async def test_what_is_no_iterable_and_no_function_is_refused() -> None:
+    odd: Any = 5
+    async with delivering(Inbox()) as (engine, _):
+        with pytest.raises(InvalidArgument, match="add_many takes entries"):
+            await engine.add_many(odd)
+        with pytest.raises(InvalidArgument, match="an observer must be a function"):
+            engine.observe(odd)
+    with pytest.raises(InvalidArgument, match="the callback must be an async function"):
+        async with engine.delivering(odd):
+            pass
+
+
+def test_a_codec_encodes_and_decodes() -> None:
+    codec: Any = "text, which has a method encode too"
+    with pytest.raises(InvalidArgument, match="codec must be a Codec"):
+        DigestEngine[JSON]("redis://localhost", namespace="test", codec=codec)
+
+
+def test_a_retry_strategy_that_fails_is_refused_when_the_engine_is_made() -> None:
+    strategy: Any = len
+    with pytest.raises(InvalidArgument, match="retry strategy cannot be asked: it raised TypeError"):
+        DigestEngine[JSON]("redis://localhost", namespace="test", retry=RetryPolicy(backoff=strategy))
+
+
+def test_a_number_of_shards_is_a_number() -> None:
+    shards: Any = "2"
+    with pytest.raises(ConfigurationError, match="shards must be from 1 to 1024"):
+        DigestEngine[JSON]("redis://localhost", namespace="test", shards=shards)
+
+
+@pytest.mark.parametrize("failed", [5, None, [[]]])
+def test_a_partial_failure_of_what_are_no_ids_is_refused(failed: Any) -> None:
+    with pytest.raises(InvalidArgument, match="PartialFailure takes"):
+        PartialFailure(failed)

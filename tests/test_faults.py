@@ -28,8 +28,9 @@ from aiodigest import (
     Policy,
 )
 from aiodigest.backend import SLICE, Add, Close, Closed, Letter, Retry
-from aiodigest.connection import OLDEST, Link, find_target
+from aiodigest.connection import OLDEST, Link
 from aiodigest.redisbackend import RedisBackend
+from aiodigest.target import find_target
 from aiodigest.wire import pack
 
 LIMITS = Policy().terms.limits
@@ -496,7 +497,7 @@ def test_a_policy_that_is_not_allowed_is_refused_with_what_is(options: dict[str,
         ("redis://localhost", {"namespace": "a:b"}, "1 to 64 letters"),
         ("redis://localhost", {"policy": Policy(ttl=3_600, maximum_delay=1_800)}, "ttl must be longer than the whole"),
         ("redis://localhost", {"lease_timeout": nan}, "lease_timeout"),
-        ("redis://localhost", {"concurrency": 0}, "concurrency must be a whole number of at least 1"),
+        ("redis://localhost", {"concurrency": 0}, "concurrency must be a whole number from 1 to 1,000,000"),
     ],
 )
 def test_an_engine_that_could_not_work_is_refused_when_it_is_made_with_what_is_allowed(

@@ -366,6 +366,23 @@ async def test_digest_closes_on_leaving_and_keeps_every_record_on_an_exception(s
             pass
 
 
+async def test_opening_by_hand_leaves_out_and_counts_what_max_age_says_is_too_old(store: Store) -> None:
+    policy = Policy(max_age=60)
+    await store.add("k", "new", timestamp=NOW / 1000)
+    await store.add("k", "old", timestamp=NOW / 1000 - 61)
+    async with store.backend.digest("k", policy) as lease:
+        assert ids(lease) == ["new"]
+    counts = await store.backend.counts()
+    assert (counts["digests"], counts["delivered"], counts["aged"]) == (1, 1, 1)
+
+
+async def test_a_digest_opened_by_hand_that_max_age_leaves_empty_starts_no_cool_down(store: Store) -> None:
+    await store.add("k", "old", timestamp=NOW / 1000 - 61)
+    async with store.backend.digest("k", Policy(max_age=60)) as lease:
+        assert ids(lease) == []
+    assert await store.add("k", "x") == [True]
+
+
 # Endings
 
 

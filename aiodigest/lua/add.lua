@@ -37,11 +37,10 @@ local function glance(key, names)
   for index, name in ipairs(names) do
     local value = values[index]
     if value then
-      held.stored[name] = value
-      held[name] = NUMBERS[name] and tonumber(value) or value
+      thaw_field(held, name, value)
     end
   end
-  return held
+  return not held.problem and held or nil, held.problem
 end
 
 local function compact(held, length, terms)
@@ -54,7 +53,7 @@ local function compact(held, length, terms)
     rewrite(log, kept, left, lifetime(held, terms.ttl))
   end
   if #kept > left then
-    call('HINCRBY', tag .. 'meta:' .. held.key, 'dropped', #kept - left)
+    try('HINCRBY', tag .. 'meta:' .. held.key, 'dropped', #kept - left) -- what is no number is found by the claim
     count('dropped', #kept - left)
   end
   return left

@@ -27,7 +27,7 @@ end
 -- Open the log as a new digest, or merge it into one that failed; either way the contents are new.
 local function fold(held, limits, digest_id)
   local log, open = log_of(held.key), open_of(held.key)
-  local merging = held.id ~= nil
+  local merging = held.id ~= nil or held.opened > 0 -- the records of a digest whose name is gone are kept
   local size = held.opened + held.logged
   held.id = digest_id
   held.part = limits.max_size

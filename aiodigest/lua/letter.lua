@@ -9,7 +9,7 @@ local PAGE_BYTES = 262144
 local letter, remains = tag .. 'letter:' .. ARGV[3], tag .. 'remains:' .. ARGV[3]
 local start = tonumber(ARGV[4])
 local facts = call('HMGET', letter, 'key', 'reason', 'buried', 'attempt', 'digest')
-if not facts[1] or tonumber(facts[3]) <= now - LETTER_TTL then
+if not facts[1] or (tonumber(facts[3]) or now) <= now - LETTER_TTL then
   return false
 end
 local entries, bytes = {}, 0
@@ -23,4 +23,6 @@ while #entries < SLICE and bytes < PAGE_BYTES do
     bytes = bytes + #entry
   end
 end
-return {facts[1], facts[2], tonumber(facts[3]), tonumber(facts[4]), facts[5], call('LLEN', remains), entries}
+return {
+  facts[1], facts[2] or '', tonumber(facts[3]) or now, tonumber(facts[4]) or 0, facts[5] or '', call('LLEN', remains), entries,
+}

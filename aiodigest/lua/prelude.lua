@@ -203,12 +203,28 @@ local NUMBERS = {
 local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
 local DELIVERY = {'id', 'token', 'attempts', 'open_dropped', 'part', 'cut', 'frozen', 'parted', 'since', 'error'}
 
+-- Whether a script can reckon with a field. Another program may have written anything, on which it would break off.
+local function fits(name, value)
+  if name == 'own' then
+    local limits = parse_limits(value)
+    return limits.ttl and limits.capacity > 0 and math.max(limits.ttl, limits.max_age, limits.capacity) < 1e15
+  end
+  return not NUMBERS[name] or #value < 16 and string.find(value, '^%-?%d+$')
+end
+
+local function thaw_field(held, name, value)
+  held.stored[name] = value
+  if fits(name, value) then
+    held[name] = NUMBERS[name] and tonumber(value) or value
+  else
+    held.problem = "ERR the field '" .. name .. "' of its meta is not of aiodigest"
+  end
+end
+
 local function thaw(key, fields)
   local held = setmetatable({key = key, stored = {}}, ABSENT)
   for index = 1, #fields, 2 do
-    local name, value = fields[index], fields[index + 1]
-    held.stored[name] = value
-    held[name] = NUMBERS[name] and tonumber(value) or value
+    thaw_field(held, fields[index], fields[index + 1])
   end
   return held
 end
@@ -219,7 +235,8 @@ local function load(key)
   if fields.err then
     return nil, fields.err
   end
-  return thaw(key, fields)
+  local held = thaw(key, fields)
+  return not held.problem and held or nil, held.problem
 end
 
 -- The same with the lengths of both lists, so that every key of the timeline has been read before the first write.

@@ -11,7 +11,7 @@ local id, terms = ARGV[3], parse_terms(ARGV[4], ARGV[5], ARGV[6])
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
 local facts = call('HMGET', letter, 'key', 'buried')
 local key = facts[1]
-if not key or tonumber(facts[2]) <= now - LETTER_TTL then
+if not key or (tonumber(facts[2]) or now) <= now - LETTER_TTL then
   return {'missing'}
 end
 local held, problem = load_all(key)
