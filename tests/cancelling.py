@@ -1,0 +1,115 @@
+"""Cancels a coroutine at each of its awaits, or at each turn of its event loop, and sees how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Call: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
+Scene: TypeAlias = Callable[[], AbstractAsyncContextManager[Call]]
+
+PATIENCE = 10.0  # seconds (of the loop's clock) for one attempt, which hangs after that
+AGAIN = 3  # how often one attempt is cancelled at the most
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt went: whether it was cancelled at all, and whether there was another await after the last time."""
+
+    was_cancelled: bool
+    went_on: bool
+
+
+Way: TypeAlias = Callable[[Coroutine[Any, Any, object], int, int], Awaitable[Attempt]]
+
+
+class Steps:
+    """Drives a coroutine, and cancels its task at the suspensions ``first`` to ``last``, counted from 1.
+
+    It does so just before the task waits: what it waits for is then cancelled as by any other task.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, object], first: int, last: int) -> None:
+        self._coroutine = coroutine
+        self._first, self._last = first, last
+        self.count = 0
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        task = asyncio.current_task()
+        assert task is not None
+        thrown: BaseException | None = None
+        while True:
+            try:
+                waited = self._coroutine.send(None) if thrown is None else self._coroutine.throw(thrown)
+            except StopIteration as stop:
+                return stop.value
+            self.count += 1
+            if self._first <= self.count <= self._last:
+                task.cancel()
+            try:
+                yield waited
+            except BaseException as error:
+                thrown = error
+            else:
+                thrown = None
+
+
+async def at_awaits(coroutine: Coroutine[Any, Any, object], first: int, times: int) -> Attempt:
+    """Cancel it at its ``first`` await, and ``times`` - 1 more times at those that follow."""
+    steps = Steps(coroutine, first, first + times - 1)
+
+    async def drive() -> object:
+        return await steps
+
+    task = asyncio.create_task(drive())
+    await _ended(task)
+    return _judged(task, steps.count >= first, steps.count >= first + times)
+
+
+async def at_turns(coroutine: Coroutine[Any, Any, object], first: int, times: int) -> Attempt:
+    """Cancel it after ``first`` - 1 turns of the event loop, and again in the turns that follow."""
+    task = asyncio.create_task(coroutine)
+    for _ in range(first):  # it begins in the first
+        await asyncio.sleep(0)
+    cancelled = task.cancel()
+    for _ in range(times - 1):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    went_on = not task.done()
+    await _ended(task)
+    return _judged(task, cancelled, went_on)
+
+
+async def _ended(task: asyncio.Task[object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.wait([task])
+
+
+def _judged(task: asyncio.Task[object], was_cancelled: bool, went_on: bool) -> Attempt:
+    if was_cancelled:
+        assert task.cancelled(), f"it was cancelled, and ended with {task}"
+    else:
+        task.result()
+    return Attempt(was_cancelled, went_on)
+
+
+async def cancel_everywhere(scene: Scene, way: Way = at_awaits) -> int:
+    """Play a scene once for each moment at which its call can be cancelled, and a last time without; how many.
+
+    A call that goes on after it was cancelled is also cancelled again, up to ``AGAIN`` times in a row. The scene makes
+    everything ready, yields the call, and then checks what came of it.
+    """
+    moment = 0
+    while True:
+        moment += 1
+        for times in range(1, AGAIN + 1):
+            async with scene() as call:
+                attempt = await way(call(), moment, times)
+            if not attempt.was_cancelled:
+                return moment - 1
+            if not attempt.went_on:
+                break
