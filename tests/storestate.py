@@ -9,6 +9,10 @@ from aiodigest.reference import Held, Shard
 State = dict[str, Any]
 
 SETS = ("waiting", "ready", "leased")
+# the keys of a shard, and the kinds of those that its timelines and dead letters have
+SHARED = (b"waiting", b"ready", b"leased", b"dead", b"wake", b"layout")
+KINDS = (b"log", b"open", b"meta", b"letter", b"remains")
+REMEMBERED = {"iteration", "last", "cool", "done"}  # of a timeline without records
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
 
 
@@ -51,19 +55,26 @@ def _timeline(held: Held) -> State:
 
 
 def redis_state(client: Any, tag: str) -> State:
-    """Read all keys of a shard; fails if one of a timeline has no expiry, or one belongs to nothing."""
+    """Read all keys of a shard; fails if one has no expiry and should, or belongs to nothing that is known."""
     prefix = f"{{{tag}}}:".encode()
     keys = sorted(client.scan_iter(match=b"{" + tag.encode() + b"}:*", count=1000))
     pipe = client.pipeline(transaction=False)
     for name in (*SETS, "dead"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
     pipe.hgetall(prefix + b"layout")
-    parts = [key for key in keys if key.count(b":", len(prefix)) and not key.startswith(prefix + b"wake")]
+    shared = [key for key in keys if key[len(prefix) :] in SHARED]
+    parts = [key for key in keys if key not in shared]
     for key in parts:
-        kind = key[len(prefix) :].partition(b":")[0]
+        kind, colon, _ = key[len(prefix) :].partition(b":")
+        assert colon, f"{key!r} is no key of a shard"
+        assert kind in KINDS, f"{key!r} is no key of a shard"
         pipe.lrange(key, 0, -1) if kind in (b"log", b"open", b"remains") else pipe.hgetall(key)
         pipe.pttl(key)
+    for key in shared:
+        pipe.pttl(key)
     replies = pipe.execute()
+    for key in reversed(shared):
+        assert replies.pop() == -1, f"{key!r} would expire, which the keys of a shard do not"
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(SETS, replies[:3], strict=True)}
     state["layout"] = {name.decode(): int(value) for name, value in replies[4].items() if name != b"version"}
     remains: dict[bytes, Any] = {}
@@ -102,4 +113,7 @@ def check_invariants(state: State) -> None:
     assert sorted(scheduled) == sorted(holding)
     for key, timeline in state["timelines"].items():
         assert bool(timeline["open"]) == ("id" in timeline["meta"]), f"{key!r}: a digest without entries"
-        assert "end" in timeline["meta"] or key not in scheduled
+        if key in scheduled:
+            assert "end" in timeline["meta"]
+        else:
+            assert timeline["meta"].keys() <= REMEMBERED, f"{key!r} is no more, and more than its cool-down is kept"

@@ -1,0 +1,145 @@
+"""Run the model of the store and the fuzz tests, again and again with other seeds, until told to stop.
+
+One pytest a core, each a minute or two with a seed of its own. Ctrl-C or ``--seconds`` ends it, totals and status 0;
+the first failure ends it with the falsifying example, the command that replays it, and status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = {"tests/test_store_model.py": 800, "tests/test_fuzz.py": 2_000}  # a pytest process
+PROGRESS = 30  # seconds between two lines
+PATIENCE = 10  # seconds in which an interrupted pytest ends its servers
+
+
+@dataclass
+class Run:
+    """One pytest process."""
+
+    test: str
+    seed: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def output(self) -> Path:
+        return self.folder / f"{self.seed}.txt"
+
+
+def command(test: str, seed: int) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", test]
+
+
+def start(test: str, folder: Path) -> Run:
+    seed = secrets.randbits(64)
+    environment = {
+        **os.environ,
+        "AIODIGEST_TEST_EXAMPLES": str(EXAMPLES[test]),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),  # nothing is written beside the tests
+    }
+    environment.pop("CI", None)  # in which hypothesis would play the same examples each time
+    with (folder / f"{seed}.txt").open("wb") as output:
+        process = subprocess.Popen(
+            command(test, seed),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is this program's alone
+        )
+    return Run(test, seed, folder, process)
+
+
+def stop(runs: Sequence[Run]) -> None:
+    """End what still runs, and whatever it started."""
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGINT)
+    for run in runs:
+        try:
+            run.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.process.pid, signal.SIGKILL)
+            run.process.wait()
+
+
+def report(run: Run) -> None:
+    print(run.output.read_text(encoding="utf-8", errors="replace")[-20_000:])
+    replay = " ".join(command(run.test, run.seed)[1:])
+    print(f"seed {run.seed} of {run.test} failed (pytest ended with {run.process.returncode}). To replay it:")
+    print(f"AIODIGEST_TEST_EXAMPLES={EXAMPLES[run.test]} {sys.executable} {replay}", flush=True)
+
+
+class Soak:
+    """As many runs as there are cores, and what those that ended have shown."""
+
+    def __init__(self, folder: Path, seconds: float | None) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        self.end = None if seconds is None else self.began + seconds
+        self.running: list[Run] = []
+        self.passed = Counter[str]()
+        self.tests = cycle(EXAMPLES)
+
+    @property
+    def totals(self) -> str:
+        each = [f"{self.passed[test] * number:,} examples of {Path(test).stem}" for test, number in EXAMPLES.items()]
+        elapsed = time.monotonic() - self.began
+        return f"{self.passed.total()} seeds passed: {', '.join(each)}; {elapsed:,.0f} s"
+
+    def until_told(self) -> Run | None:
+        """Go on until the time is over, or until a run fails."""
+        next_line = self.began + PROGRESS
+        while self.end is None or time.monotonic() < self.end:
+            while len(self.running) < (os.cpu_count() or 1):
+                self.running.append(start(next(self.tests), self.folder))
+            time.sleep(0.2)
+            for run in [run for run in self.running if run.process.poll() is not None]:
+                self.running.remove(run)
+                if run.process.returncode:
+                    return run
+                self.passed[run.test] += 1
+                run.output.unlink()
+            if time.monotonic() > next_line:
+                print(self.totals, flush=True)
+                next_line += PROGRESS
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, help="how long; until Ctrl-C if not given")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="aiodigest-soak-") as name:
+        soak = Soak(Path(name), arguments.seconds)
+        failed: Run | None = None
+        try:
+            failed = soak.until_told()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            stop(soak.running)
+        if failed:
+            report(failed)
+        print(soak.totals)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
