@@ -1,0 +1,208 @@
+"""The journals of a run as facts that can be compared. Pure: lines in, facts out; times are seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from chaos.journal import Line, read
+from chaos.plan import BLOCK
+
+# what JSON holds is known to whoever wrote it
+Facts: TypeAlias = Any
+Interval: TypeAlias = tuple[float, float]
+
+MASTER = "master"
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A producer or a worker, from its start to its end."""
+
+    incarnation: int
+    role: str
+    slot: int
+    store: str
+    path: str
+    started: float
+    ended: float = inf
+    how: str = ""  # "killed", "ended" on SIGTERM, "crashed"
+    still: list[Interval] = field(default_factory=list[Interval])  # when its loop stood still
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of the delivery callback. ``told`` is what the store knew of its outcome, as far as it was told."""
+
+    process: Process
+    key: str
+    digest: str
+    attempt: int
+    records: tuple[int, ...]
+    begun: float
+    ended: float = inf
+    how: str = ""  # "returned", "partial", "raised", "rejected", "cut"
+    failed: frozenset[int] = frozenset()
+    told: str = ""
+    told_at: float = inf
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The order in which the attempts of one digest were claimed, which a stopped worker may begin out of turn."""
+        return self.attempt, self.begun
+
+    @property
+    def over(self) -> float:
+        """When it can have done no more."""
+        return min(self.ended, self.process.ended)
+
+    @property
+    def completed(self) -> Iterable[int]:
+        """The records that were delivered by it, as far as the receiver is concerned."""
+        if self.how == "returned":
+            return self.records
+        return [record for record in self.records if record not in self.failed] if self.how == "partial" else ()
+
+    @property
+    def settled(self) -> Iterable[int]:
+        """The records that it wanted never to come again: those, or all of what it rejected."""
+        return self.records if self.how == "rejected" else self.completed
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What a producer was told of the adds of ``first`` to ``last``: "stored", "no" or "unknown"."""
+
+    process: Process
+    told: str
+    first: int
+    last: int
+    at: float
+    took: float
+
+
+@dataclass(slots=True, eq=False)
+class Fault:
+    """A fault of the plan, and what it concerned: None is all of them."""
+
+    number: int
+    kind: str
+    store: str | None
+    path: str | None
+    role: str | None
+    slot: int | None
+    begun: float
+    over: float = inf
+    idle: str = ""  # why nothing came of it
+
+    def concerns(self, process: Process) -> bool:
+        scope = (self.store, process.store), (self.path, process.path), (self.role, process.role)
+        return all(own in (None, its) for own, its in (*scope, (self.slot, process.slot)))
+
+    def covers(self, other: Fault) -> bool:
+        """Whether it concerns all whom the other one does."""
+        scope = (self.store, other.store), (self.path, other.path), (self.role, other.role), (self.slot, other.slot)
+        return all(own in (None, its) for own, its in scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a store held at the end, and what it had counted as given up: dropped, aged, expired."""
+
+    store: str
+    letters: list[int]
+    held: list[int]
+    given_up: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Evidence:
+    processes: dict[int, Process] = field(default_factory=dict[int, Process])
+    calls: list[Call] = field(default_factory=list[Call])
+    added: list[Added] = field(default_factory=list[Added])
+    faults: list[Fault] = field(default_factory=list[Fault])
+    audits: list[Audit] = field(default_factory=list[Audit])
+    wrong: list[str] = field(default_factory=list[str])  # what must not happen at all, whatever became of the records
+    begun: float = inf
+    stopped: float = inf  # when the producers were told to stop
+
+
+def load(folder: Path) -> Evidence:
+    """What the journals in a folder say."""
+    evidence = of_master(read(folder / f"{MASTER}.journal"))
+    for incarnation in evidence.processes:
+        path = folder / f"{incarnation}.journal"
+        if path.exists():  # else it was killed before it wrote
+            of_process(evidence, incarnation, read(path))
+    evidence.calls.sort(key=lambda call: call.begun)
+    return evidence
+
+
+def of_master(lines: Iterable[Line]) -> Evidence:
+    """What the program that ran all the others wrote: processes, faults, and the state at the end."""
+    evidence = Evidence()
+    faults: dict[int, Fault] = {}
+    line: Facts
+    for line in lines:
+        kind, at, facts = line[0], line[1] / 1e9, line[2:]
+        match kind:
+            case "start":
+                evidence.processes[facts[0]] = Process(*facts, started=at)
+                evidence.begun = min(evidence.begun, at)
+            case "exit":
+                incarnation, how, ended = facts
+                process = evidence.processes[incarnation]
+                process.how, process.ended = how, ended / 1e9
+            case "fault":
+                faults[facts[0]] = Fault(*facts, begun=at)
+            case "over":
+                faults[facts[0]].over, faults[facts[0]].idle = at, facts[1]
+            case "audit":
+                evidence.audits.append(Audit(*facts))
+            case "stop":
+                evidence.stopped = at
+            case _:
+                evidence.wrong.append(str(facts[0]))
+    evidence.faults = list(faults.values())
+    for fault in evidence.faults:
+        if fault.kind == "worker: SIGSTOP past its lease":
+            for process in evidence.processes.values():
+                if fault.concerns(process) and process.started < fault.begun < process.ended:
+                    process.still.append((fault.begun, fault.over))
+    return evidence
+
+
+def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> None:
+    """What a producer or a worker wrote."""
+    process = evidence.processes[incarnation]
+    calls: dict[int, Call] = {}
+    untold: dict[tuple[str, int], Call] = {}
+    line: Facts
+    for line in lines:
+        kind, at, facts = line[0], line[1] / 1e9, line[2:]
+        match kind:
+            case "stored" | "no" | "unknown":
+                evidence.added.append(Added(process, kind, facts[0], facts[1], at, facts[2]))
+            case "begin":
+                number, key, digest, attempt, records = facts
+                call = calls[number] = Call(process, key, digest, attempt, tuple(records), at)
+                untold[digest, attempt] = call
+                evidence.calls.append(call)
+            case "end":
+                call = calls.pop(facts[0])
+                call.ended, call.how, call.failed = at, facts[1], frozenset(facts[2])
+            case "told":
+                call = untold.pop((facts[0], facts[1]), None)  # none if it was too old, or empty, to be called
+                if call is not None:
+                    call.told, call.told_at = facts[2], at
+            case "still":
+                process.still.append((at - facts[0], at))
+            case "block":  # of which it could not write the end if it was killed meanwhile
+                process.still.append((at, min(at + BLOCK, process.ended)))
+            case "wrong":
+                evidence.wrong.append(f"{process.role} {process.incarnation}: {facts[0]}")
+            case _:
+                pass

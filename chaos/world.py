@@ -1,0 +1,216 @@
+"""All the processes of a run: started, watched, replaced when they die, and gone at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from aiodigest import BackendUnavailable
+from chaos.board import DELIVERED, STORED, Board
+from chaos.evidence import MASTER
+from chaos.journal import Journal
+from chaos.process import Role, engine
+from chaos.proxy import Proxy
+from chaos.server import Embedded, Server
+
+STORES = ("main", "embedded")
+PROXIES = 2
+STARTING = 60.0  # for the server, and then for all other processes
+LEAVING = 15.0  # for a process to end on SIGTERM: its drain, its calls' timeouts, and a slow machine
+DRAINING = 60.0  # at the end, until all is delivered
+
+Kind = Literal["producer", "worker"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for a process: whoever dies there is replaced."""
+
+    kind: Kind
+    number: int
+    store: str
+    path: str
+    url: str
+    incarnation: int = 0
+    process: asyncio.subprocess.Process | None = None
+    ending: bool = False  # it was told to end, or killed
+
+
+class World:
+    def __init__(self) -> None:
+        # the path of a unix socket must be short
+        self.folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
+        self.journal = Journal(self.folder / f"{MASTER}.journal")
+        self.boards = {store: Board(self.folder / f"{store}.board") for store in STORES}
+        for store in STORES:
+            (self.folder / store).mkdir()
+        self.server = Server(self.folder / "main")
+        self.embedded = Embedded(self.folder / "embedded")
+        self.proxies = [Proxy(self.server.port) for _ in range(PROXIES)]
+        self.slots: list[Slot] = []
+        self._started = 0
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._stack.callback(self.embedded.end)
+            self._stack.push_async_callback(self.server.kill)
+            async with asyncio.timeout(STARTING):
+                await self.server.start()
+            for proxy in self.proxies:
+                await self._stack.enter_async_context(proxy)
+            self._stack.callback(self._kill_all)
+            places = [("main", "socket", f"unix://{self.server.socket}")]
+            places += [("main", f"proxy {number}", proxy.url) for number, proxy in enumerate(self.proxies)]
+            places += [("embedded", "embedded", f"embedded://{self.embedded.folder}")] * 2
+            kinds: tuple[Kind, ...] = ("worker", "producer")
+            self.slots = [Slot(kind, number, *place) for kind in kinds for number, place in enumerate(places)]
+            async with asyncio.timeout(STARTING):
+                await asyncio.gather(*(self.start(slot) for slot in self.slots))
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def remove(self) -> None:
+        """Remove the journals, the servers' files, and all else."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def of(self, kind: Kind) -> list[Slot]:
+        return [slot for slot in self.slots if slot.kind == kind]
+
+    @property
+    def stored(self) -> int:
+        return sum(board.total(STORED) for board in self.boards.values())
+
+    @property
+    def delivered(self) -> int:
+        return sum(board.total(DELIVERED) for board in self.boards.values())
+
+    @property
+    def held(self) -> int:
+        return sum(board.held for board in self.boards.values())
+
+    def wrong(self, what: str) -> None:
+        """Write down what must not happen, whatever becomes of the records."""
+        self.journal.write("wrong", what)
+
+    # Processes
+
+    async def start(self, slot: Slot) -> None:
+        """Put a process into a slot, and wait until it hears signals."""
+        self._started += 1
+        slot.incarnation, slot.ending = self._started, False
+        self.boards[slot.store].enter(slot.incarnation)
+        self.journal.write("start", slot.incarnation, slot.kind, slot.number, slot.store, slot.path)
+        role = Role(slot.store, slot.url, self.folder, slot.incarnation)
+        with (self.folder / f"{slot.incarnation}.log").open("ab") as log:
+            slot.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", f"chaos.{slot.kind}", *role.arguments),
+                cwd=Path(__file__).parent.parent,
+                stdin=asyncio.subprocess.PIPE,  # whose end tells it that this program is gone
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._watch(slot, slot.process)
+        journal = self.folder / f"{slot.incarnation}.journal"
+        while slot.process.returncode is None and not (journal.exists() and journal.stat().st_size):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    def _watch(self, slot: Slot, process: asyncio.subprocess.Process) -> None:
+        async def watch() -> None:
+            code = await process.wait()
+            if slot.process is process and not slot.ending:
+                self._note_end(slot, "crashed")
+                self.wrong(f"{slot.kind} {slot.incarnation} has crashed with status {code}")
+                await self.start(slot)
+
+        watcher = asyncio.create_task(watch())
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    def _note_end(self, slot: Slot, how: str, at: int | None = None) -> None:
+        self.journal.write("exit", slot.incarnation, how, at if at is not None else time.monotonic_ns())
+
+    async def kill(self, slot: Slot) -> None:
+        """kill -9. It can do nothing after that, so this is when it ended."""
+        assert slot.process is not None
+        slot.ending, at = True, time.monotonic_ns()
+        slot.process.kill()
+        await slot.process.wait()
+        self._note_end(slot, "killed", at)
+
+    async def terminate(self, slot: Slot) -> None:
+        """SIGTERM, and wait until it has ended, as it should."""
+        assert slot.process is not None
+        slot.ending = True
+        with suppress(ProcessLookupError):
+            slot.process.terminate()
+        try:
+            async with asyncio.timeout(LEAVING):
+                code = await slot.process.wait()
+        except TimeoutError:
+            self.wrong(f"{slot.kind} {slot.incarnation} has not ended within {LEAVING:g} s of SIGTERM")
+            await self.kill(slot)
+            return
+        self._note_end(slot, "ended")
+        if code:
+            self.wrong(f"{slot.kind} {slot.incarnation} has ended on SIGTERM with status {code}")
+
+    def signal(self, slot: Slot, number: signal.Signals) -> None:
+        assert slot.process is not None
+        with suppress(ProcessLookupError):
+            slot.process.send_signal(number)
+
+    def _kill_all(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        for slot in self.slots:
+            slot.ending = True
+            if slot.process is not None and slot.process.returncode is None:
+                slot.process.kill()
+
+    # The end
+
+    async def finish(self) -> None:
+        """End the producers, let the workers deliver all that is held, look at what the stores say, and end them."""
+        self.journal.write("stop")
+        await asyncio.gather(*(self.terminate(slot) for slot in self.of("producer")))
+        await asyncio.gather(*(self._audit(store) for store in STORES))
+        await asyncio.gather(*(self.terminate(slot) for slot in self.of("worker")))
+
+    async def _audit(self, store: str) -> None:
+        """Wait until a store holds nothing any more, and write down what it still holds and what it has counted."""
+        url = next(slot.url for slot in self.slots if slot.store == store)
+        async with engine(url) as looker:
+            deadline = time.monotonic() + DRAINING
+            while True:
+                try:
+                    stats = await looker.stats()
+                except BackendUnavailable:
+                    if time.monotonic() > deadline:
+                        self.wrong(f"the {store} store did not come back")
+                        return
+                else:
+                    if not (stats.waiting or stats.ready or stats.leased) or time.monotonic() > deadline:
+                        break
+                await asyncio.sleep(0.1)
+            letters = [int(record.id) async for letter in looker.dead_letters() for record in letter.records]
+            held = [record for timeline in [each async for each in looker.timelines()]
+                    if (peeked := await looker.peek(timeline.key)) for record in peeked.records]  # fmt: skip
+            given_up = {"dropped": stats.dropped, "aged": stats.aged, "expired": stats.expired}
+            given_up |= {"dropped with a dead letter": stats.letters_dropped}
+            self.journal.write("audit", store, letters, [int(record.id) for record in held], given_up)
