@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check coverage simulation chaos soak latency mutants format clean
+.PHONY: demo test check coverage simulation chaos soak latency overload mutants format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -39,6 +39,9 @@ soak: $(VENV)/.dev
 
 latency: $(VENV)/.dev
 	@$(BIN)/python benchmarks/latency.py
+
+overload: $(VENV)/.dev
+	@$(BIN)/python benchmarks/overload.py
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py

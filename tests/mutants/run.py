@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("aiodigest", "tests", "examples", "pyproject.toml", "README.md")
+PARTS = ("aiodigest", "tests", "examples", "docs", "pyproject.toml", "README.md")
+SIMULATED = ("coalesce.py", "dispatch.py", "engine.py", "lane.py", "outage.py", "scheduler.py", "session.py")
+SEEDS = int(os.environ.get("AIODIGEST_TEST_SEEDS", "1000"))
 TIME_LIMIT = 40  # seconds a test: one that hangs shows nothing, and should have a deadline of its own
 
 
@@ -92,16 +94,45 @@ def copy(folder: Path) -> None:
             shutil.copy(source, folder / part)
 
 
+def mutated(mutant: Mutant, folder: Path) -> Path:
+    """A copy of the project without one fix."""
+    copy(folder)
+    file = folder / mutant.file
+    file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+    return folder
+
+
 def try_mutant(mutant: Mutant) -> Run:
     with tempfile.TemporaryDirectory(prefix="aiodigest-mutant-") as name:
-        folder = Path(name)
-        copy(folder)
-        file = folder / mutant.file
-        file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
-        return run_tests(folder, [mutant.test], TIME_LIMIT)
+        return run_tests(mutated(mutant, Path(name)), [mutant.test], TIME_LIMIT)
+
+
+def simulate(mutant: Mutant) -> str:
+    """The promise that a simulated world without this fix sees broken; '' if no seed shows it."""
+    with tempfile.TemporaryDirectory(prefix="aiodigest-mutant-") as name:
+        folder = mutated(mutant, Path(name))
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "simulation", "--seeds", str(SEEDS)]
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        broken = [line for line in run.stdout.splitlines() if line.startswith("seed ")]
+        return broken[0] if run.returncode == 1 and broken else ""
+
+
+def main_simulation(names: Sequence[str]) -> int:
+    """See that the simulation finds what is planted above the store."""
+    mutants = [mutant for mutant in read_mutants(names) if mutant.file.removeprefix("aiodigest/") in SIMULATED]
+    unseen = 0
+    for mutant in mutants:
+        found = simulate(mutant)
+        unseen += not found
+        print(f"{'found ' if found else 'UNSEEN'}  {mutant.name}  ({found[:120]})", flush=True)
+    print(f"the simulation found {len(mutants) - unseen} of {len(mutants)}")
+    return 1 if unseen else 0
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--simulation"]:
+        return main_simulation(sys.argv[2:])
     mutants = read_mutants(sys.argv[1:])
     sound = run_tests(ROOT, sorted({mutant.test for mutant in mutants}), TIME_LIMIT * 4)
     if sound.status != 0:

@@ -254,6 +254,7 @@ class Actor:
             known = {record.id: record.value for record in digest.records}
             strangers = any(record_id not in known for record_id in signal.failed)
             receipt.ending = "raised" if strangers else "partial" if signal.failed else "returned"
+            receipt.tells = False
             receipt.failed = frozenset(known.get(record_id, 0) for record_id in signal.failed)
             raise
         except BaseException as error:

@@ -274,10 +274,12 @@ class Witness:
 
     def left(self, process: Process, store: ReferenceBackend) -> None:
         """See that a process that has left in good order has given back what it held."""
+        conduct = self.conducts[process]
+        since = self._loop.time() - conduct.setup.lease_timeout  # what ended by itself is nobody's any more
         for machine in store.machines:
             for key in machine.leased:
                 delivery = machine.held[key].delivery
-                if delivery and self._owners.get(delivery.token) is process:
+                if delivery and conduct.held.get(delivery.token, since) > since:
                     self.broken(f"{process} has left, and still holds {key}")
 
 

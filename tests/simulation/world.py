@@ -243,7 +243,7 @@ class World:
                 self._troubles -= 1
                 self.witness.calm_since = self._loop.time() + (1e9 if self._troubles else 0.0)
 
-        task = asyncio.create_task(fault() if fault == self._break_receiver else happen())
+        task = asyncio.create_task(fault() if fault in (self._break_receiver, self._leave) else happen())
         self._faults.add(task)
         task.add_done_callback(self._faults.discard)
 
