@@ -276,6 +276,8 @@ class Witness:
         """See that a process that has left in good order has given back what it held."""
         conduct = self.conducts[process]
         since = self._loop.time() - conduct.setup.lease_timeout  # what ended by itself is nobody's any more
+        if process.stopped_at > since:
+            return  # it may have given up what a renewal on its way has extended
         for machine in store.machines:
             for key in machine.leased:
                 delivery = machine.held[key].delivery
