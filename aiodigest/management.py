@@ -154,8 +154,9 @@ class Management(Generic[T]):
     async def replay(self, letter_id: str) -> bool:
         """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
 
-        True if its timeline is due now. Raises InvalidState if there is no such letter, or its timeline has a digest
-        under delivery or in a retry wait, and LimitExceeded if it would grow over its capacity: the letter stays.
+        True if its timeline is due now. Of several letters of one timeline, replay the newest first: each goes before
+        what is there. Raises InvalidState if there is no such letter, or its timeline has a digest under delivery or
+        in a retry wait, and LimitExceeded if it would grow over its capacity: the letter stays.
         """
         name(letter_id, "the id of a dead letter")
         session, backend = self._entered(), await self._backend()

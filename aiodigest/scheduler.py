@@ -382,7 +382,7 @@ class Scheduler:
         logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore)
         for lane in self._lanes:
             for stage in ("calling", "claimed"):
-                leases = [hold.lease for at, hold, was in left if at is lane and was == stage]
+                leases = [hold.lease for at, hold, was in left if at is lane and hold.stage == was == stage]
                 await self._release(lane, leases, started=stage == "calling")
         for task in late:
             task.cancel()

@@ -874,6 +874,25 @@ async def test_a_callback_that_finishes_although_it_is_cut_short_has_delivered()
 
 
 @virtual_time
+async def test_what_is_being_reported_when_the_drain_is_over_is_not_given_back() -> None:
+    """A release that overtakes the report would have it answered as if the digest were closed."""
+
+    async def end_at_last(digest: Digest[JSON]) -> None:
+        try:
+            await forever(digest)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1)
+
+    inbox, backend = Inbox(end_at_last), WatchedBackend()
+    backend.gates["close"] = asyncio.Event()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=5, timeout=3):
+        await inbox.digest()
+    assert backend.count("close") == 1
+    assert backend.count("release") == 0
+
+
+@virtual_time
 async def test_a_callback_that_ignores_its_end_does_not_keep_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     free = asyncio.Event()
     ended = asyncio.Event()

@@ -131,7 +131,10 @@ class Records:
 
     def replayed(self, letter: RawLetter | None) -> None:
         for serial in self.buried(letter) if letter else ():
-            self.all[serial].replayed = True
+            record = self.all[serial]
+            record.replayed = True
+            if sum(self.all[each].record_id == record.record_id for each in self._by_key[record.key]) > 1:
+                record.excused = "replayed before an older value of its id, which another letter had"
 
     def discarded(self, letter: RawLetter | None) -> None:
         for serial in self.buried(letter) if letter else ():
