@@ -18,8 +18,8 @@ from simulation.loop import Endless, SeededLoop
 from simulation.network import Server
 from simulation.witness import Ears, Setup, Witness
 
-TROUBLED = 300.0  # seconds
-STRICT = 40.0
+TROUBLED = 200.0  # seconds
+STRICT = 30.0
 IDLE = 60.0
 
 Tempo = Literal["quiet", "calm", "wild"]
