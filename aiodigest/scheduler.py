@@ -131,6 +131,7 @@ class Scheduler:
         try:
             if lane.holds and lane.away:  # else this claim might recover what this worker holds
                 await self._renew(lane)
+                return Claims(wait_ms=0)  # much may have happened meanwhile: count the free slots anew
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Exception as error:
             self._failed(lane, error, lane.claiming)

@@ -77,17 +77,20 @@ async def seen() -> None:
         await asyncio.sleep(0)
 
 
-@cause("no", "loading its data", "--loading-process-events-interval-bytes", "1024")
+@cause("no", "loading its data")
 async def loading(place: Place) -> AsyncGenerator[None]:
+    interval = "loading-process-events-interval-bytes"  # before Redis 7 it is 2 MiB, and no setting
     with place.server.client() as client:
-        for number in range(300):
-            client.set(f"other-{number}", f"{number}" * 1000)
+        is_setting = bool(client.config_get(interval))
+        for number in range(300 if is_setting else 60):
+            client.set(f"other-{number}", f"{number}" * 1000 if is_setting else "0" * 2_097_152)
         client.config_set("rdbcompression", "no")
         client.save()
     place.server.stop()
     await seen()
     options = place.server.options
-    place.server.options = (*options, "--key-load-delay", "100000")  # microseconds a key: half a minute
+    slow = ("--key-load-delay", "100000", *((f"--{interval}", "1024") if is_setting else ()))  # microseconds a key
+    place.server.options = (*options, *slow)
     starting = asyncio.create_task(asyncio.to_thread(place.server.start))
 
     def is_loading() -> bool:
@@ -103,8 +106,10 @@ async def loading(place: Place) -> AsyncGenerator[None]:
     place.server.options = options
 
 
-@cause("no", "cannot save its data", "--save", "3600 1")
+@cause("no", "cannot save its data")
 async def no_room_to_save(place: Place) -> AsyncGenerator[None]:
+    place.command("CONFIG", "SET", "save", "3600 1")
+
     def saved(status: str) -> bool:
         if place.info("persistence")["rdb_bgsave_in_progress"] == 0:
             place.command("BGSAVE")
