@@ -101,7 +101,8 @@ async def loading(place: Place) -> AsyncGenerator[None]:
 
     await until(is_loading)
     yield
-    place.command("CONFIG", "SET", "key-load-delay", "0")
+    if is_setting:  # before Redis 7 nothing can be set meanwhile, and it takes six seconds
+        place.command("CONFIG", "SET", "key-load-delay", "0")
     await starting
     place.server.options = options
 
