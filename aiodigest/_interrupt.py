@@ -15,9 +15,11 @@ from types import FrameType
 INTERRUPTED = 130
 
 
-def is_command(arguments: list[str]) -> bool:
+def is_command(arguments: list[str], original: list[str]) -> bool:
     """Whether this is the command: ``-m`` stands there only while ``python -m`` looks for what it is to run."""
-    return bool(arguments) and (arguments[0] == "-m" or PurePath(arguments[0]).name in ("aiodigest", "aiodigest.exe"))
+    if arguments[:1] == ["-m"]:
+        return original[original.index("-m") + 1 :][:1] in (["aiodigest"], ["aiodigest.__main__"])
+    return bool(arguments) and PurePath(arguments[0]).name in ("aiodigest", "aiodigest.exe")
 
 
 def end(_number: int, _frame: FrameType | None) -> None:
@@ -30,5 +32,5 @@ def loaded() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-if is_command(sys.argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if is_command(sys.argv, sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end)

@@ -142,7 +142,9 @@ class Keeper:
             if not self.crowded:
                 self.crowded = True
                 with suppress(OSError):
-                    os.close(self.spare)
+                    if self.spare >= 0:
+                        os.close(self.spare)
+                    self.spare = -1
                     self.log(f"users have to wait at the door: {error}\n".encode())
                     self.spare = os.open(os.devnull, os.O_RDONLY)
 

@@ -36,9 +36,12 @@ def append_only_files() -> list[str]:
             lines = manifest.read().splitlines()
     except FileNotFoundError:
         return ["appendonly.aof"]
-    return [
-        os.path.join(PARTS, line.split()[1]) for line in lines if " type h" not in line
-    ]  # h: history, to be deleted
+    except UnicodeDecodeError:
+        lines = []
+    names = [line.split()[1:2] for line in lines if " type h" not in line]  # h: history, to be deleted
+    if not names or not all(names):
+        raise OSError(f"{MANIFEST} cannot be read")
+    return [os.path.join(PARTS, name) for [name] in names]
 
 
 class Files:
@@ -73,8 +76,9 @@ class Files:
             return f"its folder {self.folder}, or the lock in it, was deleted, moved or replaced"
         if gone:
             return f"its socket {gone[0]} was deleted or replaced"
-        if up and not all(map(self.has, append_only_files())):
-            return f"an append-only file in {self.folder} was deleted or replaced"
+        with suppress(OSError):  # the server itself will say that the manifest cannot be read
+            if up and not all(map(self.has, append_only_files())):
+                return f"an append-only file in {self.folder} was deleted or replaced"
         return None
 
     def has(self, path: str) -> bool:
@@ -87,7 +91,9 @@ class Files:
         """Why a server must not be started: it takes files without a manifest for nothing, and empties them."""
         with suppress(FileNotFoundError):
             for file in os.scandir(PARTS):
-                if file.name.endswith(".incr.aof") and file.stat().st_size and identity(MANIFEST) is None:
+                written = file.name.endswith(".incr.aof") and file.stat().st_size
+                compacted = ".base." in file.name and ".aof.1.base." not in file.name  # 1 is that of an empty store
+                if (written or compacted) and identity(MANIFEST) is None:
                     return f"{MANIFEST} is missing: put it back, or move {PARTS} out of {self.folder}"
         return None
 
@@ -115,5 +121,6 @@ class Files:
             with suppress(OSError):
                 if own or identity(path) == self.known.get(path):
                     os.unlink(path)
-        with suppress(OSError):
-            os.rmdir(self.sockets)
+        if own:
+            with suppress(OSError):
+                os.rmdir(self.sockets)

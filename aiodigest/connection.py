@@ -10,7 +10,7 @@ from typing import cast
 from redis import exceptions
 
 from aiodigest.errors import BackendUnavailable, ConfigurationError
-from aiodigest.faults import DEMOTED, FORBIDDEN, code_of, explain
+from aiodigest.faults import DEMOTED, code_of, explain
 from aiodigest.scripts import Argument, load_script
 from aiodigest.target import Target, Wire, drop
 
@@ -115,9 +115,9 @@ class Link:
         try:
             have = await converse(wire, ("WAIT", replicas, patience))
         except exceptions.ResponseError as error:
-            if code_of(error) in FORBIDDEN:
-                raise
             # it was made a replica meanwhile, and what it had more than its new primary goes
+            await self.hang_up()
+            await drop(wire)
             raise BackendUnavailable(f"{self.target.url} has it, but {error}", stored="unknown") from error
         if not isinstance(have, int) or have < replicas:
             raise BackendUnavailable(
@@ -192,10 +192,8 @@ class Link:
         except (exceptions.RedisError, OSError) as error:
             raise explain(error, self.target.url) from error
         self._busy.discard(wire)
-        if self._room is None:
+        if self._room is None or self._ears.setdefault(stream, wire) is not wire:  # another listened, too
             await drop(wire)
-        else:
-            self._ears[stream] = wire
         return reply[0][1][0][0].decode() if reply else last
 
     async def _ear(self, stream: str) -> Wire:

@@ -117,8 +117,20 @@ class Namespace:
             raise ConfigurationError(
                 f"namespace {self.namespace!r} has {count} shards, not {self._wanted}: give shards={count} or None"
             )
-        self._count, self._version, self._tags = count, version, {}
-        self._denied = await self._missing(link)
+        self._count, self._tags = count, {}
+        if self._replicas:
+            await self._check_wait(link)
+        denied = await self._missing(link)
+        self._denied, self._version = denied, version  # not before all is known: a call looks again until then
+
+    async def _check_wait(self, link: Link) -> None:
+        """See that the user may wait for replicas: to be refused after the add would leave its caller in the dark."""
+        try:
+            await link.command("WAIT", 0, 1)
+        except (ConfigurationError, BackendUnavailable):
+            raise
+        except AiodigestError:
+            pass  # a replica has no WAIT, and is told from a primary by the first write
 
     async def _missing(self, link: Link) -> frozenset[str]:
         """The commands of scripts that the user may not run."""

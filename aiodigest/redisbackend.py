@@ -48,10 +48,12 @@ class RedisBackend(Namespace, Backend):
                 statuses = cast(
                     "list[int | bytes]", await self._call("add", shard, *pack_adds(batch), repeat=False, now=now)
                 )
-            except BackendUnavailable as error:
+            except AiodigestError as error:
                 if not results:
                     raise
                 # what was stored before stays told; of the rest only this call may have arrived
+                if not isinstance(error, BackendUnavailable):
+                    return results + [error] * (len(adds) - len(results))
                 results += [self._unstored(add, str(error), error.stored) for add in batch]
                 results += [self._unstored(add, str(error)) for add in adds[len(results) :]]
                 break

@@ -56,7 +56,7 @@ def hide_password(url: str) -> str:
 
     All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``.
     """
-    url = re.sub(r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&#]*", r"\1=***", url, flags=re.IGNORECASE)
+    url = re.sub(r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&]*", r"\1=***", url, flags=re.IGNORECASE)
     head, at, host = url.rpartition("@")
     if not at:
         return url
@@ -79,35 +79,42 @@ class Sentinels:
 
         Each sentinel has a share of the time, so that those that are dead leave some to the others and to the primary.
         """
-        share, problems, refused = timeout / (len(self.addresses) + 1), list[str](), False
+        share, problems, refusals = timeout / (len(self.addresses) + 1), list[str](), 0
         for address in list(self.addresses):
             try:
                 async with asyncio.timeout(share):
-                    found = await self._ask(address, share)
+                    flags, host, port = await self._ask(address, share)
             except (exceptions.RedisError, OSError) as error:
-                refused = refused or code_of(error) in FORBIDDEN
+                refusals += code_of(error) in FORBIDDEN
                 problem = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
             else:
-                flags = found.get("flags", "").split(",")
-                if "master" in flags and not {"s_down", "o_down"} & {*flags}:
+                if "master" in flags and not {"s_down", "o_down"} & flags:
                     self.addresses.remove(address)
                     self.addresses.insert(0, address)
-                    return {"host": found["ip"], "port": int(found["port"])}
+                    return {"host": host, "port": port}
                 problem = "it sees the primary down"
             problems.append(f"{place(*address)}: {problem}")
         message = f"no sentinel names a primary of {self.service!r} ({'; '.join(problems)})"
-        raise ConfigurationError(message) if refused else exceptions.ConnectionError(message)
+        if refusals == len(problems):  # else it is one that is set up wrong, or the others are away
+            raise ConfigurationError(message)
+        raise exceptions.ConnectionError(message)
 
-    async def _ask(self, address: tuple[str, int], timeout: float) -> dict[str, str]:
+    async def _ask(self, address: tuple[str, int], timeout: float) -> tuple[set[str], str, int]:
+        """The flags, host and port that a sentinel knows of the primary."""
         host, port = address
         wire = self.make(**{**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
         try:
             await wire.connect()
             await wire.send_command("SENTINEL", "MASTER", self.service, check_health=False)
-            reply = [item.decode() for item in cast("list[bytes]", await wire.read_response())]
+            reply = await wire.read_response()
         finally:
             await drop(wire)
-        return dict(zip(reply[::2], reply[1::2], strict=True))
+        try:
+            words = [item.decode() for item in cast("list[bytes]", reply)]
+            known = dict(zip(words[::2], words[1::2], strict=True))
+            return set(known["flags"].split(",")), known["ip"], int(known["port"])
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise exceptions.InvalidResponse("it does not answer as a sentinel does") from None
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,8 @@ def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnect
         raise ConfigurationError("the client is of replicas, which refuse writes; give that of master_for()")
     settings, service = _settings(make, _kwargs(pool)), cast("str", pool.service_name)
     clients = cast("Sequence[Redis]", pool.sentinel_manager.sentinels)
+    if not clients:
+        raise ConfigurationError("the client has no sentinels")
     addresses = [(str(kwargs["host"]), cast("int", kwargs["port"])) for kwargs in map(_kwargs_of, clients)]
     first = clients[0].connection_pool
     ask = first.connection_class

@@ -126,6 +126,13 @@ async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> 
     await manager.aclose()
 
 
+async def test_a_client_without_sentinels_is_refused() -> None:
+    client: Redis = Sentinel([]).master_for("mail")  # pyright: ignore[reportUnknownMemberType]
+    with pytest.raises(ConfigurationError, match="no sentinels"):
+        find_target(client)
+    await client.aclose()
+
+
 async def test_a_client_of_replicas_is_refused() -> None:
     manager = Sentinel([("h1", 1)])
     client: Redis = manager.slave_for("mail")  # pyright: ignore[reportUnknownMemberType]
@@ -333,6 +340,7 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
     [
         ("redis://user:se/cret@host/1", "redis://user:***@host/1"),
         ("redis://user:se#cret@host", "redis://user:***@host"),
+        ("redis://host/0?password=se#cret", "redis://host/0?password=***"),
         ("redis://user:se?c@ret@host", "redis://user:***@host"),
         ("user:secret@host:6379", "user:***@host:6379"),
     ],

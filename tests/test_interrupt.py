@@ -64,6 +64,14 @@ def test_a_program_that_imports_the_package_keeps_its_own_ctrl_c(tmp_path: Path)
     assert interrupted_at("aiodigest.engine", tmp_path, str(program)) == (0, b"mine\n", b"")
 
 
+def test_so_does_a_package_that_imports_it_and_is_run_as_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").write_text("try:\n    import aiodigest\nexcept KeyboardInterrupt:\n    print('mine')\n")
+    (package / "worker.py").write_text("")
+    assert interrupted_at("aiodigest.engine", tmp_path, "-m", "theirs.worker") == (0, b"mine\n", b"")
+
+
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
     """As in the background of a shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -639,3 +639,25 @@ async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
         assert (told.key, told.reason, told.attempt, len(told.entries)) == ("k", "", 0, 1)
         await backend.replay(letter, TERMS, own=False)
         assert len(await backend.entries("k")) == 1
+
+
+async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behind(
+    server: Server, namespace: str
+) -> None:
+    client = redis.asyncio.Redis(unix_socket_path=server.socket)
+    backends = [RedisBackend(client, namespace=namespace) for _ in range(2)]
+    for backend in backends:
+        await backend.connect()
+    with server.client() as behind:
+        before = {each["id"] for each in behind.client_list()}
+        for number in range(5):
+            ears = [asyncio.create_task(backend.wait(0, "0-0" if not number else "$")) for backend in backends]
+            async with asyncio.timeout(10):
+                while behind.info("clients")["blocked_clients"] < 2:
+                    await asyncio.sleep(0)
+            behind.xadd(f"{{{namespace}}}:wake", {"at": number})
+            await asyncio.gather(*ears)
+        assert len({each["id"] for each in behind.client_list()} - before) <= 2
+        for backend in backends:
+            await backend.aclose()
+    await client.aclose()

@@ -258,6 +258,14 @@ async def test_a_user_who_lacks_a_command_is_refused_before_anything_is_half_don
     assert by_name >= len(commands(role)) - len({"+eval", "+evalsha", "+hget", "+hsetnx", "+xread"})
 
 
+async def test_a_user_who_may_not_wait_for_replicas_is_refused_before_anything_is_stored(server: Server) -> None:
+    async with staged(server, "producer", *commands("producer")) as stage:
+        engine = DigestEngine(stage.url, namespace=stage.namespace, wait_replicas=1)
+        with pytest.raises(ConfigurationError, match=r"refuses access: .*wait"):
+            await engine.__aenter__()
+        assert not stage.client.exists(f"{{{stage.namespace}}}:layout")
+
+
 async def test_a_rule_that_is_mended_is_enough_for_a_process_that_runs(server: Server) -> None:
     without = [command for command in commands("producer") if command not in ("+zadd", "+hset")]
     async with staged(server, "producer", *without) as stage:
