@@ -653,7 +653,7 @@ async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behin
         for number in range(5):
             ears = [asyncio.create_task(backend.wait(0, "0-0" if not number else "$")) for backend in backends]
             async with asyncio.timeout(10):
-                while behind.info("clients")["blocked_clients"] < 2:
+                while behind.info("clients")["blocked_clients"] < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0)
             behind.xadd(f"{{{namespace}}}:wake", {"at": number})
             await asyncio.gather(*ears)

@@ -175,7 +175,7 @@ class Actor:
             self._failed(entry, error)
         else:
             records.add_returned(entry.value, ready)
-            if ready:
+            if ready and self._habits.policy.max_age is None:  # else it may be too old for a callback
                 self._expect(entry.key, began)
         self._on_time(began)
 
