@@ -43,6 +43,12 @@ class Lane:
         self.closes = Coalescer[Close, Closed](close, timeout)
         self.retries = Coalescer[Retry, bool](retry, timeout)
         self.listener: asyncio.Task[str | None] | None = None
-        self.away = False  # a call has failed, and no renewal was answered since
+        self.failures = 0  # calls that failed
+        self.forgiven = 0  # how many had, when the renewal was sent that was answered last
         self.deaf = 0  # how often in a row the doorbell could not be heard
         self.renewed = self.marked = asyncio.get_running_loop().time()  # and when the store last heard of this worker
+
+    @property
+    def away(self) -> bool:
+        """Whether a call has failed, and no renewal that was sent since has been answered."""
+        return self.failures > self.forgiven

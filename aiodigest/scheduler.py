@@ -184,7 +184,7 @@ class Scheduler:
         return heard
 
     def _failed(self, lane: Lane, error: Exception, call: str) -> None:
-        lane.away = True
+        lane.failures += 1
         self._outage.failed(error, call)
 
     async def _hang_up(self, lane: Lane) -> None:
@@ -320,9 +320,10 @@ class Scheduler:
     async def _renew(self, lane: Lane) -> None:
         holds = [(hold, hold.lease) for hold in lane.holds]
         sent = asyncio.get_running_loop().time()
-        lane.away = False  # unless this, or any other call from now on, fails
+        failures = lane.failures
         kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
         lane.renewed = lane.marked = sent
+        lane.forgiven = failures
         for (hold, lease), held in zip(holds, kept, strict=True):
             if isinstance(held, AiodigestError):
                 logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
