@@ -49,8 +49,7 @@ class Worker:
         self._calls += 1
         call, records = self._calls, [int(record.id) for record in digest.records]
         self._journal.write("begin", call, digest.key, digest.id, digest.attempt, records)
-        # drawn by what is delivered, so that the same digest fares better at its next attempt
-        random = Random(f"{digest.id} {digest.attempt}")
+        random = Random(f"{digest.id} {call}")  # of the call: an attempt that RetryAfter gives back is the same again
         try:
             failed = await self._work(random, records)
         except asyncio.CancelledError:
@@ -71,10 +70,8 @@ class Worker:
     async def _work(self, random: Random, records: list[int]) -> list[int]:
         """Take a moment, or do what a callback should not; which records it did not deliver."""
         await asyncio.sleep(random.uniform(0, 0.05))
-        chance, mood = (
-            random.random(),
-            self._board.mood(self._incarnation),
-        )  # read now: one callback blocks, and no more
+        chance = random.random()
+        mood = self._board.mood(self._incarnation)  # read now: one callback blocks, and no more
         if mood == "block":
             self._board.order(self._incarnation, "well")
             self._journal.write("block")

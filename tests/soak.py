@@ -133,6 +133,8 @@ def main() -> int:
         except KeyboardInterrupt:
             pass
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave servers behind
             stop(soak.running)
         if failed:
             report(failed)
