@@ -30,7 +30,7 @@ simulation: $(VENV)/.dev
 
 # SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan
 chaos: $(VENV)/.dev
-	@$(BIN)/python -m chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RECORDS),--records $(RECORDS)) \
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RECORDS),--records $(RECORDS)) \
 		$(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
 # until Ctrl-C, or for SECONDS=600

@@ -15,7 +15,8 @@ from aiodigest.scripts import Argument, load_script
 from aiodigest.target import Target, Wire, drop
 
 CONNECTIONS = 8  # coalesced calls need no more
-BLOCK_MS = 60_000  # how long the doorbell is listened to in one go
+# How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
+BLOCK_MS = 20_000
 OLDEST = (6, 2)
 
 
@@ -177,7 +178,7 @@ class Link:
         await drop(wire)
 
     async def listen(self, stream: str, last: str) -> str:
-        """The id of a stream's entry after ``last``, or that after a minute; may be cancelled at any time."""
+        """The id of a stream's entry after ``last``, or that after a while; may be cancelled at any time."""
         self._open()
         try:
             wire = await self._ear(stream)

@@ -54,9 +54,11 @@ async def drop(wire: Wire) -> None:
 def hide_password(url: str) -> str:
     """The URL as it may be shown: with ``***`` for its password, wherever it stands.
 
-    All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``.
+    All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``; so
+    may what follows a ``&`` in the query and is no parameter.
     """
-    url = re.sub(r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&]*", r"\1=***", url, flags=re.IGNORECASE)
+    secret = r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&]*(?:&[^=&]*(?=&|$))*"
+    url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
     head, at, host = url.rpartition("@")
     if not at:
         return url
@@ -73,6 +75,11 @@ class Sentinels:
     make: Callable[..., Wire]
     settings: Mapping[str, object] = field(repr=False)  # the password is among them
     addresses: list[tuple[str, int]]  # who answered last is asked first
+
+    @property
+    def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
+        """What a connection to a sentinel is made of, but for its address."""
+        return self.make, self.settings
 
     async def primary(self, timeout: float) -> Mapping[str, object]:
         """Host and port of the primary.
@@ -136,6 +143,17 @@ class Target:
         where: Mapping[str, object] = await self.sentinels.primary(timeout) if self.sentinels else {}
         return self.make(**{**self.settings, **where, "socket_connect_timeout": timeout})
 
+    def check(self) -> None:
+        """See that connections can be made of the settings, which does no I/O; Unreadable says what is wrong."""
+        for make, settings in [(self.make, self.settings), *([self.sentinels.ask] if self.sentinels else [])]:
+            try:
+                make(**settings)
+            except TypeError:
+                options = ", ".join(name for name in settings if name.startswith("ssl_"))
+                raise Unreadable(f"there is no such option as one of {options}, or no TLS (rediss://)") from None
+            except exceptions.RedisError as error:
+                raise Unreadable(str(error)) from None
+
     def __repr__(self) -> str:
         return f"Target({self.url!r})"
 
@@ -160,7 +178,9 @@ def find_target(source: object) -> Target:
     if scheme.endswith("+cluster"):
         raise ConfigurationError(f"{shown!r}: this version does not speak to clusters yet; use a single server")
     try:
-        return (_of_sentinels if scheme.endswith("+sentinel") else _of_server)(source, shown)
+        target = (_of_sentinels if scheme.endswith("+sentinel") else _of_server)(source, shown)
+        target.check()
+        return target
     except Unreadable as fault:
         reason = str(fault)
     except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further

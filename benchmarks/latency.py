@@ -18,10 +18,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from figures import Figure
 from redis.asyncio import Redis
 
 from aiodigest import Digest, DigestEngine, Entry, Policy
@@ -36,24 +36,6 @@ IDLE = 60.0
 ADD_MEDIAN_BOUND = 10.0  # ms
 LATENESS_P99_BOUND = 20.0  # ms
 COMMANDS_BOUND = 8
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measured value and the bound that it must not exceed."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float | None = None
-
-    @property
-    def missed(self) -> bool:
-        return self.bound is not None and self.value > self.bound
-
-    def __str__(self) -> str:
-        bound = "" if self.bound is None else f"{'MISSED' if self.missed else 'ok'}, at most {self.bound:g} {self.unit}"
-        return f"{self.name:<60}{self.value:9.2f} {self.unit:<9} {bound}".rstrip()
 
 
 def figures_of(

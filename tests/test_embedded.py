@@ -8,35 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import redis.asyncio
-from embedded_users import NewUser, data_folder, keeper_of, lives, opened_by, processes_of, started, until, users_of
+from embedded_users import NewUser, keeper_of, lives, opened_by, processes_of, started, until
 
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import ConfigurationError
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-@pytest.fixture
-def folder() -> Generator[Path]:
-    with data_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def new_user(folder: Path) -> Generator[NewUser]:
-    with users_of(folder) as new_user:
-        yield new_user
-
 
 # What it is
 

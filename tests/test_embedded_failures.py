@@ -14,9 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +23,6 @@ import redis.asyncio
 import redis.exceptions
 from embedded_users import (
     NewUser,
-    data_folder,
     keeper_of,
     lives,
     next_descriptor,
@@ -33,27 +30,12 @@ from embedded_users import (
     seconds_used,
     started,
     until,
-    users_of,
     waits,
 )  # fmt: skip
 
 from aiodigest._binary import find_binary
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-@pytest.fixture
-def folder() -> Generator[Path]:
-    with data_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def new_user(folder: Path) -> Generator[NewUser]:
-    with users_of(folder) as new_user:
-        yield new_user
 
 
 async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> int:

@@ -9,36 +9,21 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import redis.exceptions
-from embedded_users import NewUser, data_folder, keeper_of, lives, processes_of, started, until, users_of, waits
+from embedded_users import NewUser, keeper_of, lives, processes_of, started, until, waits
 
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 FOLDER = "its folder {}, or the lock in it, was deleted, moved or replaced"
 APPEND_ONLY = "an append-only file in {} was deleted or replaced"
 DOOR = "its socket {}/run/keeper.sock was deleted or replaced"
 LONG = "a name that is too long for a socket " * 5
-
-
-@pytest.fixture
-def folder() -> Generator[Path]:
-    with data_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def new_user(folder: Path) -> Generator[NewUser]:
-    with users_of(folder) as new_user:
-        yield new_user
 
 
 def move(path: Path) -> None:

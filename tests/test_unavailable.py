@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -304,7 +303,6 @@ async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next
             assert await engine.add("key", 1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names the options as Linux does")
 async def test_a_dead_peer_is_noticed_within_a_minute_on_a_connection_that_only_listens() -> None:
     [port] = free_ports(1)
     with server_on(port):

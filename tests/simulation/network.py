@@ -215,13 +215,14 @@ class Link(Backend):
     # The calls by hand
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        raise NotImplementedError  # no engine calls it, nor the next two
+        request = partial(self._server.store.open, shard, key, lease_ms, limits)
+        return await self._ask("open", request, repeat=False)
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        raise NotImplementedError
+        return await self._ask("schedule", partial(self._server.store.schedule, deadline_ms))
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        raise NotImplementedError
+        return await self._ask("maintenance", partial(self._server.store.maintenance, deadline_ms))
 
     async def delete(self, key: str) -> bool:
         async def request() -> bool:
