@@ -70,6 +70,8 @@ def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"]
         return ConfigurationError(f"{where} refuses access: {text}")
     if code in CLUSTERED:
         return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
+    if "DB index" in text:
+        return ConfigurationError(f"{where}: {text}; how many databases a server has is a setting of its own")
     if code == "WRONGTYPE":
         return InvalidState(f"a key has been written by another program: {text}")
     garbled = isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.ResponseError)

@@ -31,6 +31,7 @@ ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
+TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_ciphers", "ssl_min_version")
 
 
 class Wire(Protocol):
@@ -49,6 +50,19 @@ async def drop(wire: Wire) -> None:
     """Close a connection without waiting for its other end."""
     with suppress(exceptions.RedisError, OSError):
         await wire.disconnect(nowait=True)
+
+
+def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
+    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that."""
+    wire = make(**settings)
+    context = getattr(wire, "ssl_context", None)
+    try:
+        if context is not None:
+            context.get()  # redis-py keeps it for connecting
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
+        raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
+    return wire
 
 
 def hide_password(url: str) -> str:
@@ -109,7 +123,7 @@ class Sentinels:
     async def _ask(self, address: tuple[str, int], timeout: float) -> tuple[set[str], str, int]:
         """The flags, host and port that a sentinel knows of the primary."""
         host, port = address
-        wire = self.make(**{**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
+        wire = new_wire(self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
         try:
             await wire.connect()
             await wire.send_command("SENTINEL", "MASTER", self.service, check_health=False)
@@ -141,7 +155,7 @@ class Target:
         which its connections are dropped; to ask it for its ROLE first would need a right that many users lack.
         """
         where: Mapping[str, object] = await self.sentinels.primary(timeout) if self.sentinels else {}
-        return self.make(**{**self.settings, **where, "socket_connect_timeout": timeout})
+        return new_wire(self.make, {**self.settings, **where, "socket_connect_timeout": timeout})
 
     def check(self) -> None:
         """See that connections can be made of the settings, which does no I/O; Unreadable says what is wrong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,9 @@ from storestate import check_invariants, redis_state
 
 from aiodigest.memory import ReferenceBackend
 from aiodigest.redisbackend import RedisBackend
+
+# A shell starts what runs in its background with Ctrl-C ignored, which the processes of tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = count(1)
 

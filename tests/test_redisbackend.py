@@ -282,6 +282,15 @@ async def test_a_wrong_password_is_a_configuration_error_that_does_not_tell_it(n
             assert "right" not in repr(backend) + backend.url
 
 
+async def test_a_database_that_the_server_does_not_have_is_a_configuration_error(
+    server: Server, namespace: str
+) -> None:
+    backend = RedisBackend(f"unix://{server.socket}?db=99", namespace=namespace)
+    with pytest.raises(ConfigurationError, match="DB index is out of range; how many databases a server has"):
+        await backend.connect()
+    await backend.aclose()
+
+
 async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, server: Server) -> None:
     with server.client() as client:
         for _ in range(2):

@@ -61,7 +61,7 @@ async def test_of_many_adds_each_that_too_few_replicas_have_may_be_stored_and_sa
             await engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")])
         told = [error for error in caught.value.results if isinstance(error, BackendUnavailable)]
         assert [(error.stored, error.record_id) for error in told] == [("unknown", "a"), ("unknown", "b")]
-        assert length_of(replica, namespace, "one") == length_of(replica, namespace, "two") == 1
+        await until(lambda: length_of(replica, namespace, "one") == length_of(replica, namespace, "two") == 1)
 
 
 async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replicas_it_would_wait_for(

@@ -645,6 +645,20 @@ async def test_plain_and_encrypted_do_not_mix(certificates: Certificates, ends: 
         await refused(secure(port, scheme="redis"), namespace)
 
 
+@pytest.mark.parametrize("service", ["", "+sentinel"])
+@pytest.mark.parametrize(
+    "option",
+    ["ssl_ca_certs=/no/such/file", "ssl_certfile=/no/such/file", f"ssl_ca_certs={__file__}", "ssl_ciphers=none"],
+)
+async def test_tls_options_that_no_server_could_mend_are_named_at_once(option: str, service: str) -> None:
+    url = f"rediss{service}://u:{PASSWORD}@127.0.0.1:1/{'mail/' if service else ''}0?ssl_password=x&{option}"
+    with pytest.raises(ConfigurationError) as caught:
+        await DigestEngine(url, namespace="tls").__aenter__()
+    name, _, value = option.partition("=")
+    assert f"TLS cannot be set up with {name}={value!r}" in str(caught.value)
+    assert PASSWORD not in everything(caught.value)
+
+
 # Passwords
 
 SECRET = "s3cr3t-of-the-test"
