@@ -48,29 +48,40 @@ class Job(Generic[Item, Answer]):
             self.answer.set_exception(error)
 
 
+class Queue(Generic[Item, Answer]):
+    """Items that are sent in order, one call at a time."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Job[Item, Answer]] = deque()
+        self.flight: list[Job[Item, Answer]] = []
+        self.filled = asyncio.Event()
+
+
 class Coalescer(Generic[Item, Answer]):
-    """A bounded queue of items, sent in order, one call at a time.
+    """A bounded number of items, sent in so many queues: each in order, and one call at a time.
 
     ``send`` answers each item with a result or an error. An item that is cancelled before it is sent is withdrawn.
     An item that has no answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
-    was sent; when the queue is full, ``submit`` waits for room within that time.
+    was sent; when there is no room, ``submit`` waits for some within that time.
     """
 
     def __init__(
-        self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | AiodigestError]]], timeout: float
+        self,
+        send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | AiodigestError]]],
+        timeout: float,
+        queues: int = 1,
     ) -> None:
         self._send = send
         self._timeout = timeout
-        self._queue: deque[Job[Item, Answer]] = deque()
+        self._queues = [Queue[Item, Answer]() for _ in range(queues)]
+        self._items = 0  # that wait in all queues
         self._bytes = 0
-        self._flight: list[Job[Item, Answer]] = []
-        self._filled = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
-    async def submit(self, item: Item, size: int = 0, *, since: float | None = None) -> Answer:
+    async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
         """Queue an item and return its answer; ``since`` is when its time began, if it was before now."""
         loop = asyncio.get_running_loop()
         deadline = (loop.time() if since is None else since) + self._timeout
@@ -79,11 +90,13 @@ class Coalescer(Generic[Item, Answer]):
         if self._ended:
             await asyncio.sleep(0)  # who tries again at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
-        job = Job[Item, Answer](item, size, deadline, loop.create_future())
-        self._queue.append(job)
+        job = Job(item, size, deadline, loop.create_future())
+        chosen = self._queues[queue]
+        chosen.waiting.append(job)
+        chosen.filled.set()
+        self._items += 1
         self._bytes += size
-        self._filled.set()
-        if len(self._queue) >= QUEUE_ITEMS or self._bytes >= QUEUE_BYTES:
+        if self._items >= QUEUE_ITEMS or self._bytes >= QUEUE_BYTES:
             self._room.clear()
         self._watch(deadline)
         return await job.answer
@@ -100,41 +113,51 @@ class Coalescer(Generic[Item, Answer]):
     async def run(self) -> None:
         """Send what is queued until cancelled; what is then unsent fails as not stored."""
         try:
-            while True:
-                await self._filled.wait()
-                self._flight = self._take()
-                if self._flight:
-                    await self._send_batch(self._flight)
-                    self._flight = []
+            async with asyncio.TaskGroup() as group:
+                for queue in self._queues:
+                    group.create_task(self._serve(queue))
         finally:
             self._ended = True
             self._room.set()
             if self._timer is not None:
                 self._timer.cancel()
-            self._fail(self._flight, "the engine was left before the answer came", "unknown")
-            self._fail(self._queue, LEFT, "no")
+            for queue in self._queues:
+                self._fail(queue.flight, "the engine was left before the answer came", "unknown")
+                self._fail(queue.waiting, LEFT, "no")
+
+    async def _serve(self, queue: Queue[Item, Answer]) -> None:
+        while True:
+            await queue.filled.wait()
+            queue.flight = self._take(queue)
+            if queue.flight:
+                await self._send_batch(queue.flight)
+                queue.flight = []
 
     async def drain(self) -> None:
         """Refuse what comes from now on, and return when nothing is queued or in flight."""
         self._ended = True
         self._room.set()
-        while pending := [job.answer for job in (*self._flight, *self._queue) if not job.answer.done()]:
+        while pending := [job.answer for job in self._unanswered()]:
             await asyncio.wait(pending)
 
-    def _take(self) -> list[Job[Item, Answer]]:
+    def _unanswered(self) -> list[Job[Item, Answer]]:
+        return [job for queue in self._queues for job in (*queue.flight, *queue.waiting) if not job.answer.done()]
+
+    def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
         batch: list[Job[Item, Answer]] = []
-        size = 0
-        while self._queue and len(batch) < BATCH_ITEMS:
-            if batch and size + self._queue[0].size > BATCH_BYTES:
+        size, waiting = 0, queue.waiting
+        while waiting and len(batch) < BATCH_ITEMS:
+            if batch and size + waiting[0].size > BATCH_BYTES:
                 break
-            job = self._queue.popleft()
+            job = waiting.popleft()
+            self._items -= 1
             self._bytes -= job.size
             if not job.answer.done():  # else its caller was cancelled or has timed out
                 size += job.size
                 batch.append(job)
-        if not self._queue:
-            self._filled.clear()
-        if len(self._queue) <= QUEUE_ITEMS // 2 and self._bytes <= QUEUE_BYTES // 2:  # many who wait are woken at once
+        if not waiting:
+            queue.filled.clear()
+        if self._items <= QUEUE_ITEMS // 2 and self._bytes <= QUEUE_BYTES // 2:  # many who wait are woken at once
             self._room.set()
         return batch
 
@@ -164,11 +187,11 @@ class Coalescer(Generic[Item, Answer]):
         self._timer = None
         now = asyncio.get_running_loop().time()
         late = f"no answer within {self._timeout:g} s"
-        self._fail([job for job in self._flight if job.deadline <= now], late, "unknown")
-        self._fail([job for job in self._queue if job.deadline <= now], late, "no")
-        pending = [job.deadline for job in (*self._flight, *self._queue) if not job.answer.done()]
-        if pending:
-            self._watch(max(min(pending), now + GRAIN))
+        for queue in self._queues:
+            self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
+            self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
+        if unanswered := self._unanswered():
+            self._watch(max(min(job.deadline for job in unanswered), now + GRAIN))
 
     def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
         for job in jobs:

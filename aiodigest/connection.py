@@ -12,7 +12,7 @@ from redis import exceptions
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.faults import DEMOTED, code_of, explain
 from aiodigest.scripts import Argument, load_script
-from aiodigest.target import Target, Wire, drop
+from aiodigest.target import Target, Wire, drop, send
 
 CONNECTIONS = 8  # coalesced calls need no more
 # How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
@@ -237,11 +237,11 @@ def wrote(reply: object) -> bool:
 
 async def converse(wire: Wire, command: Sequence[Argument], source: str = "") -> object:
     """One command and its reply; a script that the server does not know is sent whole."""
-    await wire.send_command(*command, check_health=False)
+    await send(wire, *command)
     try:
         return await wire.read_response()
     except exceptions.NoScriptError:
-        await wire.send_command("EVAL", source, *command[2:], check_health=False)
+        await send(wire, "EVAL", source, *command[2:])
         return await wire.read_response()
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
+from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
-from uuid import uuid4
 
 from pydantic import TypeAdapter
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import DEFAULT, Bounds, duration, name, pack_entry, require, whole
+from aiodigest.arguments import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, whole
 from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", default=JSON)
 
 CHUNK = 1_000
+new_id = partial(token_hex, MADE_UP // 2)
 
 
 class DigestEngine(Management[T]):
@@ -290,8 +290,8 @@ class DigestEngine(Management[T]):
             Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
         """
         session = self._entered()
-        record = record_id if record_id is not None else uuid4().hex
-        add = await self._encode(Entry(key, value, record, timestamp))
+        record = record_id if record_id is not None else new_id()
+        add = await self._encode(key, value, record, timestamp)
         try:
             return await session.add(add)
         except BackendUnavailable as error:
@@ -332,8 +332,8 @@ class DigestEngine(Management[T]):
         adds: dict[int, Add] = {}
         for index, entry in enumerate(entries):
             try:
-                record = entry.record_id if entry.record_id is not None else uuid4().hex
-                adds[index] = await self._encode(replace(entry, record_id=record))
+                record = entry.record_id if entry.record_id is not None else new_id()
+                adds[index] = await self._encode(entry.key, entry.value, record, entry.timestamp)
             except AiodigestError as error:
                 results[index] = error
             except Exception as error:  # of the policy function, or the codec
@@ -346,9 +346,9 @@ class DigestEngine(Management[T]):
             results[index] = answer
         return results
 
-    async def _encode(self, entry: Entry[T]) -> Add:
-        name(entry.key, "key", self._bounds.name)
-        record_id = name("" if entry.record_id is None else entry.record_id, "record_id", self._bounds.name)
-        policy = await self._policy(entry.key)
-        raw = pack_entry(record_id, entry.timestamp, self._codec.encode(entry.value), self._bounds.value)
-        return Add(entry.key, raw, policy.terms, self._policies.own(policy))
+    async def _encode(self, key: str, value: T, record_id: str, timestamp: datetime | float | None) -> Add:
+        name(key, "key", self._bounds.name)
+        record = name(record_id, "record_id", self._bounds.name)
+        policy = self._policies.fixed or await self._policy(key)
+        entry = pack_entry(record, timestamp, self._codec.encode(value), self._bounds.value)
+        return Add(key, entry, policy.terms, self._policies.own(policy))

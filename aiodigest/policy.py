@@ -170,9 +170,10 @@ class Policies:
 
     def __init__(self, source: PolicySource, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
         self._source = source
+        self.fixed = source if isinstance(source, Policy) else None
         self._retry = retry
         self._delivery_timeout = delivery_timeout
-        base = source if isinstance(source, Policy) else Policy()
+        base = self.fixed or Policy()
         base.check(retry, delivery_timeout)
         self.limits = base.terms.limits
 
@@ -204,7 +205,7 @@ class Policies:
 
     def own(self, policy: Policy) -> bool:
         """Whether a timeline must keep its limits, since a claim would bring others."""
-        return policy.terms.limits != self.limits
+        return policy is not self.fixed and policy.terms.limits != self.limits
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:

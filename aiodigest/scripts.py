@@ -112,8 +112,11 @@ def pack_delays(terms: Terms) -> str:
 def pack_adds(adds: Sequence[Add]) -> list[Argument]:
     numbers: dict[tuple[Terms, bool], int] = {}
     entries: list[Argument] = []
+    terms, own, number = None, False, 0
     for add in adds:
-        number = numbers.setdefault((add.terms, add.own), len(numbers) + 1)
+        if add.terms is not terms or add.own is not own:  # most adds of a call are of one policy
+            terms, own = add.terms, add.own
+            number = numbers.setdefault((terms, own), len(numbers) + 1)
         entries += (add.key, number, add.entry)
     arguments: list[Argument] = [len(numbers)]
     for terms, own in numbers:

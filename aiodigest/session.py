@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
+from zlib import crc32
 
 from anyio import CancelScope
 
@@ -18,6 +19,8 @@ from aiodigest.outage import BACKOFF, Outage, elapse
 from aiodigest.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
 
 
 def weight(add: Add) -> int:
@@ -46,6 +49,7 @@ class Session:
         self._backend: Backend | None = None
         self._connecting: asyncio.Task[Backend] | None = None
         self._adds: list[Coalescer[Add, bool]] = []
+        self._calls = 1
         self._scheduler: Scheduler | None = None
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -91,10 +95,17 @@ class Session:
 
     async def _open(self) -> Backend:
         backend = await self._store.open()
-        self._adds = [Coalescer(partial(backend.add, shard), self._timeout) for shard in range(backend.shards)]
+        self._calls = CALLS if backend.shards == 1 else 1  # several shards have several calls as it is
+        self._adds = [
+            Coalescer(partial(backend.add, shard), self._timeout, self._calls) for shard in range(backend.shards)
+        ]
         self._chores += [self._group.create_task(coalescer.run()) for coalescer in self._adds]
         self._backend = backend
         return backend
+
+    def _queue(self, key: str) -> int:
+        """The queue of a timeline's adds in its shard: always the same, so that they stay in order."""
+        return crc32(key.encode()) % self._calls
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
@@ -108,20 +119,20 @@ class Session:
         began = asyncio.get_running_loop().time()
         backend = self._backend or await self.backend()
         shard = backend.shard_of(add.key)
-        ready = await self._adds[shard].submit(add, weight(add), since=began)
+        ready = await self._adds[shard].submit(add, weight(add), queue=self._queue(add.key), since=began)
         if ready:
             self.poke(shard)
         return ready
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        """Send adds past the queue, in batches, each shard's in order."""
+        """Send adds past the queue, in batches; those of a timeline in order."""
         try:
             backend = await self.backend()
         except AiodigestError as error:
             return [error] * len(adds)
-        shards: dict[int, list[int]] = {}
+        queues: dict[tuple[int, int], list[int]] = {}
         for index, add in enumerate(adds):
-            shards.setdefault(backend.shard_of(add.key), []).append(index)
+            queues.setdefault((backend.shard_of(add.key), self._queue(add.key)), []).append(index)
         answers: dict[int, bool | AiodigestError] = {}
 
         async def send(shard: int, indices: list[int]) -> None:
@@ -141,7 +152,7 @@ class Session:
                     self.poke(shard)
 
         async with asyncio.TaskGroup() as group:
-            for shard, indices in shards.items():
+            for (shard, _), indices in queues.items():
                 group.create_task(send(shard, indices))
         return [answers[index] for index in range(len(adds))]
 

@@ -838,9 +838,9 @@ async def test_an_add_that_is_cancelled_while_it_waits_is_withdrawn_and_its_room
         backend = WatchedBackend()
         backend.gates["add"] = asyncio.Event()
         async with engine_on(backend, policy=slow_policy) as engine:
-            adds = [asyncio.create_task(engine.add("first", 0))]
-            await settle()  # it is in flight, so that these fill the queue
-            adds += [asyncio.create_task(engine.add("queued", number)) for number in range(2)]
+            adds = [asyncio.create_task(engine.add("other", 0))]
+            await settle()  # it is in flight, so that these wait, and there is no room for more
+            adds += [asyncio.create_task(engine.add("other", number)) for number in range(2)]
             await settle()
             asyncio.get_running_loop().call_later(1, backend.gates["add"].set)
             answers: list[bool] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import trustme
 from engines import now, settle, virtual_time
 from redis import exceptions
 from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
@@ -64,16 +66,18 @@ def test_what_is_no_server_is_refused_without_telling_a_password(source: object)
     assert "allowed is redis://" in str(caught.value) or "use a single server" in str(caught.value)
 
 
-async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts() -> None:
+async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts(tmp_path: Path) -> None:
+    trusted = tmp_path / "ca"
+    trustme.CA().cert_pem.write_to_path(trusted)
     client = Redis(
-        host="example", port=7, db=3, username="me", password="secret", ssl=True, ssl_ca_certs="/ca",
+        host="example", port=7, db=3, username="me", password="secret", ssl=True, ssl_ca_certs=str(trusted),
         decode_responses=True, socket_timeout=99, retry=Retry(ExponentialBackoff(), 7), client_name="mine",
     )  # fmt: skip
     target = find_target(client)
     wire = await target.connection(2.0)
     assert isinstance(wire, SSLConnection)
     assert (wire.host, wire.port, wire.db, wire.username, wire.password) == ("example", 7, 3, "me", "secret")
-    assert (wire.client_name, wire.ca_certs) == ("mine", "/ca")
+    assert (wire.client_name, wire.ca_certs) == ("mine", str(trusted))
     assert (wire.socket_timeout, wire.socket_connect_timeout) == (None, 2.0)
     assert wire.retry.get_retries() == 0
     assert not wire.encoder.decode_responses
@@ -233,7 +237,7 @@ class SlowWire:
     async def can_read(self) -> bool:
         return False
 
-    async def send_command(self, *args: object, check_health: bool = True) -> None:
+    async def send_packed_command(self, command: bytes, check_health: bool = True) -> None:
         self.is_connected = True  # redis-py's connect again if they must
         self.sent += 1
 

@@ -345,15 +345,17 @@ async def test_an_add_that_is_cancelled_before_it_was_sent_is_withdrawn_and_one_
     backend = WatchedBackend()
     async with engine_on(backend) as engine:
         backend.gates["add"] = asyncio.Event()
-        sent = asyncio.create_task(engine.add("sent", 1))
+        sent = asyncio.create_task(engine.add("k", "sent"))
         await settle()
-        unsent = asyncio.create_task(engine.add("unsent", 1))
+        unsent = asyncio.create_task(engine.add("k", "unsent"))
         await settle()
         sent.cancel()
         unsent.cancel()
         backend.gates["add"].set()
-        await engine.add("later", 1)
-    assert stored(backend) == ["sent", "later"]
+        await engine.add("k", "later")
+        timeline = await engine.peek("k")
+        assert timeline is not None
+        assert [record.value for record in timeline.records] == ["sent", "later"]
 
 
 @virtual_time

@@ -21,16 +21,16 @@ LARGE = 8_192
 
 
 async def filled(engine: DigestEngine[JSON], adds: list[asyncio.Task[bool]]) -> tuple[int, int]:
-    """Entries and bytes in the queue, once every add is in it or waits for room."""
+    """Entries and bytes that wait to be sent, once every add does or waits for room."""
     assert engine._session is not None
-    [queue] = engine._session._adds
+    [coalescer] = engine._session._adds
     before = -1
-    while before != len(queue._queue) or queue._room.is_set():
-        assert len(queue._queue) + len(queue._flight) < len(adds), "all that was added is in the queue"
-        before = len(queue._queue)
+    while before != coalescer._items or coalescer._room.is_set():
+        assert len(coalescer._unanswered()) < len(adds), "there is room for all that was added"
+        before = coalescer._items
         await asyncio.sleep(0.01)
     assert not any(add.done() for add in adds)
-    return len(queue._queue), queue._bytes
+    return coalescer._items, coalescer._bytes
 
 
 async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_when_it_goes_on() -> None:

@@ -29,15 +29,15 @@ local FEW = {'end', 'own'}
 local MORE = {'end', 'own', 'id', 'last', 'cool', 'iteration'}
 
 local function glance(key, names)
-  local values = try('HMGET', tag .. 'meta:' .. key, unpack(names))
+  local values = try('HMGET', meta_of(key), unpack(names))
   if values.err then
     return nil, values.err
   end
   local held = setmetatable({key = key, stored = {}}, ABSENT)
-  for index, name in ipairs(names) do
+  for index = 1, #names do
     local value = values[index]
     if value then
-      thaw_field(held, name, value)
+      thaw_field(held, names[index], value)
     end
   end
   return not held.problem and held or nil, held.problem
@@ -53,21 +53,25 @@ local function compact(held, length, terms)
     rewrite(log, kept, left, lifetime(held, terms.ttl))
   end
   if #kept > left then
-    try('HINCRBY', tag .. 'meta:' .. held.key, 'dropped', #kept - left) -- what is no number is found by the claim
+    try('HINCRBY', meta_of(held.key), 'dropped', #kept - left) -- what is no number is found by the claim
     count('dropped', #kept - left)
   end
   return left
 end
 
 local function append(key, terms, entry)
-  local settled = call('ZSCORE', ready, key) or call('ZSCORE', leased, key)
-  local due = not settled and tonumber(call('ZSCORE', waiting, key)) or nil
+  local settled, due = call('ZSCORE', ready, key), nil
+  if not settled then
+    due = tonumber(call('ZSCORE', waiting, key))
+    settled = not due and call('ZSCORE', leased, key)
+  end
   local names = settled and FEW or MORE
   local held, problem = glance(key, names)
   if not held then
     return problem
   end
-  local length = try('RPUSH', log_of(key), entry)
+  local log = log_of(key)
+  local length = try('RPUSH', log, entry)
   if type(length) == 'table' then
     return length.err
   end
@@ -75,7 +79,7 @@ local function append(key, terms, entry)
   held.own = terms.own
   touch(held, terms.ttl)
   if length == 1 and not held.touched then
-    call('PEXPIRE', log_of(key), whole(lifetime(held, terms.ttl)))
+    call('PEXPIRE', log, whole(lifetime(held, terms.ttl)))
   end
   local is_ready = not settled and open_or_push(held, due, terms)
   if changed or held.touched or not (settled or due) then

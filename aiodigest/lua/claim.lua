@@ -16,7 +16,7 @@ local function expire(held)
   local key, seen = held.key, {}
   local records = collect(collect({}, seen, log_of(key), held.logged), seen, open_of(key), held.opened)
   call('ZREM', ready, key)
-  call('UNLINK', log_of(key), open_of(key), tag .. 'meta:' .. key)
+  call('UNLINK', log_of(key), open_of(key), meta_of(key))
   count('expired', #records)
   return #records
 end

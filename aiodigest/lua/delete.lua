@@ -7,7 +7,7 @@ local key = ARGV[3]
 local held = load(key) or thaw(key, {})
 local existed = leave(key)
 while leave(key) do end -- another program may have put it into several sets
-call('UNLINK', log_of(key), open_of(key), tag .. 'meta:' .. key)
+call('UNLINK', log_of(key), open_of(key), meta_of(key))
 if held.id and held.token then
   answer(held, held.token, held.id, 'deleted', '', 0)
 end

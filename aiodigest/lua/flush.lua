@@ -7,8 +7,8 @@ local key = ARGV[3]
 local state, due = state_of(key)
 if state == 'waiting' then
   place(key, math.min(due, now), state)
-elseif state == 'leased' and call('EXISTS', tag .. 'meta:' .. key) == 1 then
-  call('HSET', tag .. 'meta:' .. key, 'flush', '1')
+elseif state == 'leased' and call('EXISTS', meta_of(key)) == 1 then
+  call('HSET', meta_of(key), 'flush', '1')
 end
 finish()
 return state and 1 or 0

@@ -101,7 +101,7 @@ local function place(key, due, state)
   if state and state ~= target then
     call('ZREM', tag .. state, key)
   end
-  call('ZADD', tag .. target, whole(due), key)
+  call('ZADD', tag .. target, due, key) -- an argument that is a number is sent with all its digits
   return target == 'ready'
 end
 
@@ -119,15 +119,23 @@ local function promote(from, latest)
   return moved
 end
 
--- Lists of entries
+-- The keys of a timeline
+
+local logs, opens, metas = tag .. 'log:', tag .. 'open:', tag .. 'meta:'
 
 local function log_of(key)
-  return tag .. 'log:' .. key
+  return logs .. key
 end
 
 local function open_of(key)
-  return tag .. 'open:' .. key
+  return opens .. key
 end
+
+local function meta_of(key)
+  return metas .. key
+end
+
+-- Lists of entries
 
 -- The id of an entry; one that cannot be read stands for itself. See wire.py.
 local function identity(entry)
@@ -203,22 +211,35 @@ local NUMBERS = {
 local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
 local DELIVERY = {'id', 'token', 'attempts', 'open_dropped', 'part', 'cut', 'frozen', 'parted', 'since', 'error'}
 
--- Whether a script can reckon with a field. Another program may have written anything, on which it would break off.
-local function fits(name, value)
-  if name == 'own' then
-    local limits = parse_limits(value)
-    return limits.ttl and limits.capacity > 0 and math.max(limits.ttl, limits.max_age, limits.capacity) < 1e15
-  end
-  return not NUMBERS[name] or #value < 16 and string.find(value, '^%-?%d+$')
+local function is_number(value)
+  return #value < 16 and string.find(value, '^%-?%d+$')
 end
 
+local fitting = {} -- limits that were looked at already: many timelines have the same
+
+local function are_limits(value)
+  if fitting[value] == nil then
+    local limits = parse_limits(value)
+    fitting[value] = limits.ttl and limits.capacity > 0
+      and math.max(limits.ttl, limits.max_age, limits.capacity) < 1e15 or false
+  end
+  return fitting[value]
+end
+
+-- Take over a field if a script can reckon with it. Another program may have written anything, on which it would break
+-- off.
 local function thaw_field(held, name, value)
   held.stored[name] = value
-  if fits(name, value) then
-    held[name] = NUMBERS[name] and tonumber(value) or value
-  else
-    held.problem = "ERR the field '" .. name .. "' of its meta is not of aiodigest"
+  if NUMBERS[name] then
+    if is_number(value) then
+      held[name] = tonumber(value)
+      return
+    end
+  elseif name ~= 'own' or are_limits(value) then
+    held[name] = value
+    return
   end
+  held.problem = "ERR the field '" .. name .. "' of its meta is not of aiodigest"
 end
 
 local function thaw(key, fields)
@@ -231,7 +252,7 @@ end
 
 -- What is kept of a timeline beside its entries; or nil and the error of a key that cannot be read.
 local function load(key)
-  local fields = try('HGETALL', tag .. 'meta:' .. key)
+  local fields = try('HGETALL', meta_of(key))
   if fields.err then
     return nil, fields.err
   end
@@ -286,7 +307,7 @@ local function save(held, names)
       end
     end
   end
-  local meta = tag .. 'meta:' .. held.key
+  local meta = meta_of(held.key)
   if #changed > 0 then
     call('HSET', meta, unpack(changed))
   end
