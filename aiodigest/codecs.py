@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import CoreSchema, ValidationError, from_json, to_json
 from typing_extensions import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 
+# pydantic's types are a third of what importing aiodigest would take, so they come with the first codec
 if TYPE_CHECKING:
+    from pydantic import JsonValue, TypeAdapter
     from typing_extensions import TypeForm
 
-JSON: TypeAlias = JsonValue
-"""Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    JSON: TypeAlias = JsonValue
+    """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+else:
+
+    class JSON:
+        """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+            from pydantic import JsonValue
+
+            return handler.generate_schema(JsonValue)
+
 
 T = TypeVar("T", default=JSON)
 
@@ -61,6 +73,8 @@ class JSONCodec(Generic[T]):
         compress_above: int = 1024,
         max_size: int = 1_048_576,
     ) -> None:
+        from pydantic import TypeAdapter
+
         self._compress_above = _whole(compress_above, "compress_above", least=0)
         self._max_size = _whole(max_size, "max_size", least=1)
         self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)

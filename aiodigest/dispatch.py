@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
+from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
@@ -16,7 +17,7 @@ from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.wire import RawRecord, aged, identity, latest, unpack
+from aiodigest.wire import RawRecord, unpack, unpack_latest
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +72,23 @@ class Contents(Generic[T]):
 
 def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
     """The records of some entries by timestamp, then arrival; the last entry of an id wins."""
-    contents = Contents[T]()
-    for entry in latest(entries):
-        if aged(entry, cut_ms):
-            contents.aged += 1
-            continue
-        raw, timestamp = RawRecord(0, b"?", entry), EPOCH
+    contents, cut = Contents[T](), cut_ms * 1000
+    records = contents.records
+    for name, (entry, raw) in unpack_latest(entries).items():
+        timestamp = EPOCH
         try:
-            raw = unpack(entry)
+            if raw is None:
+                raw = unpack(entry)  # which says what is wrong with it
+            if cut and raw.timestamp_us < cut:
+                contents.aged += 1
+                continue
             timestamp = moment(raw.timestamp_us)
-            record = Record(raw.id.decode(), codec.decode(raw.value), timestamp)
+            records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
         except Exception as error:  # a codec of the user's may raise anything
-            contents.undecodable[identity(entry)] = describe(error)
-            contents.raw.append(Record(raw.id.decode(errors="replace"), raw.value, timestamp))
-        else:
-            contents.records.append(record)
-    contents.records.sort(key=lambda record: record.timestamp)
+            contents.undecodable[name] = describe(error)
+            found = raw or RawRecord(0, b"?", entry)
+            contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
+    records.sort(key=attrgetter("timestamp"))
     return contents
 
 
@@ -114,7 +116,7 @@ class Attempt(Generic[T]):
     lease: Lease
     taken: int
     contents: Contents[T]
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = Policy()
     cool_ms: int = 0
 
     @property

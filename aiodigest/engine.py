@@ -12,7 +12,6 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pydantic import TypeAdapter
 from typing_extensions import TypeVar
 
 from aiodigest.arguments import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, whole
@@ -32,15 +31,17 @@ from aiodigest.errors import (
 from aiodigest.management import Management
 from aiodigest.models import Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
-from aiodigest.scheduler import Scheduler
 from aiodigest.session import Session
 from aiodigest.signals import on_signals
 from aiodigest.store import Store
 from aiodigest.wire import unpack
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
     from redis.asyncio import Redis
     from typing_extensions import TypeForm
+
+    from aiodigest.scheduler import Scheduler
 
 T = TypeVar("T", default=JSON)
 
@@ -235,6 +236,8 @@ class DigestEngine(Management[T]):
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
         def schedule(backend: Backend) -> Scheduler:
+            from aiodigest.scheduler import Scheduler  # who only adds needs none
+
             assert callback is not None
             dispatcher = Dispatcher(
                 callback,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -11,6 +12,8 @@ from typing import Literal
 from aiodigest.backend import Backend, Close, Closed, Lease, Retry
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -22,13 +25,12 @@ class Hold:
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
     task: asyncio.Task[None] | None = None
     ends: float = inf  # when the lease has surely ended
-    timer: asyncio.TimerHandle | None = None  # goes off then
 
 
 class Lane:
     """What one shard's loop works with."""
 
-    def __init__(self, shard: int, backend: Backend, timeout: float) -> None:
+    def __init__(self, shard: int, backend: Backend, timeout: float, lease_timeout: float) -> None:
         async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
             return await backend.close(shard, closes)
 
@@ -36,6 +38,8 @@ class Lane:
             return await backend.retry(shard, retries)
 
         self.shard = shard
+        self._lease_timeout = lease_timeout
+        self._timer: asyncio.TimerHandle | None = None  # goes off when the first lease has surely ended
         # the kinds of calls, one of which may fail while the others do not
         self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
         self.woken = asyncio.Event()
@@ -52,3 +56,42 @@ class Lane:
     def away(self) -> bool:
         """Whether a call has failed, and no renewal that was sent since has been answered."""
         return self.failures > self.forgiven
+
+    # Leases
+
+    def extend(self, hold: Hold, since: float) -> None:
+        """Count on a lease until its end, and not a moment longer, also while a call that would renew it hangs.
+
+        Its end is counted from before the call that gave it, so that it is never taken to be later than it is.
+        """
+        if hold.task is not None and not hold.task.done():
+            hold.ends = since + self._lease_timeout
+            self._watch(hold.ends)
+
+    def lose(self, hold: Hold) -> None:
+        """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
+        if hold.stage != "reporting" and hold.task is not None and not hold.task.done():
+            logger.warning("the lease on timeline %r is lost: its delivery is cancelled", hold.lease.key)
+            hold.task.cancel()
+
+    def rest(self) -> None:
+        """Look after no lease any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _watch(self, ends: float) -> None:
+        """Have the one timer of all leases go off no later than this."""
+        if self._timer is not None:
+            if self._timer.when() <= ends:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(ends, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for hold in self.holds:
+            if hold.ends <= now:
+                self.lose(hold)
+        if left := [hold.ends for hold in self.holds if hold.ends > now]:
+            self._watch(min(left))

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 from uuid import uuid4
 
-from pydantic import JsonValue
 from typing_extensions import TypeVar
 
-T = TypeVar("T", covariant=True, default=JsonValue)
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+T = TypeVar("T", covariant=True, default="JsonValue")
 
 State = Literal["waiting", "ready", "leased"]
 """The state of a timeline that holds records: not due yet, due, or under delivery."""

@@ -20,6 +20,8 @@ from aiodigest.policy import Limits, milliseconds
 
 logger = logging.getLogger(__name__)
 
+CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
+
 Attempt: TypeAlias = Callable[[Lease, Sequence[bytes]], Awaitable[Outcome]]
 Observer: TypeAlias = Callable[[Delivery], None]
 
@@ -55,7 +57,7 @@ class Scheduler:
         self._timeout = timeout
         self._observers = observers
         self._outage = Outage("the server")
-        self._lanes = [Lane(shard, backend, timeout) for shard in range(backend.shards)]
+        self._lanes = [Lane(shard, backend, timeout, lease_timeout) for shard in range(backend.shards)]
         self._reserved = 0
         self._paused_until = 0.0
         self._changed = asyncio.Event()
@@ -92,6 +94,8 @@ class Scheduler:
                     chore.cancel()
         finally:
             self._ended = True
+            for lane in self._lanes:
+                lane.rest()
             for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
                 task.cancel()
 
@@ -120,7 +124,8 @@ class Scheduler:
             allowed = self._backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
             free = min(allowed, self._concurrency) - self._reserved - sum(len(lane.holds) for lane in self._lanes)
             if free > 0:
-                return -(-free // len(self._lanes))  # rounded up: a shard with a backlog leaves slots to the others
+                share = -(-free // len(self._lanes))  # rounded up: a shard with a backlog leaves slots to the others
+                return min(share, CLAIM)
             await elapse(self._changed, rest if rest > 0 else None)
         return 0
 
@@ -151,7 +156,7 @@ class Scheduler:
             lane.holds[hold] = None
             hold.task = asyncio.create_task(self._deliver(lane, hold))
             hold.task.add_done_callback(partial(self._let_go, lane, hold))
-            self._extend(hold, sent)
+            lane.extend(hold, sent)
         return claims
 
     async def _sleep(self, lane: Lane, claims: Claims) -> None:
@@ -222,8 +227,6 @@ class Scheduler:
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
         del lane.holds[hold]
-        if hold.timer is not None:
-            hold.timer.cancel()
         self._changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
@@ -328,27 +331,10 @@ class Scheduler:
             if isinstance(held, AiodigestError):
                 logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
             elif held:
-                self._extend(hold, sent)
+                lane.extend(hold, sent)
             elif hold.lease is lease:
-                self._lose(hold)
+                lane.lose(hold)
         self._outage.answered(lane.leasing)
-
-    def _extend(self, hold: Hold, since: float) -> None:
-        """Count on a lease until its end, and not a moment longer, also while a call that would renew it hangs.
-
-        Its end is counted from before the call that gave it, so that it is never taken to be later than it is.
-        """
-        if hold.timer is not None:
-            hold.timer.cancel()
-        if hold.task is not None and not hold.task.done():
-            hold.ends = since + self._lease_timeout
-            hold.timer = asyncio.get_running_loop().call_at(hold.ends, self._lose, hold)
-
-    def _lose(self, hold: Hold) -> None:
-        # A delivery that is being reported learns from the answer to its report what became of its lease.
-        if hold.stage != "reporting" and hold.task is not None and not hold.task.done():
-            logger.warning("the lease on timeline %r is lost: its delivery is cancelled", hold.lease.key)
-            hold.task.cancel()
 
     # Stopping
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
 from anyio import CancelScope
@@ -16,7 +16,9 @@ from aiodigest.backend import Add, Backend
 from aiodigest.coalesce import Coalescer, batches
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.outage import BACKOFF, Outage, elapse
-from aiodigest.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from aiodigest.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

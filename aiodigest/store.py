@@ -8,13 +8,12 @@ from urllib.parse import unquote, urlsplit
 
 from aiodigest.backend import Backend
 from aiodigest.errors import ConfigurationError
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.target import hide_password
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from aiodigest.embedded import EmbeddedServer
+    from aiodigest.redisbackend import RedisBackend
 
 
 class Store:
@@ -23,6 +22,8 @@ class Store:
     def __init__(
         self, url: str | Redis, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
     ) -> None:
+        from aiodigest.redisbackend import RedisBackend  # who only imports aiodigest need not wait for it
+
         def backend(source: str | Redis) -> RedisBackend:
             return RedisBackend(
                 source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas
@@ -61,6 +62,7 @@ class Store:
 
 def _embedded(url: str) -> EmbeddedServer:
     from aiodigest.embedded import EmbeddedServer
+    from aiodigest.target import hide_password
 
     parts = urlsplit(url)
     if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):

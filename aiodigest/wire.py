@@ -57,10 +57,23 @@ def identity(entry: bytes) -> bytes:
         return entry
 
 
+def unpack_latest(entries: Sequence[bytes]) -> dict[bytes, tuple[bytes, RawRecord | None]]:
+    """The last entry of each id, by identity and in order of arrival; None: it cannot be taken apart."""
+    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+    for entry in entries:
+        try:
+            raw = unpack(entry)
+        except CodecError:
+            raw = None
+        name = entry if raw is None else raw.id
+        last.pop(name, None)  # so that it comes after what came before it
+        last[name] = entry, raw
+    return last
+
+
 def latest(entries: Sequence[bytes]) -> list[bytes]:
     """The last entry of each id, in order of arrival."""
-    last = {identity(entry): index for index, entry in enumerate(entries)}
-    return [entries[index] for index in sorted(last.values())]
+    return [entry for entry, _ in unpack_latest(entries).values()]
 
 
 def aged(entry: bytes, cut_ms: int) -> bool:

@@ -43,7 +43,7 @@ def interrupted_at(module: str, folder: Path, *command: str) -> tuple[int, bytes
 @pytest.mark.parametrize(
     "module",
     [
-        "aiodigest.arguments", "pydantic", "aiodigest.engine", "redis.asyncio", "aiodigest.policy",
+        "aiodigest.arguments", "pydantic_core", "aiodigest.engine", "aiodigest.dispatch", "aiodigest.policy",
         "aiodigest.__main__", "aiodigest.commands", "typer", "aiodigest.commands.app", "aiodigest.commands.pipe",
     ],
 )  # fmt: skip

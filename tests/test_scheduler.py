@@ -26,6 +26,7 @@ from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Polic
 from aiodigest.backend import Claims, Lease
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
+from aiodigest.scheduler import CLAIM
 
 LEASE = 60.0
 MINUTE = 60.0
@@ -447,14 +448,14 @@ async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_del
 
 
 @virtual_time
-async def test_reports_of_one_turn_go_out_as_one_call() -> None:
+async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_out_as_one_call() -> None:
     inbox, backend = Inbox(), WatchedBackend()
-    for number in range(50):
+    for number in range(2 * CLAIM):
         await backend.put(f"key-{number}", 1)
     async with delivering(inbox, backend):
-        await inbox.outcome(50)
+        await inbox.outcome(2 * CLAIM)
         await settle()
-    assert backend.items("close") == [50]
+    assert backend.items("close") == [CLAIM, CLAIM]
 
 
 @virtual_time
