@@ -1,0 +1,71 @@
+"""How many records a second are added, beside the ways that there are without us."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from functools import partial
+from statistics import median
+
+from aiodigest import Entry, Policy
+from aiodigest.backend import Add
+from aiodigest.codecs import JSONCodec
+from aiodigest.scripts import pack_adds
+from aiodigest.wire import pack
+from benchmarks.baselines import VALUE, engine, key_of, naive, push, spread
+from benchmarks.peers.environments import Peer, run
+from benchmarks.report import Row
+from benchmarks.setting import Setting, in_turn, timed
+
+MANY = 1_000
+
+
+async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
+    await setting.flush()
+    count, few = setting.some(20_000, 400), setting.some(3_000, 50)
+    async with engine(setting.url) as ours, naive(setting.url) as scripts, setting.client() as client:
+        await spread(ours.add, 1_000, 200)
+
+        async def many() -> None:
+            for start in range(0, count, MANY):
+                await ours.add_many(Entry(key_of(start + number), VALUE) for number in range(MANY))
+
+        entry = pack(b"x" * 32, None, JSONCodec(str).encode(VALUE))
+        call = partial(scripts.send, pack_adds([Add("bare", entry, Policy().terms)]))
+
+        async def bare() -> None:
+            for _ in range(few):
+                await call()
+
+        async def enqueue(peer: Peer) -> float:
+            told = await run(peer, setting.peers[peer.name], "enqueue", setting.url, "--count", count // 4)
+            return told["seconds"]
+
+        took = await in_turn(
+            setting.rounds,
+            **{peer.name: partial(enqueue, peer) for peer in setting.found},
+            ours=partial(timed, lambda: spread(ours.add, count, 200)),
+            naive=partial(timed, lambda: spread(scripts.add, count // 4, 200)),
+            push=partial(timed, lambda: push(client, count)),
+            many=partial(timed, many),
+            alone=partial(timed, lambda: spread(ours.add, few, 1)),
+            bare=partial(timed, bare),
+        )
+    names = [peer.name for peer in setting.found]
+    counts = dict.fromkeys(names, count // 4) | {
+        "naive": count // 4,
+        "many": -(-count // MANY) * MANY,
+        "alone": few,
+        "bare": few,
+    }
+    rates = {name: [counts.get(name, count) / seconds for seconds in times] for name, times in took.items()}
+
+    def row(what: str, ours: str, beside: str, theirs: str, bound: float | None) -> Row:
+        return Row(what, beside, "adds/s", rates[ours], rates[theirs], bound, least=True, loop=setting.loop)
+
+    for name in sorted(names, key=lambda name: -median(rates[name])):
+        best = median(rates[name]) == max(median(rates[other]) for other in names)
+        yield row("add from 200 tasks", "ours", f"{name}, enqueue", name, 8 if best else None)
+    yield row("add from 200 tasks", "ours", "a call an add, 50 connections", "naive", 6)
+    yield row("add from 200 tasks", "ours", "RPUSH in pipelines of 100", "push", 0.8)
+    yield row("add from 1 task", "alone", "a bare call of the script", "bare", 0.75)
+    yield row("add_many of 1,000", "many", "RPUSH in pipelines of 100", "push", 1.0)

@@ -1,0 +1,83 @@
+"""A large backlog: how long a script and a turn of the worker's event loop take at the most, and what memory grows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from aiodigest import JSON, DigestEngine, Entry, Policy
+from aiodigest.scripts import load_script
+from benchmarks.delivering import fill
+from benchmarks.report import Row
+from benchmarks.setting import Setting
+from benchmarks.worker import Seen, deliver_apart
+
+SCRIPT_MS, STALL_MS = 5.0, 20.0
+NAMES = ("add", "claim", "read", "renew", "close", "retry", "release")
+LARGE, PER_TIMELINE, SIZE = 64, 1_000, 8_192
+
+
+async def watch(client: Any) -> None:
+    """Have the server keep every script that is not short."""
+    await client.config_set("slowlog-log-slower-than", 1_000)
+    await client.config_set("slowlog-max-len", 100_000)
+    await client.slowlog_reset()
+
+
+async def longest(client: Any) -> Mapping[str, float]:
+    """The longest run of each script since then, in ms."""
+    names, found = {load_script(name).sha: name for name in NAMES}, dict[str, float]()
+    for entry in await client.slowlog_get(100_000):
+        words: list[str] = entry["command"].decode(errors="replace").split()
+        name = names.get(words[1], words[0]) if len(words) > 1 else words[0]
+        found[name] = max(found.get(name, 0.0), entry["duration"] / 1000)
+    return found
+
+
+def rows(what: str, scripts: Mapping[str, float], seen: Seen) -> list[Row]:
+    of_scripts = ", ".join(f"{name} {took:.1f}" for name, took in sorted(scripts.items(), key=lambda pair: -pair[1]))
+    return [
+        Row(f"{what}: longest script", f"({of_scripts})", "ms", [max(scripts.values(), default=0.0)], bound=SCRIPT_MS),
+        Row(f"{what}: longest stall of the worker's loop, computing", "", "ms", [seen.stall_ms], bound=STALL_MS),
+        Row(f"{what}: the same, with what others took of the core", "", "ms", [seen.wall_ms]),
+        Row(f"{what}: records", "", "records/s", [seen.records / seen.seconds]),
+    ]
+
+
+async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
+    """A million timelines whose time comes at the same moment, while they wait."""
+    await setting.flush()
+    count = setting.some(1_000_000, 5_000)
+    options: Any = {"policy": Policy(initial_delay=3_600), "timeout": 60}
+    async with DigestEngine[JSON](setting.url, namespace="due", **options) as engine, setting.client() as client:
+        for start in range(0, count, 10_000):
+            await engine.add_many(Entry(f"user:{n}", "") for n in range(start, min(start + 10_000, count)))
+        # as if an hour had passed: every score is moved into the past by the same amount
+        await client.zunionstore("{due}:waiting", {"{due}:waiting": 0.001})
+        await watch(client)
+        seen = await deliver_apart(setting.url, "due", count)
+        for row in rows(f"{count:,} timelines due at once", await longest(client), seen):
+            yield row
+
+
+async def large_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
+    await setting.flush()
+    timelines = setting.some(LARGE, 4)
+    async with DigestEngine[JSON](setting.url, namespace="large", timeout=60) as engine, setting.client() as client:
+        for key in range(timelines):
+            values = (random.randbytes(SIZE // 2).hex() for _ in range(PER_TIMELINE))
+            await engine.add_many(Entry(str(key), value, str(number)) for number, value in enumerate(values))
+        await watch(client)
+        seen = await deliver_apart(setting.url, "large", timelines)
+        for row in rows(f"{timelines} timelines of {PER_TIMELINE:,} records of 8 KB", await longest(client), seen):
+            yield row
+
+
+async def memory_of_worker(setting: Setting) -> AsyncGenerator[Row, None]:
+    await setting.flush()
+    timelines = setting.some(100_000, 2_000)
+    await fill(setting.url, "memory", timelines)
+    seen = await deliver_apart(setting.url, "memory", timelines)
+    what = f"memory of a worker while it delivers {seen.records:,} records"
+    yield Row(what, "after the first 10,000", "MB", [seen.peak_mb], [seen.early_mb], bound=1.2)

@@ -1,0 +1,131 @@
+"""What the server spends: time an add, memory a record, at any number of timelines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from aiodigest import JSON, DigestEngine, Entry, Policy
+from benchmarks.baselines import TIMELINES, VALUE, Adder, engine, key_of, spread
+from benchmarks.layout2017 import Layout
+from benchmarks.report import Row
+from benchmarks.setting import Setting, in_turn
+
+SIDE = 1_000  # timelines of a small namespace
+LATER = Policy(initial_delay=1_000)
+
+
+async def spent(client: Any, work: Callable[[], Awaitable[object]], adds: int) -> float:
+    """Microseconds that scripts took on the server, an add."""
+    await client.config_resetstat()
+    await work()
+    stats = await client.info("commandstats")
+    return sum(stats[name]["usec"] for name in ("cmdstat_evalsha", "cmdstat_eval") if name in stats) / adds
+
+
+async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
+    count = setting.some(8_000, 400)
+
+    async def ours(policy: Policy) -> float:
+        await setting.flush()
+        async with engine(setting.url, policy) as one, setting.client() as client:
+            await spread(one.add, TIMELINES, 200)
+            return await spent(client, partial(spread, one.add, count, 200), count)
+
+    async def theirs(waiting: bool) -> float:
+        await setting.flush()
+        async with setting.client() as client:
+            layout = Layout(client)
+            await layout.begin()
+            await spread(layout.add, TIMELINES, 20)
+            for number in range(TIMELINES if waiting else 0):
+                await layout.close(key_of(number), [])
+            return await spent(client, partial(spread, layout.add, count, 20), count)
+
+    took = await in_turn(
+        setting.rounds,
+        ready=partial(ours, Policy()),
+        waiting=partial(ours, LATER),
+        old_ready=partial(theirs, False),
+        old_waiting=partial(theirs, True),
+    )
+    for state, bound in (("ready", 0.3), ("waiting", 0.4)):
+        what = f"server time an add, {state} timelines"
+        yield Row(what, "the layout of 2017", "us", took[state], took[f"old_{state}"], bound)
+
+
+async def memory(setting: Setting) -> AsyncGenerator[Row, None]:
+    timelines, records = setting.some(1_000, 50), 20
+
+    async def of(add: Adder, client: Any) -> float:
+        before = (await client.info("memory"))["used_memory"]
+        for _ in range(records):
+            for number in range(timelines):
+                await add(key_of(number), VALUE)
+        return ((await client.info("memory"))["used_memory"] - before) / timelines / records
+
+    async def ours() -> float:
+        await setting.flush()
+        async with engine(setting.url) as one, setting.client() as client:
+            return await of(one.add, client)
+
+    async def theirs() -> float:
+        await setting.flush()
+        async with setting.client() as client:
+            layout = Layout(client)
+            await layout.begin()
+            return await of(layout.add, client)
+
+    took = await in_turn(min(setting.rounds, 3), ours=ours, theirs=theirs)  # it is the same each time
+    yield Row(
+        "server memory a record of 200 B, 20 a timeline", "the layout of 2017", "B", took["ours"], took["theirs"], 0.72
+    )
+
+
+async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
+    """The same adds beside a thousand timelines, and beside a million."""
+    await setting.flush()
+    large, some, number = setting.some(1_000_000, 20_000), SIDE, 0
+
+    async def fill(one: DigestEngine[JSON], first: int, count: int) -> None:
+        for start in range(first, first + count, 10_000):
+            await one.add_many(Entry(f"user:{n}", "") for n in range(start, min(start + 10_000, first + count)))
+
+    options: Any = {"policy": LATER, "timeout": 60}
+    async with DigestEngine[JSON](setting.url, namespace="large", **options) as many, setting.client() as client:
+        await fill(many, 0, large)
+
+        async def new(one: DigestEngine[JSON], held: int) -> float:
+            return await spent(client, partial(fill, one, held, some), some)
+
+        async def beside_many() -> float:
+            nonlocal number
+            number += 1
+            return await new(many, large + number * some)
+
+        async def beside_few() -> float:
+            async with DigestEngine[JSON](setting.url, namespace=f"few-{number}", **options) as few:
+                await fill(few, 0, SIDE)
+                return await new(few, SIDE)
+
+        async def again(one: DigestEngine[JSON], held: int) -> float:
+            step = held // some
+            return await spent(
+                client, partial(one.add_many, (Entry(f"user:{n * step}", "") for n in range(some))), some
+            )  # fmt: skip
+
+        async def again_beside_few() -> float:
+            async with DigestEngine[JSON](setting.url, namespace=f"same-{number}", **options) as few:
+                await fill(few, 0, SIDE)
+                return await again(few, SIDE)
+
+        took = await in_turn(
+            max(setting.rounds, 5), many=beside_many, few=beside_few, again=partial(again, many, large),
+            again_few=again_beside_few,
+        )  # fmt: skip
+    beside = "beside 1,000"
+    yield Row(f"server time an add, new timeline beside {large:,}", beside, "us", took["many"], took["few"], 1.1)
+    yield Row(
+        f"server time an add, waiting timeline beside {large:,}", beside, "us", took["again"], took["again_few"], 1.5
+    )

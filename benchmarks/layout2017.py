@@ -1,0 +1,36 @@
+"""The layout that digests had in 2017, of which layout2017.lua is the script: a call an add, an open and a close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+SOURCE = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
+PREFIX, TTL = "d", 7 * 24 * 3600
+INCREMENT, MAXIMUM, MINIMUM, CAPACITY, CHANCE = 30, 1800, 300, 1_000, 0.05
+
+
+class Layout:
+    """Timelines in that layout, through redis-py."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._sha = ""
+        self.now = 0.0  # as callers tell the time there
+
+    async def begin(self) -> None:
+        self._sha = await self._client.script_load(SOURCE)
+
+    async def _run(self, command: str, *arguments: object) -> Any:
+        return await self._client.evalsha(self._sha, 1, PREFIX, command, PREFIX, TTL, self.now, *arguments)
+
+    async def add(self, key: str, value: str | bytes) -> None:
+        await self._run("ADD", key, uuid4().hex, value, self.now, INCREMENT, MAXIMUM, CAPACITY, CHANCE)
+
+    async def open(self, key: str) -> Sequence[Sequence[bytes]]:
+        return await self._run("OPEN", key, CAPACITY)
+
+    async def close(self, key: str, ids: Sequence[bytes]) -> None:
+        await self._run("CLOSE", key, MINIMUM, *ids)

@@ -1,0 +1,46 @@
+"""saq: jobs in a list, moved to another while they are done, where a sweep finds those of a worker that was lost."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+from uuid import uuid4
+
+from measure import CONCURRENCY, Jobs, arguments, measure_enqueue, share, tell_versions
+from redis.asyncio import BlockingConnectionPool, Redis
+from saq import Worker
+from saq.queue.redis import RedisQueue
+
+CONNECTIONS = 100  # each task of the worker waits on one of its own
+
+
+async def main() -> None:
+    asked = arguments()
+    if asked.what == "versions":
+        return tell_versions("saq", "redis", "hiredis")
+    jobs, value = Jobs(asked.count), "x" * asked.bytes
+    pool = BlockingConnectionPool.from_url(asked.url, max_connections=CONNECTIONS, timeout=None)
+    queue = RedisQueue(Redis(connection_pool=pool), name=uuid4().hex, max_concurrent_ops=50)
+    await queue.connect()
+
+    async def enqueue() -> None:
+        await queue.enqueue("work", value=value, ttl=-1)  # results are not kept
+
+    async def work(context: object, *, value: str) -> None:
+        jobs.one()
+
+    if asked.what == "enqueue":
+        await measure_enqueue(enqueue, asked)
+    else:
+        await share(enqueue, asked.count, 50)
+        worker = Worker(queue, [("work", work)], concurrency=CONCURRENCY)
+        running = asyncio.create_task(worker.start())
+        await jobs.done.wait()
+        jobs.tell()
+        await worker.stop()
+        running.cancel()
+        await asyncio.wait([running])
+    await queue.disconnect()
+
+
+asyncio.run(main())

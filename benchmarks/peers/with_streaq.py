@@ -1,0 +1,40 @@
+"""streaq: jobs in a stream, acknowledged when they are done."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+from uuid import uuid4
+
+from measure import CONCURRENCY, Jobs, arguments, measure_enqueue, share, tell_versions
+from streaq import Worker
+
+
+async def main() -> None:
+    asked = arguments()
+    if asked.what == "versions":
+        return tell_versions("streaq", "coredis")
+    jobs, value = Jobs(asked.count), "x" * asked.bytes
+    worker = Worker(asked.url, concurrency=CONCURRENCY, queue_name=uuid4().hex, handle_signals=False)
+
+    @worker.task(ttl=0)
+    async def work(value: str) -> None:
+        jobs.one()
+
+    async def enqueue() -> None:
+        await work.enqueue(value)
+
+    if asked.what == "enqueue":
+        async with worker:
+            await measure_enqueue(enqueue, asked)
+        return
+    async with worker:
+        await share(enqueue, asked.count, 50)
+    running = asyncio.create_task(worker.run_async())
+    await jobs.done.wait()
+    jobs.tell()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+asyncio.run(main())
