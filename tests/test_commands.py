@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from aiodigest.commands import app, output, render
 from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
 from aiodigest.commands.lines import Splitter
 from aiodigest.commands.lock import data_folder
+from aiodigest.commands.loops import play
 from aiodigest.commands.options import duration
 from aiodigest.commands.words import printable
 
@@ -284,3 +286,14 @@ def test_a_digest_for_people_has_ids_only_if_they_mean_anything() -> None:
 def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:
     assert printable("plain näh 漢字") == "plain näh 漢字"
     assert printable("\x1b[2J\r\n\u202e\x9b\udc80") == "\\x1b[2J\\r\\n\\u202e\\x9b\\udc80"
+
+
+def test_a_service_runs_on_uvloop_where_it_is_installed_and_on_asyncio_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def loop() -> str:
+        return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+    assert play(loop()) == "uvloop"
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert play(loop()) == "asyncio"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import typer
 from aiodigest import BackendUnavailable, DigestEngine, Policy
 from aiodigest.commands import fields, lock
 from aiodigest.commands.lines import Intake, Source, sources
+from aiodigest.commands.loops import play
 from aiodigest.commands.options import EMBEDDED, FAILED, USAGE, Shards, Timeout, Url, checked, duration, log_to_stderr
 from aiodigest.commands.output import Output, prepare
 from aiodigest.commands.piping import Pipe, pipe_engine, verdict
@@ -194,7 +194,7 @@ def start(settings: Settings) -> int:
     try:
         with lock.alone(path, "this very command is running: give this one another --namespace"):
             prepare()
-            return asyncio.run(_run(settings, engine, inputs))
+            return play(_run(settings, engine, inputs))
     except OSError as error:
         say(_told(error))
         return FAILED

@@ -17,6 +17,7 @@ import typer
 from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
+from aiodigest.commands.loops import play
 from aiodigest.commands.words import say
 
 Engine: TypeAlias = DigestEngine[Any]
@@ -36,7 +37,7 @@ def run(
     """
     sys.path.insert(0, os.getcwd())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve([(name, find(name)) for name in engines]))
+    play(serve([(name, find(name)) for name in engines]))
 
 
 def find(name: str) -> Engine | Opener:
