@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check coverage simulation chaos soak latency overload mutants format clean
+.PHONY: demo test check coverage simulation chaos soak bench bench-smoke latency \
+	overload mutants format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -37,11 +38,19 @@ chaos: $(VENV)/.dev
 soak: $(VENV)/.dev
 	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
 
+# all comparisons, some fifteen minutes on a quiet machine; ONLY="adding import" some of them, ROUNDS=9 more often
+bench: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# a minute: does each of them run?
+bench-smoke: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks --rounds 2 --scale 0.02 --json .bench/smoke.json --markdown .bench/smoke.md
+
 latency: $(VENV)/.dev
-	@$(BIN)/python benchmarks/latency.py
+	@$(BIN)/python -m benchmarks --disk --only callback lateness idle
 
 overload: $(VENV)/.dev
-	@$(BIN)/python benchmarks/overload.py
+	@$(BIN)/python -m benchmarks --only large producers one
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py

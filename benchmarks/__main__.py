@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
-from benchmarks import adding, backlog, costs, delivering, importing, waiting
+from benchmarks import adding, backlog, costs, delivering, importing, overload, waiting
 from benchmarks.peers.environments import PEERS, prepare
 from benchmarks.peers.environments import run as run_peer
 from benchmarks.report import Report, Row, machine
@@ -30,6 +30,8 @@ ONCE: Mapping[str, Compare] = {
     "large": backlog.large_timelines,
     "due": backlog.many_timelines,
     "size": costs.at_any_size,
+    "producers": overload.producers,
+    "one": overload.one_timeline,
     "idle": waiting.idleness,
     "import": importing.compare,
 }
@@ -46,7 +48,7 @@ def comparisons() -> Mapping[str, tuple[str, Compare]]:
 
 
 async def on_a_fresh_server(compare: Compare, loop: str, report: Report, options: argparse.Namespace) -> None:
-    async with fresh_server() as (server, port):
+    async with fresh_server(options.disk) as (server, port):
         report.facts["server"] = server
         url = f"redis://127.0.0.1:{port}/0"
         setting = Setting(url, port, loop, options.rounds, options.scale, options.pythons)
@@ -62,14 +64,16 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="how much of each figure's numbers is done")
     parser.add_argument("--only", nargs="*", default=list(known), choices=list(known), metavar="NAME",
                         help=f"some of: {', '.join(known)}")  # fmt: skip
+    parser.add_argument("--disk", action="store_true", help="have the server write to disk, as an embedded one does")
     parser.add_argument("--json", type=Path, default=FOLDER / "bench.json")
     parser.add_argument("--markdown", type=Path, default=FOLDER / "bench.md")
     options = parser.parse_args()
     began = time.monotonic()
     FOLDER.mkdir(exist_ok=True)
-    options.pythons = {peer.name: prepare(peer, FOLDER / "peers") for peer in PEERS}
     report = Report(machine())
-    for peer in PEERS:
+    peers = PEERS if any(known[name][1] in BY_LOOP.values() for name in options.only) else ()
+    options.pythons = {peer.name: prepare(peer, FOLDER / "peers") for peer in peers}
+    for peer in peers:
         versions = asyncio.run(run_peer(peer, options.pythons[peer.name], "versions"))
         report.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
     for name in options.only:

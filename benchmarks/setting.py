@@ -73,13 +73,18 @@ def server_binary() -> str:
 
 
 @asynccontextmanager
-async def fresh_server() -> AsyncGenerator[tuple[str, int], None]:
-    """A server on loopback that stores in memory alone, so that no disk is measured; its version and its port."""
+async def fresh_server(on_disk: bool = False) -> AsyncGenerator[tuple[str, int], None]:
+    """A server on loopback; its version and its port.
+
+    It stores in memory alone, so that no disk is measured, or ``on_disk`` as an embedded one does: each call is on the
+    disk before it is answered.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     folder = tempfile.mkdtemp(prefix="aid-bench")
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--loglevel", "warning")
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--loglevel", "warning")
+    options += ("--appendonly", "yes", "--appendfsync", "always") if on_disk else ("--appendonly", "no")
     process = await asyncio.create_subprocess_exec(
         server_binary(), "--dir", folder, *options, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
     )
