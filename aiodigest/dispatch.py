@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from operator import attrgetter
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SLICE = 0.002  # seconds of decoding in one go
+SMALL = 32, 32_768  # entries and bytes of a digest that is read beside others: larger ones are read one at a time
 ERROR_LENGTH = 500
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
 FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
@@ -70,11 +73,17 @@ class Contents(Generic[T]):
         return [Letter(reason, some) for reason, some in ids.items()]
 
 
-def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
-    """The records of some entries by timestamp, then arrival; the last entry of an id wins."""
-    contents, cut = Contents[T](), cut_ms * 1000
-    records = contents.records
+async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
+    """The records of some entries by timestamp, then arrival; the last entry of an id wins.
+
+    Much is decoded a slice at a time, between which the event loop does other things.
+    """
+    contents, cut, loop = Contents[T](), cut_ms * 1000, asyncio.get_running_loop()
+    records, until = contents.records, loop.time() + SLICE
     for name, (entry, raw) in unpack_latest(entries).items():
+        if loop.time() > until:
+            await asyncio.sleep(0)
+            until = loop.time() + SLICE
         timestamp = EPOCH
         try:
             if raw is None:
@@ -90,6 +99,10 @@ def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents
             contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
     records.sort(key=attrgetter("timestamp"))
     return contents
+
+
+def is_small(entries: Sequence[bytes]) -> bool:
+    return len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
 
 
 def describe(error: BaseException) -> str:
@@ -144,10 +157,13 @@ class Dispatcher(Generic[T]):
         self._retry = retry
         self._lease_ms = milliseconds(lease_timeout)
         self._timeout = delivery_timeout
+        self._reading = asyncio.Lock()
 
     async def attempt(self, lease: Lease, entries: Sequence[bytes]) -> Outcome:
         """Deliver the digest that ``entries`` stand for. Raises CancelledError only when cancelled from outside."""
-        attempt = Attempt(lease, len(entries), read(entries, self._codec, lease.cut_ms))
+        async with nullcontext() if is_small(entries) else self._reading:
+            contents = await read(entries, self._codec, lease.cut_ms)
+        attempt = Attempt(lease, len(entries), contents)
         try:
             attempt.policy = await self._policy(lease.key)
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)

@@ -107,7 +107,7 @@ class Management(Generic[T]):
         window = await backend.look(key)
         if window is None:
             return None
-        return self._view(window, self._records(await backend.entries(key)))
+        return self._view(window, await self._records(await backend.entries(key)))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """The timelines of a state, or of all, the earliest due of each shard and state first; without records.
@@ -142,14 +142,14 @@ class Management(Generic[T]):
                 for letter_id in ids:
                     letter = await backend.letter(letter_id)
                     if letter is not None:
-                        yield self._letter(letter)
+                        yield await self._letter(letter)
                 start += PAGE
 
     async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
         """A dead letter, or None if there is none of that id."""
         name(letter_id, "the id of a dead letter")
         letter = await (await self._backend()).letter(letter_id)
-        return None if letter is None else self._letter(letter)
+        return None if letter is None else await self._letter(letter)
 
     async def replay(self, letter_id: str) -> bool:
         """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
@@ -173,8 +173,8 @@ class Management(Generic[T]):
         name(letter_id, "the id of a dead letter")
         return await (await self._backend()).discard(letter_id)
 
-    def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
-        contents = read(entries, self._codec)
+    async def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
+        contents = await read(entries, self._codec)
         return [*contents.records, *contents.raw]
 
     def _view(self, window: Window, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
@@ -192,7 +192,7 @@ class Management(Generic[T]):
             tuple(records or ()),
         )
 
-    def _letter(self, letter: RawLetter) -> DeadLetter[T]:
+    async def _letter(self, letter: RawLetter) -> DeadLetter[T]:
         return DeadLetter(
             letter.id,
             letter.key,
@@ -200,5 +200,5 @@ class Management(Generic[T]):
             nearest(letter.buried_ms),
             letter.attempt,
             letter.digest_id,
-            tuple(self._records(list(letter.entries))),
+            tuple(await self._records(list(letter.entries))),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from statistics import median
 
@@ -36,19 +36,25 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
             for _ in range(few):
                 await call()
 
+        async def fresh(work: Callable[[], Awaitable[object]]) -> float:
+            await setting.flush()  # or what is held would come to its capacity
+            await scripts.begin()
+            return await timed(work)
+
         async def enqueue(peer: Peer) -> float:
+            await setting.flush()
             told = await run(peer, setting.peers[peer.name], "enqueue", setting.url, "--count", count // 4)
             return told["seconds"]
 
         took = await in_turn(
             setting.rounds,
             **{peer.name: partial(enqueue, peer) for peer in setting.found},
-            ours=partial(timed, lambda: spread(ours.add, count, 200)),
-            naive=partial(timed, lambda: spread(scripts.add, count // 4, 200)),
-            push=partial(timed, lambda: push(client, count)),
-            many=partial(timed, many),
-            alone=partial(timed, lambda: spread(ours.add, few, 1)),
-            bare=partial(timed, bare),
+            ours=partial(fresh, lambda: spread(ours.add, count, 200)),
+            naive=partial(fresh, lambda: spread(scripts.add, count // 4, 200)),
+            push=partial(fresh, lambda: push(client, count)),
+            many=partial(fresh, many),
+            alone=partial(fresh, lambda: spread(ours.add, few, 1)),
+            bare=partial(fresh, bare),
         )
     names = [peer.name for peer in setting.found]
     counts = dict.fromkeys(names, count // 4) | {

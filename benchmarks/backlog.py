@@ -49,7 +49,7 @@ async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
     """A million timelines whose time comes at the same moment, while they wait."""
     await setting.flush()
     count = setting.some(1_000_000, 5_000)
-    options: Any = {"policy": Policy(initial_delay=3_600), "timeout": 60}
+    options: Any = {"policy": Policy(initial_delay=1_800), "timeout": 60}
     async with DigestEngine[JSON](setting.url, namespace="due", **options) as engine, setting.client() as client:
         for start in range(0, count, 10_000):
             await engine.add_many(Entry(f"user:{n}", "") for n in range(start, min(start + 10_000, count)))

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from math import nan
 from typing import Any, cast
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.dispatch import ERROR_LENGTH, SLICE, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
 from aiodigest.wire import pack
 
@@ -74,43 +76,43 @@ def retry_of(outcome: Outcome) -> Retry:
 # contents
 
 
-def test_records_are_in_order_of_their_timestamps_and_then_of_arrival() -> None:
+async def test_records_are_in_order_of_their_timestamps_and_then_of_arrival() -> None:
     entries = [entry("a", timestamp=9), entry("b", timestamp=5), entry("c", timestamp=9), entry("d", timestamp=1)]
-    assert [record.id for record in read(entries, CODEC).records] == ["d", "b", "a", "c"]
+    assert [record.id for record in (await read(entries, CODEC)).records] == ["d", "b", "a", "c"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3))))
-def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None:
-    contents = read([entry(record_id, value) for record_id, value in adds], CODEC)
+async def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None:
+    contents = await read([entry(record_id, value) for record_id, value in adds], CODEC)
     assert {record.id: record.value for record in contents.records} == dict(adds)
     assert len(contents.records) == len(dict(adds))
 
 
-def test_a_timestamp_comes_out_as_an_aware_datetime_in_utc() -> None:
-    [record] = read([entry("a", timestamp=5)], CODEC).records
+async def test_a_timestamp_comes_out_as_an_aware_datetime_in_utc() -> None:
+    [record] = (await read([entry("a", timestamp=5)], CODEC)).records
     assert record.timestamp == datetime(1970, 1, 1, 0, 0, 5, tzinfo=UTC)
     assert record.timestamp.utcoffset() == timedelta(0)
 
 
-def test_a_record_that_is_too_old_is_left_out_and_counted() -> None:
-    contents = read([entry("old", timestamp=4), entry("new", timestamp=5)], CODEC, cut_ms=5000)
+async def test_a_record_that_is_too_old_is_left_out_and_counted() -> None:
+    contents = await read([entry("old", timestamp=4), entry("new", timestamp=5)], CODEC, cut_ms=5000)
     assert ([record.id for record in contents.records], contents.aged) == (["new"], 1)
 
 
 @pytest.mark.parametrize("bad", [broken("bad"), b"", b"\x0f no entry at all", pack(b"\xff", 5, CODEC.encode(1))])
-def test_what_cannot_be_decoded_is_kept_raw_beside_the_others(bad: bytes) -> None:
-    contents = read([entry("a"), bad, entry("b")], CODEC)
+async def test_what_cannot_be_decoded_is_kept_raw_beside_the_others(bad: bytes) -> None:
+    contents = await read([entry("a"), bad, entry("b")], CODEC)
     assert [record.id for record in contents.records] == ["a", "b"]
     assert len(contents.raw) == len(contents.undecodable) == 1
 
 
-def test_what_cannot_be_decoded_has_its_timestamp_if_that_can_be_read() -> None:
-    contents = read([broken("dated"), pack(b"far", 10**18, CODEC.encode(1)), b"\x0f no entry at all"], CODEC)
+async def test_what_cannot_be_decoded_has_its_timestamp_if_that_can_be_read() -> None:
+    contents = await read([broken("dated"), pack(b"far", 10**18, CODEC.encode(1)), b"\x0f no entry at all"], CODEC)
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     assert [record.timestamp for record in contents.raw] == [epoch + timedelta(seconds=5), epoch, epoch]
 
 
-def test_a_codec_may_raise_anything() -> None:
+async def test_a_codec_may_raise_anything() -> None:
     class Wild:
         def encode(self, value: int, /) -> bytes:
             return b""
@@ -118,7 +120,47 @@ def test_a_codec_may_raise_anything() -> None:
         def decode(self, data: bytes, /) -> int:
             raise ZeroDivisionError("wild")
 
-    assert read([entry("a")], Wild()).undecodable == {b"a": "ZeroDivisionError: wild"}
+    assert (await read([entry("a")], Wild())).undecodable == {b"a": "ZeroDivisionError: wild"}
+
+
+async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_does_other_things() -> None:
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    class Slow:
+        def encode(self, value: int, /) -> bytes:
+            return b""
+
+        def decode(self, data: bytes, /) -> int:
+            ends = time.perf_counter() + SLICE
+            while time.perf_counter() < ends:
+                pass
+            return 1
+
+    turning = asyncio.create_task(turn())
+    contents = await read([entry(f"{number}") for number in range(20)], Slow())
+    turning.cancel()
+    assert len(contents.records) == 20
+    assert turns >= 19
+
+
+async def test_large_digests_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
+    order: list[str] = []
+
+    async def deliver(digest: Digest) -> None:
+        order.append(digest.key)
+
+    dispatcher = Dispatcher(deliver, CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
+    large, small = [entry(f"{number}", 10**2_000) for number in range(1_000)], [entry("a")]
+    attempts = [("large", large), ("larger", large), ("small", small)]
+    leases = [(replace(lease_of(entries), key=key), entries) for key, entries in attempts]
+    await asyncio.gather(*(dispatcher.attempt(lease, entries) for lease, entries in leases))
+    assert order == ["small", "large", "larger"]
 
 
 # errors in words
