@@ -79,7 +79,7 @@ local function append(key, terms, entry)
   held.own = terms.own
   touch(held, terms.ttl)
   if length == 1 and not held.touched then
-    call('PEXPIRE', log, whole(lifetime(held, terms.ttl)))
+    call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
   local is_ready = not settled and open_or_push(held, due, terms)
   if changed or held.touched or not (settled or due) then

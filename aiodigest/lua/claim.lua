@@ -23,7 +23,7 @@ end
 
 local function set_aside(key, problem)
   call('ZREM', ready, key)
-  call('ZADD', waiting, whole(now + lease), key)
+  call('ZADD', waiting, now + lease, key)
   broken[#broken + 1] = key
   broken[#broken + 1] = problem
 end

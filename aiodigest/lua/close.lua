@@ -49,10 +49,10 @@ local function bury(id, reason, wanted, held, part, places)
     return
   end
   rewrite(tag .. 'remains:' .. id, records, #records, LETTER_TTL)
-  call('HSET', tag .. 'letter:' .. id, 'key', held.key, 'reason', reason, 'buried', whole(now),
-    'attempt', whole(held.attempts), 'digest', held.id)
-  call('PEXPIRE', tag .. 'letter:' .. id, whole(LETTER_TTL))
-  call('ZADD', dead, whole(now), id)
+  call('HSET', tag .. 'letter:' .. id, 'key', held.key, 'reason', reason, 'buried', now,
+    'attempt', held.attempts, 'digest', held.id)
+  call('PEXPIRE', tag .. 'letter:' .. id, LETTER_TTL)
+  call('ZADD', dead, now, id)
   count('buried', #records)
   prune()
 end
@@ -87,7 +87,7 @@ local function close(item, nonce)
     held.parted = (held.parted or item.counts) and '1' or nil
     touch(held, item.ttl) -- or the rest might end before its turn
     leave(held.key)
-    call('ZADD', leased, whole(now + item.lease), held.key)
+    call('ZADD', leased, now + item.lease, held.key)
   else
     status, next_id, left = 'closed', '', 0
     if item.counts or held.parted then

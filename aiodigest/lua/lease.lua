@@ -66,7 +66,7 @@ local function take(held, due, lease, limits, token)
   held.token = token
   touch(held, limits.ttl)
   call('ZREM', ready, key)
-  call('ZADD', leased, whole(now + lease), key)
+  call('ZADD', leased, now + lease, key)
   save(held)
   return {
     key, token, held.id, held.attempts, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,

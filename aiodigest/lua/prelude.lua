@@ -31,7 +31,7 @@ local ECHO = HOUR / 12 -- how long a timeline without records remembers what its
 local LETTER_TTL = 30 * 24 * HOUR
 local scanned = 0 -- entries read so far by compactions and counts
 
--- Lua prints large numbers with an exponent, which no reader of a number wants
+-- A number in a text: Lua would print a large one with an exponent. (As an argument of a call it has all its digits.)
 local function whole(number)
   return string.format('%.0f', number)
 end
@@ -45,7 +45,7 @@ end
 local function write_counts()
   for name, number in pairs(counted) do
     if number ~= 0 then
-      call('HINCRBY', layout, name, whole(number))
+      call('HINCRBY', layout, name, number)
     end
   end
 end
@@ -76,7 +76,7 @@ end
 local function finish()
   write_counts()
   if head_before and head_before >= 0 and head() < head_before then
-    try('XADD', tag .. 'wake', 'MAXLEN', 1, '*', 'at', whole(now))
+    try('XADD', tag .. 'wake', 'MAXLEN', 1, '*', 'at', now)
   end
 end
 
@@ -101,13 +101,13 @@ local function place(key, due, state)
   if state and state ~= target then
     call('ZREM', tag .. state, key)
   end
-  call('ZADD', tag .. target, due, key) -- an argument that is a number is sent with all its digits
+  call('ZADD', tag .. target, due, key)
   return target == 'ready'
 end
 
 -- Make a slice of what is in `from` with a score up to `latest` ready, its score kept; answers keys and scores.
 local function promote(from, latest)
-  local moved = call('ZRANGEBYSCORE', from, '-inf', whole(latest), 'WITHSCORES', 'LIMIT', 0, SLICE)
+  local moved = call('ZRANGEBYSCORE', from, '-inf', latest, 'WITHSCORES', 'LIMIT', 0, SLICE)
   if #moved > 0 then
     local pairs_of = {}
     for index = 1, #moved, 2 do
@@ -194,7 +194,7 @@ local function rewrite(list, kept, length, lifetime)
   call('UNLINK', list)
   push_back(list, kept, length)
   if length > 0 then
-    call('PEXPIRE', list, whole(lifetime))
+    call('PEXPIRE', list, lifetime)
   end
 end
 
@@ -229,14 +229,13 @@ end
 -- Take over a field if a script can reckon with it. Another program may have written anything, on which it would break
 -- off.
 local function thaw_field(held, name, value)
-  held.stored[name] = value
   if NUMBERS[name] then
-    if is_number(value) then
-      held[name] = tonumber(value)
-      return
-    end
-  elseif name ~= 'own' or are_limits(value) then
-    held[name] = value
+    value = is_number(value) and tonumber(value)
+  elseif name == 'own' then
+    value = are_limits(value) and value
+  end
+  if value then
+    held[name], held.stored[name] = value, value
     return
   end
   held.problem = "ERR the field '" .. name .. "' of its meta is not of aiodigest"
@@ -295,8 +294,6 @@ local function save(held, names)
     local value = rawget(held, name)
     if value == 0 or value == '' then
       value = nil
-    elseif value and NUMBERS[name] then
-      value = whole(value)
     end
     if value ~= stored[name] then
       if value then
@@ -316,11 +313,11 @@ local function save(held, names)
   end
   if held.touched then
     for _, kind in ipairs({'log:', 'open:', 'meta:'}) do
-      call('PEXPIRE', tag .. kind .. held.key, whole(held.touched))
+      call('PEXPIRE', tag .. kind .. held.key, held.touched)
     end
   elseif held.idle or not next(held.stored) then
     -- without records: as long as its cool-down, and a while for a late close to hear its answer
-    call('PEXPIRE', meta, whole(math.max(held.cool - now, 0) + ECHO))
+    call('PEXPIRE', meta, math.max(held.cool - now, 0) + ECHO)
   end
 end
 
@@ -374,6 +371,6 @@ local function watch_gap(lease)
     hold = now + lease
   end
   hold = math.min(hold, now + lease)
-  call('HSET', layout, 'seen', whole(now), 'hold', whole(hold), 'lease', whole(lease))
+  call('HSET', layout, 'seen', now, 'hold', hold, 'lease', lease)
   return hold
 end

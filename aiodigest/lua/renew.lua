@@ -16,7 +16,7 @@ for cursor = 4, #ARGV, 3 do
     answers[#answers + 1] = problem
   elseif fenced(held, token, digest_id) == 'held' then
     leave(key)
-    call('ZADD', leased, whole(now + lease), key)
+    call('ZADD', leased, now + lease, key)
     answers[#answers + 1] = 1
   else
     answers[#answers + 1] = 0

@@ -34,7 +34,7 @@ push_front(log_of(key), buried)
 held.own = terms.own
 touch(held, terms.ttl)
 if held.logged == 0 and not held.touched then
-  call('PEXPIRE', log_of(key), whole(lifetime(held, terms.ttl)))
+  call('PEXPIRE', log_of(key), lifetime(held, terms.ttl))
 end
 if not settled then
   is_ready = open_or_push(held, due, terms)

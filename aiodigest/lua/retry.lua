@@ -25,7 +25,7 @@ local function keep(held, item, nonce)
   end
   call('LTRIM', open, item.taken, -1)
   push_front(open, kept)
-  call('PEXPIRE', open, whole(lifetime(held, item.ttl)))
+  call('PEXPIRE', open, lifetime(held, item.ttl))
   held.id, held.open_dropped = nonce, 0
   if item.delivered > 0 then
     held.parted = '1'
