@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.worker import Seen, deliver_apart
 
 SCRIPT_MS, STALL_MS = 5.0, 20.0
 NAMES = ("add", "claim", "read", "renew", "close", "retry", "release")
+COUNT = "for number = 1, tonumber(ARGV[1]) do local _ = number * 2 end return 1"
 LARGE, PER_TIMELINE, SIZE = 64, 1_000, 8_192
 
 
@@ -35,10 +37,27 @@ async def longest(client: Any) -> Mapping[str, float]:
     return found
 
 
-def rows(what: str, scripts: Mapping[str, float], seen: Seen) -> list[Row]:
+async def of_nothing(client: Any) -> float:
+    """The longest run, in ms, of a script that counts for a millisecond: what other programs take of the server's core.
+
+    It runs as often as some scripts of the backlog do.
+    """
+    turns = 1_000.0
+    for _ in range(10):  # until it takes a millisecond
+        began = time.perf_counter()
+        await client.eval(COUNT, 0, int(turns))
+        turns *= min(10.0, 0.001 / max(time.perf_counter() - began, 1e-6))
+    await client.slowlog_reset()
+    for _ in range(2_000):
+        await client.eval(COUNT, 0, int(turns))
+    return max((entry["duration"] / 1000 for entry in await client.slowlog_get(10_000)), default=1.0)
+
+
+def rows(what: str, scripts: Mapping[str, float], nothing: float, seen: Seen) -> list[Row]:
     of_scripts = ", ".join(f"{name} {took:.1f}" for name, took in sorted(scripts.items(), key=lambda pair: -pair[1]))
     return [
         Row(f"{what}: longest script", f"({of_scripts})", "ms", [max(scripts.values(), default=0.0)], bound=SCRIPT_MS),
+        Row("the same of a script that counts for 1 ms", "", "ms", [nothing]),
         Row(f"{what}: longest stall of the worker's loop, computing", "", "ms", [seen.stall_ms], bound=STALL_MS),
         Row(f"{what}: the same, with what others took of the core", "", "ms", [seen.wall_ms]),
         Row(f"{what}: records", "", "records/s", [seen.records / seen.seconds]),
@@ -57,7 +76,8 @@ async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
         await client.zunionstore("{due}:waiting", {"{due}:waiting": 0.001})
         await watch(client)
         seen = await deliver_apart(setting.url, "due", count)
-        for row in rows(f"{count:,} timelines due at once", await longest(client), seen):
+        scripts = await longest(client)
+        for row in rows(f"{count:,} timelines due at once", scripts, await of_nothing(client), seen):
             yield row
 
 
@@ -70,7 +90,8 @@ async def large_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
             await engine.add_many(Entry(str(key), value, str(number)) for number, value in enumerate(values))
         await watch(client)
         seen = await deliver_apart(setting.url, "large", timelines)
-        for row in rows(f"{timelines} timelines of {PER_TIMELINE:,} records of 8 KB", await longest(client), seen):
+        scripts, what = await longest(client), f"{timelines} timelines of {PER_TIMELINE:,} records of 8 KB"
+        for row in rows(what, scripts, await of_nothing(client), seen):
             yield row
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aiodigest import JSON, BackoffMode, Digest, DigestEngine
+from aiodigest.commands.loops import settle
 from benchmarks.setting import play
 
 EARLY = 10_000  # records after which the memory is looked at first
@@ -85,6 +86,7 @@ async def work(url: str, namespace: str, count: int, concurrency: int, failing: 
             raise RuntimeError("this delivery was to fail")
 
     async with engine.delivering(deliver):
+        settle()  # as `aiodigest run` does
         beating = asyncio.create_task(pulse.beat())
         async with asyncio.timeout(600):
             await done.wait()

@@ -330,6 +330,28 @@ def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) 
     assert no_process_is_left(data)
 
 
+def test_what_a_service_has_loaded_is_not_looked_at_by_every_collection_of_garbage(tmp_path: Path) -> None:
+    (tmp_path / "service.py").write_text(
+        dedent(
+            """
+            import gc
+            from aiodigest import DigestEngine
+
+            engine = DigestEngine(namespace="frozen")
+
+            @engine.deliver
+            async def deliver(digest):
+                print(gc.get_freeze_count() > 10_000, flush=True)
+            """
+        )
+    )
+    data = tmp_path / "data"
+    with running(data, "run", "service:engine", cwd=tmp_path) as service:
+        service.error_line()
+        asyncio.run(add(data, "frozen", "one"))
+        assert service.read_line() == b"True\n"
+
+
 def test_a_second_signal_stops_a_service_at_once(services: Path) -> None:
     module = services / "services.py"
     module.write_text(module.read_text().replace("sleep(1)", "sleep(600)"))

@@ -17,7 +17,7 @@ import typer
 from aiodigest import BackendUnavailable, DigestEngine, Policy
 from aiodigest.commands import fields, lock
 from aiodigest.commands.lines import Intake, Source, sources
-from aiodigest.commands.loops import play
+from aiodigest.commands.loops import play, settle
 from aiodigest.commands.options import EMBEDDED, FAILED, USAGE, Shards, Timeout, Url, checked, duration, log_to_stderr
 from aiodigest.commands.output import Output, prepare
 from aiodigest.commands.piping import Pipe, pipe_engine, verdict
@@ -212,6 +212,7 @@ async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -
     async with engine.delivering(room.deliver):
         await engine.stats()  # a pipe without a server says so at once, in one line
         await room.look()
+        settle()
         log_to_stderr()
         pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, room, settings.strict)
         try:

@@ -17,7 +17,7 @@ import typer
 from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
-from aiodigest.commands.loops import play
+from aiodigest.commands.loops import play, settle
 from aiodigest.commands.words import say
 
 Engine: TypeAlias = DigestEngine[Any]
@@ -81,6 +81,7 @@ async def serve(found: Sequence[tuple[str, Engine | Opener]]) -> None:
     """Open all engines, then deliver for all until a signal; if one cannot go on, none does."""
     async with AsyncExitStack() as stack:
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
+        settle()
         services = [asyncio.create_task(_deliver(name, engine)) for name, engine in engines]
         try:
             await asyncio.gather(*services)
