@@ -19,7 +19,8 @@ from aiodigest.wire import aged, latest
 LETTER_TTL_MS = 30 * 86_400_000
 LETTER_LIMIT = 10_000
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
-SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines promoted
+SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
+MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
 
 
 class Add(NamedTuple):

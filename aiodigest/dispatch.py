@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SLICE = 0.002  # seconds of decoding in one go
+TURN = 0.002  # seconds of decoding in one go
 SMALL = 32, 32_768  # entries and bytes of a digest that is read beside others: larger ones are read one at a time
 ERROR_LENGTH = 500
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
@@ -79,11 +79,11 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
     Much is decoded a slice at a time, between which the event loop does other things.
     """
     contents, cut, loop = Contents[T](), cut_ms * 1000, asyncio.get_running_loop()
-    records, until = contents.records, loop.time() + SLICE
+    records, until = contents.records, loop.time() + TURN
     for name, (entry, raw) in unpack_latest(entries).items():
         if loop.time() > until:
             await asyncio.sleep(0)
-            until = loop.time() + SLICE
+            until = loop.time() + TURN
         timestamp = EPOCH
         try:
             if raw is None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
+    SLICE,
     Add,
     Claims,
     Close,
@@ -116,7 +117,7 @@ class Shard(Schedule):
             self.place(key, due, now)
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
-        for key, due in earliest(self.ready):
+        for key, due in earliest(self.ready, count=SLICE):
             if len(leases) == slots:
                 break
             held = self.held.get(key, Held())

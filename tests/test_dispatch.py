@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, SLICE, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.dispatch import ERROR_LENGTH, TURN, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
 from aiodigest.wire import pack
 
@@ -137,7 +137,7 @@ async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_doe
             return b""
 
         def decode(self, data: bytes, /) -> int:
-            ends = time.perf_counter() + SLICE
+            ends = time.perf_counter() + TURN
             while time.perf_counter() < ends:
                 pass
             return 1

@@ -27,7 +27,7 @@ from aiodigest import (
     PartialAdd,
     Policy,
 )
-from aiodigest.backend import SLICE, Add, Close, Closed, Letter, Retry
+from aiodigest.backend import MOVES, Add, Close, Closed, Letter, Retry
 from aiodigest.connection import OLDEST, Link
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.target import find_target
@@ -99,7 +99,7 @@ async def test_20_000_due_timelines_are_promoted_in_slices_that_block_nobody(
     slices: list[int] = []
     while moved := await backend.schedule():
         slices.append(len(moved))
-    assert slices == [SLICE] * (MANY // SLICE)
+    assert slices == [MOVES] * (MANY // MOVES)
     calls, mean = script_calls(server)
     assert calls == len(slices) + 1
     assert mean < 25, "one call for all took some 100 ms here"
@@ -117,7 +117,7 @@ async def test_leases_of_20_000_timelines_are_recovered_in_slices_that_block_nob
     slices: list[int] = []
     while moved := await backend.maintenance():
         slices.append(len(moved))
-    assert slices == [SLICE] * (MANY // SLICE)
+    assert slices == [MOVES] * (MANY // MOVES)
     assert script_calls(server)[1] < 25
 
 
@@ -131,7 +131,7 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
     claims = await backend.claim(0, 3_000, LEASE, LIMITS)
     assert (len(claims.leases), claims.wait_ms) == (100, 0)
     assert await backend.counts() == {
-        "waiting": 3_000 - SLICE, "ready": SLICE - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
+        "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
     }  # fmt: skip
 
 

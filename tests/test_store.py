@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 
-from aiodigest.backend import Closed, Lease, Move, Retry
+from aiodigest.backend import MOVES, Closed, Lease, Move, Retry
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
 
@@ -138,8 +138,8 @@ async def test_4000_due_timelines_are_promoted_in_slices_oldest_first(store: Sto
         await store.add(f"k{number}", "a")
     store.now += 1_000
     promoted = await store.backend.schedule()
-    assert len(promoted) == 1_000
-    assert (await store.backend.counts())["ready"] == 1_000
+    assert len(promoted) == MOVES
+    assert (await store.backend.counts())["ready"] == MOVES
     claims = await store.claims(3)
     assert [lease.key for lease in claims.leases] == ["k0", "k1", "k2"]
     assert claims.wait_ms == 0

@@ -26,6 +26,7 @@ if not now then
 end
 
 local SLICE = 1000 -- how much is read or moved at once, and how many entries a script reads before it stops
+local MOVES = 200 -- timelines that are made ready at once
 local HOUR = 3600000
 local ECHO = HOUR / 12 -- how long a timeline without records remembers what its last outcome was answered
 local LETTER_TTL = 30 * 24 * HOUR
@@ -107,7 +108,7 @@ end
 
 -- Make a slice of what is in `from` with a score up to `latest` ready, its score kept; answers keys and scores.
 local function promote(from, latest)
-  local moved = call('ZRANGEBYSCORE', from, '-inf', latest, 'WITHSCORES', 'LIMIT', 0, SLICE)
+  local moved = call('ZRANGEBYSCORE', from, '-inf', latest, 'WITHSCORES', 'LIMIT', 0, MOVES)
   if #moved > 0 then
     local pairs_of = {}
     for index = 1, #moved, 2 do
