@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import deque
 from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from math import inf
@@ -16,12 +18,29 @@ from engines import VirtualLoop
 T = TypeVar("T")
 
 STEPS = 3_000_000  # of a world that would go on for ever
+LIMIT = 20.0  # seconds of computing, of which a world takes less than one
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class Endless(Exception):
     """A world goes on for ever."""
+
+
+@contextmanager
+def no_turn_is_endless() -> Generator[None]:
+    """Raise Endless in what has computed for so long that it must be a loop that lets nobody else run."""
+
+    def alarm(number: int, frame: object) -> None:
+        raise Endless(f"{LIMIT:g} s of computing, and no end")
+
+    before = signal.signal(signal.SIGVTALRM, alarm)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT, 1.0)  # again and again, should somebody swallow it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class Process:

@@ -14,7 +14,7 @@ from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy
 from aiodigest.backend import Add
 from aiodigest.wire import pack
 from simulation.actors import Actor, Habits
-from simulation.loop import Endless, SeededLoop
+from simulation.loop import Endless, SeededLoop, no_turn_is_endless
 from simulation.network import Server
 from simulation.witness import Ears, Setup, Witness
 
@@ -414,7 +414,8 @@ def play(seed: int) -> Witness:
 
     with asyncio.Runner(loop_factory=lambda: SeededLoop(f"{seed} order")) as runner:
         try:
-            runner.run(main())
+            with no_turn_is_endless():
+                runner.run(main())
         except Endless as error:
             worlds[0].witness.broken(str(error))
     return worlds[0].witness
