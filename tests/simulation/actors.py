@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, cast
@@ -11,6 +12,7 @@ from typing import Any, Literal, cast
 from aiodigest import (
     AiodigestError,
     BackoffMode,
+    Bounds,
     Digest,
     DigestEngine,
     Entry,
@@ -22,6 +24,7 @@ from aiodigest import (
     Reject,
     RetryAfter,
     RetryPolicy,
+    coalesce,
 )
 from aiodigest.backend import Backend
 from aiodigest.errors import DeliverySignal
@@ -31,6 +34,10 @@ from simulation.records import Receipt
 from simulation.witness import Conduct, Setup, Witness
 
 Mood = Literal["good", "mixed", "failing"]
+
+
+LARGEST = 100  # bytes of an add
+MANY = 10  # adds of a call, at the most
 
 
 @dataclass
@@ -60,6 +67,8 @@ class Actor:
         self._habits = habits
         self._random = random
         self._loop = cast("SeededLoop", asyncio.get_running_loop())
+        self._whims = Random()  # a twin, so that whims change nothing else
+        self._whims.setstate(random.getstate())
         self._leave = asyncio.Event()
         self._adding = asyncio.Event()
         self._adding.set()
@@ -81,6 +90,7 @@ class Actor:
             delivery_timeout=setup.delivery_timeout,
             drain_timeout=setup.drain_timeout,
             timeout=setup.timeout,
+            bounds=Bounds(records=MANY),
         )
 
         async def opened() -> Backend:
@@ -97,14 +107,40 @@ class Actor:
         witness = self._witness
         witness.tell("enters")
         entered = self.engine.delivering(self._callback) if self.delivers else self.engine
-        async with entered:
-            chores = [asyncio.create_task(self._produce()) for _ in range(1 if self.adds else 0)]
-            await self._leave.wait()
-            for chore in chores:
-                chore.cancel()
-            if chores:
-                await asyncio.wait(chores)
+        await self._give_up()
+        await entered.__aenter__()
+        chores = [asyncio.create_task(self._produce()) for _ in range(1 if self.adds else 0)]
+        await self._leave.wait()
+        for chore in chores:
+            chore.cancel()
+        if chores:
+            await asyncio.wait(chores)
+        await self._go(entered)
         witness.tell("has left")
+
+    async def _give_up(self) -> None:
+        """Begin to enter, and be cancelled, now and then."""
+        if self._whims.random() < 0.2:
+            entering = asyncio.create_task(self.engine.__aenter__())
+            await asyncio.wait([entering], timeout=self._whims.choice((0, 0.0005, 0.002)))
+            if not entering.cancel():
+                await self.engine.__aexit__(None, None, None)
+            await asyncio.wait([entering])
+            self._witness.tell("has begun to enter, and given up")
+
+    async def _go(self, entered: AbstractAsyncContextManager[object]) -> None:
+        """Leave; now and then who waits for that is cancelled."""
+        leaving = asyncio.create_task(entered.__aexit__(None, None, None))
+        if self._whims.random() < 0.2:
+            await asyncio.wait([leaving], timeout=self._whims.uniform(0, self._habits.setup.drain_timeout))
+            was_cancelled = leaving.cancel()
+            self._witness.conducts[self.process].hurried = was_cancelled
+            await asyncio.wait([leaving])
+            if was_cancelled:
+                if not leaving.cancelled():
+                    self._witness.broken(f"{self.process} was cancelled while it left, and knows nothing of it")
+                return
+        await leaving
 
     def _backs_off(self) -> bool:
         session = self.engine._session
@@ -165,6 +201,7 @@ class Actor:
         entry, records = self._entry(), self._witness.records
         began = self._loop.time()
         self._witness.tell(f"adds {entry.value} to {entry.key} as {entry.record_id}")
+        self._see_room()
         try:
             ready = await self.engine.add(entry.key, entry.value, record_id=entry.record_id, timestamp=entry.timestamp)
         except asyncio.CancelledError:
@@ -179,10 +216,16 @@ class Actor:
                 self._expect(entry.key, began)
         self._on_time(began)
 
+    def _see_room(self) -> None:
+        session = self.engine._session
+        for adds in session._adds if session is not None else ():
+            if adds._items > coalesce.QUEUE_ITEMS or adds._bytes > coalesce.QUEUE_BYTES + LARGEST:
+                self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
+
     def _failed(self, entry: Entry[int], error: AiodigestError) -> None:
         self._witness.tell(f"add of {entry.value} failed: {error}")
         self._witness.records.add_failed(entry.value, error)
-        if self._witness.strict:
+        if self._witness.strict and not isinstance(error, LimitExceeded):
             self._witness.broken(f"an add fails, and nothing is wrong: {error}")
 
     def _on_time(self, began: float) -> None:
@@ -198,6 +241,10 @@ class Actor:
             results: list[bool | AiodigestError] = [*await self.engine.add_many(entries)]
         except PartialAdd as partial:
             results = partial.results
+        except LimitExceeded as error:
+            results = [error] * number
+        if number > MANY and not all(isinstance(result, LimitExceeded) for result in results):
+            self._witness.broken(f"{number} adds in a call, of which there may be {MANY}")
         for entry, result in zip(entries, results, strict=True):
             if isinstance(result, AiodigestError):
                 self._failed(entry, result)

@@ -181,6 +181,8 @@ class Link(Backend):
         return kept
 
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
+        for close in closes:
+            self._witness.burying(close)
         closed = await self._ask("close", partial(self._server.store.close, shard, closes))
         over = [close.lease for close, answer in zip(closes, closed, strict=True) if answer.status != "part"]
         self._witness.holds_no_more(over)

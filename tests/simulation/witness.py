@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest
-from aiodigest.backend import Add, Claims, Lease, RawLetter
+from aiodigest.backend import Add, Claims, Close, Lease, RawLetter
 from aiodigest.memory import ReferenceBackend
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
@@ -51,6 +51,7 @@ class Conduct:
     failing: set[str] = field(default_factory=set[str])  # timelines in a row
     spared_since: float | None = None
     leaving_since: float | None = None
+    hurried: bool = False  # who waited for it to leave was cancelled
 
 
 class Witness:
@@ -149,6 +150,12 @@ class Witness:
     def added(self, adds: Sequence[Add], answers: Sequence[object]) -> None:
         self.records.added(adds, answers)  # pyright: ignore[reportArgumentType]
 
+    def burying(self, close: Close) -> None:
+        """See that what was planted, and cannot be decoded, is one dead letter: there is one reason."""
+        planted = [letter for letter in close.letters if letter.ids and all(i.startswith(b"bad-") for i in letter.ids)]
+        if len(planted) > 1:
+            self.broken(f"{len(planted)} dead letters for one reason: {[letter.reason for letter in planted]}")
+
     def removed(self, key: str, record_id: str | None = None) -> None:
         self.tell(f"{key} {record_id or ''} removed")
         self.removed_at[key] = self._loop.time()
@@ -215,6 +222,8 @@ class Witness:
         if self.removed_at.get(receipt.key, 0.0) >= receipt.began:
             return
         since = conduct.leaving_since
+        if conduct.hurried:
+            return
         if since is None or receipt.ended < since + setup.drain_timeout - 0.01:
             self.broken(f"the callback of {receipt.digest_id} was cut short after {lasted:.3f} s for no reason")
 
