@@ -72,7 +72,7 @@ class Actor:
         self._leave = asyncio.Event()
         self._adding = asyncio.Event()
         self._adding.set()
-        witness.conducts[self.process] = Conduct(habits.setup, delivers, self._backs_off)
+        witness.conducts[self.process] = Conduct(habits.setup, delivers, self._backs_off, self._loop.time())
         self.engine = self._engine()
         self.life = self.process.start(self._live())
 

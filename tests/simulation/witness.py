@@ -41,6 +41,7 @@ class Conduct:
     setup: Setup
     delivers: bool
     backs_off: Callable[[], bool]
+    since: float  # when its process began
     held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
     sent: Counter[str] = field(default_factory=Counter[str])
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
@@ -274,12 +275,25 @@ class Witness:
                 self.broken(f"the callback of {receipt.digest_id} outlives the lease of {process}")
             if now > receipt.began + setup.delivery_timeout + 1:
                 self.broken(f"the callback of {receipt.digest_id} outlives its delivery_timeout")
+        self._see_marks(store, now_ms)
         for conduct in list(self.conducts.values())[:1]:
             bound_ms = (2 * conduct.setup.lease_timeout + conduct.setup.longest_rest + 10) * 1000
             for machine in store.machines if self.calm_for(bound_ms / 1000) else ():
                 for key, end in machine.leased.items():
                     if now_ms > end + bound_ms:
                         self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
+
+    def _see_marks(self, store: ReferenceBackend, now_ms: int) -> None:
+        """See that a worker tells the store that it is there, also one that rests."""
+        now = self._loop.time()
+        for process, conduct in self.conducts.items():
+            lease = conduct.setup.lease_timeout
+            before = now - 1.5 * lease
+            is_there = process.alive and not process.stopped and conduct.leaving_since is None and conduct.delivers
+            if is_there and max(conduct.since, process.stopped_at) < before and self.calm_for(1.5 * lease):
+                late = max(abs(now_ms - machine.seen_ms) for machine in store.machines) / 1000
+                if late > lease / 2 + 1:
+                    self.broken(f"{process} has not told the store for {late:.1f} s that it is there")
 
     def left(self, process: Process, store: ReferenceBackend) -> None:
         """See that a process that has left in good order has given back what it held."""
