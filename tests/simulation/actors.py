@@ -36,7 +36,7 @@ from simulation.witness import Conduct, Setup, Witness
 Mood = Literal["good", "mixed", "failing"]
 
 
-LARGEST = 100  # bytes of an add
+LARGEST = 60  # bytes of an add
 MANY = 10  # adds of a call, at the most
 
 

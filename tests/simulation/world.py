@@ -401,7 +401,7 @@ class World:
 def room_for_adds(seed: int) -> Generator[None]:
     """Let few adds wait to be sent in some worlds; in the others there are never too many."""
     before = coalesce.QUEUE_ITEMS, coalesce.QUEUE_BYTES
-    few, small = (2, before[1]), (before[0], 60)
+    few, small = (2, before[1]), (before[0], 40)
     coalesce.QUEUE_ITEMS, coalesce.QUEUE_BYTES = Random(f"{seed} room").choice((before, few, small))
     try:
         yield
