@@ -221,11 +221,11 @@ class Backend(Protocol):
         ...
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        """Promote what is due by the deadline (None: now), up to a slice a shard; the keys with their due times."""
+        """Promote what is due by the deadline (None: now), up to 200 a shard; the keys with their due times."""
         ...
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        """Recover leases that ended by the deadline (None: now), up to a slice a shard."""
+        """Recover leases that ended by the deadline (None: now), up to 200 a shard."""
         ...
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:

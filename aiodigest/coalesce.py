@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from aiodigest.alarm import GRAIN, Alarm
 from aiodigest.errors import AiodigestError, BackendUnavailable
 
 Item = TypeVar("Item")
@@ -17,7 +18,6 @@ BATCH_ITEMS = 256
 BATCH_BYTES = 256 * 1024
 QUEUE_ITEMS = 10_000
 QUEUE_BYTES = 16 * 1024 * 1024
-GRAIN = 0.01  # seconds: how late what has waited too long may learn of it, so that thousands learn together
 
 LEFT = "the engine was left before this was sent"
 
@@ -78,7 +78,7 @@ class Coalescer(Generic[Item, Answer]):
         self._bytes = 0
         self._room = asyncio.Event()
         self._room.set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._expire)  # for the first deadline
         self._ended = False
 
     async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
@@ -98,7 +98,7 @@ class Coalescer(Generic[Item, Answer]):
         self._bytes += size
         if self._items >= QUEUE_ITEMS or self._bytes >= QUEUE_BYTES:
             self._room.clear()
-        self._watch(deadline)
+        self._alarm.set(deadline)
         return await job.answer
 
     async def _wait_for_room(self, deadline: float) -> None:
@@ -119,8 +119,7 @@ class Coalescer(Generic[Item, Answer]):
         finally:
             self._ended = True
             self._room.set()
-            if self._timer is not None:
-                self._timer.cancel()
+            self._alarm.cancel()
             for queue in self._queues:
                 self._fail(queue.flight, "the engine was left before the answer came", "unknown")
                 self._fail(queue.waiting, LEFT, "no")
@@ -174,24 +173,15 @@ class Coalescer(Generic[Item, Answer]):
             elif not job.answer.done():
                 job.answer.set_result(answer)
 
-    def _watch(self, deadline: float) -> None:
-        """Have the one timer of all jobs go off no later than this."""
-        if self._timer is not None:
-            if self._timer.when() <= deadline:
-                return
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
-
     def _expire(self) -> None:
         """Fail what has waited too long."""
-        self._timer = None
         now = asyncio.get_running_loop().time()
         late = f"no answer within {self._timeout:g} s"
         for queue in self._queues:
             self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
             self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
         if unanswered := self._unanswered():
-            self._watch(max(min(job.deadline for job in unanswered), now + GRAIN))
+            self._alarm.set(max(min(job.deadline for job in unanswered), now + GRAIN))
 
     def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
         for job in jobs:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Generic, Protocol
 
-from pydantic_core import CoreSchema, ValidationError, from_json, to_json
+from pydantic_core import ValidationError, from_json, to_json
 from typing_extensions import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
+from aiodigest.models import JSON
 
-# pydantic's types are a third of what importing aiodigest would take, so they come with the first codec
 if TYPE_CHECKING:
-    from pydantic import JsonValue, TypeAdapter
+    from pydantic import TypeAdapter  # a third of what importing aiodigest would take: it comes with the first codec
     from typing_extensions import TypeForm
-
-    JSON: TypeAlias = JsonValue
-    """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
-else:
-
-    class JSON:
-        """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
-
-        @classmethod
-        def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-            from pydantic import JsonValue
-
-            return handler.generate_schema(JsonValue)
-
 
 T = TypeVar("T", default=JSON)
 

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TURN = 0.002  # seconds of decoding in one go
+MANY = 500  # entries that are taken apart in one go
 SMALL = 32, 32_768  # entries and bytes of a digest that is read beside others: larger ones are read one at a time
 ERROR_LENGTH = 500
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
@@ -80,7 +81,12 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
     """
     contents, cut, loop = Contents[T](), cut_ms * 1000, asyncio.get_running_loop()
     records, until = contents.records, loop.time() + TURN
-    for name, (entry, raw) in unpack_latest(entries).items():
+    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+    for start in range(0, len(entries), MANY):
+        unpack_latest(entries[start : start + MANY], last)
+        if len(entries) > MANY:
+            await asyncio.sleep(0)
+    for name, (entry, raw) in last.items():
         if loop.time() > until:
             await asyncio.sleep(0)
             until = loop.time() + TURN
@@ -159,11 +165,14 @@ class Dispatcher(Generic[T]):
         self._timeout = delivery_timeout
         self._reading = asyncio.Lock()
 
-    async def attempt(self, lease: Lease, entries: Sequence[bytes]) -> Outcome:
-        """Deliver the digest that ``entries`` stand for. Raises CancelledError only when cancelled from outside."""
+    async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
+        """Read the digest that ``entries`` stand for; of large ones, one at a time."""
         async with nullcontext() if is_small(entries) else self._reading:
-            contents = await read(entries, self._codec, lease.cut_ms)
-        attempt = Attempt(lease, len(entries), contents)
+            return Attempt(lease, len(entries), await read(entries, self._codec, lease.cut_ms))
+
+    async def deliver(self, attempt: Attempt[T]) -> Outcome:
+        """Deliver a digest. Raises CancelledError only when cancelled from outside."""
+        lease = attempt.lease
         try:
             attempt.policy = await self._policy(lease.key)
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)

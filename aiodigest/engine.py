@@ -249,7 +249,7 @@ class DigestEngine(Management[T]):
             )
             return Scheduler(
                 backend,
-                dispatcher.attempt,
+                dispatcher,
                 self._policies.limits,
                 backoff_mode=self._backoff_mode,
                 concurrency=self._concurrency,

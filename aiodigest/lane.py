@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from aiodigest.alarm import GRAIN, Alarm
 from aiodigest.backend import Backend, Close, Closed, Lease, Retry
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
@@ -39,7 +40,7 @@ class Lane:
 
         self.shard = shard
         self._lease_timeout = lease_timeout
-        self._timer: asyncio.TimerHandle | None = None  # goes off when the first lease has surely ended
+        self.alarm = Alarm(self._expire)  # for the lease that ends first
         # the kinds of calls, one of which may fail while the others do not
         self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
         self.woken = asyncio.Event()
@@ -66,7 +67,7 @@ class Lane:
         """
         if hold.task is not None and not hold.task.done():
             hold.ends = since + self._lease_timeout
-            self._watch(hold.ends)
+            self.alarm.set(hold.ends)
 
     def lose(self, hold: Hold) -> None:
         """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
@@ -74,24 +75,10 @@ class Lane:
             logger.warning("the lease on timeline %r is lost: its delivery is cancelled", hold.lease.key)
             hold.task.cancel()
 
-    def rest(self) -> None:
-        """Look after no lease any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _watch(self, ends: float) -> None:
-        """Have the one timer of all leases go off no later than this."""
-        if self._timer is not None:
-            if self._timer.when() <= ends:
-                return
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(ends, self._expire)
-
     def _expire(self) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
+        soon = asyncio.get_running_loop().time() + GRAIN
         for hold in self.holds:
-            if hold.ends <= now:
+            if hold.ends <= soon:
                 self.lose(hold)
-        if left := [hold.ends for hold in self.holds if hold.ends > now]:
-            self._watch(min(left))
+        if left := [hold.ends for hold in self.holds if hold.ends > soon]:
+            self.alarm.set(min(left))

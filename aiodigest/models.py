@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Generic, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias
 from uuid import uuid4
 
 from typing_extensions import TypeVar
@@ -16,7 +16,21 @@ from typing_extensions import TypeVar
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-T = TypeVar("T", covariant=True, default="JsonValue")
+    JSON: TypeAlias = JsonValue
+    """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+else:
+
+    class JSON:
+        """Any JSON value: None, bool, int, float, str, and lists and string-keyed dicts of them."""
+
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: object, handler: object) -> object:
+            from pydantic import JsonValue  # which is slow to import, and not needed by all
+
+            return handler.generate_schema(JsonValue)
+
+
+T = TypeVar("T", covariant=True, default=JSON)
 
 State = Literal["waiting", "ready", "leased"]
 """The state of a timeline that holds records: not due yet, due, or under delivery."""

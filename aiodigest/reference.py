@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
+    MOVES,
     SLICE,
     Add,
     Claims,
@@ -110,14 +111,14 @@ class Shard(Schedule):
 
     def claim(self, slots: int, lease_ms: int, limits: Limits, now: int, nonce: str) -> Claims:
         self._watch(lease_ms, now)
-        for key, end in earliest(self.leased, now if now >= self.hold_ms else -1):
+        for key, end in earliest(self.leased, now if now >= self.hold_ms else -1, MOVES):
             self.leave(key)
             self.ready[key] = end
-        for key, due in earliest(self.waiting, now):
+        for key, due in earliest(self.waiting, now, MOVES):
             self.place(key, due, now)
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
-        for key, due in earliest(self.ready, count=SLICE):
+        for key, due in earliest(self.ready, None, SLICE):
             if len(leases) == slots:
                 break
             held = self.held.get(key, Held())
@@ -302,7 +303,7 @@ class Shard(Schedule):
     # By hand
 
     def schedule(self, deadline: int) -> list[tuple[str, int]]:
-        promoted = earliest(self.waiting, deadline)
+        promoted = earliest(self.waiting, deadline, MOVES)
         for key, due in promoted:
             self.place(key, due, due)
         return promoted
@@ -310,7 +311,7 @@ class Shard(Schedule):
     def maintenance(self, deadline: int, now: int) -> list[str]:
         if self.lease_ms:
             self._watch(self.lease_ms, now)
-        ended = earliest(self.leased, deadline if now >= self.hold_ms else -1)
+        ended = earliest(self.leased, deadline if now >= self.hold_ms else -1, MOVES)
         for key, end in ended:
             self.place(key, end, end)
         return [key for key, _ in ended]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
-from aiodigest.dispatch import Outcome
+from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.lane import Hold, Lane
 from aiodigest.models import Delivery
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
 
-Attempt: TypeAlias = Callable[[Lease, Sequence[bytes]], Awaitable[Outcome]]
 Observer: TypeAlias = Callable[[Delivery], None]
 
 
@@ -36,7 +35,7 @@ class Scheduler:
     def __init__(
         self,
         backend: Backend,
-        attempt: Attempt,
+        dispatcher: Dispatcher[Any],
         limits: Limits,
         *,
         backoff_mode: BackoffMode,
@@ -47,7 +46,7 @@ class Scheduler:
         observers: Iterable[Observer] = (),
     ) -> None:
         self._backend = backend
-        self._attempt = attempt
+        self._dispatcher = dispatcher
         self._limits = limits
         self._backoff = ConsumerBackoff(backoff_mode)
         self._concurrency = concurrency
@@ -95,7 +94,7 @@ class Scheduler:
         finally:
             self._ended = True
             for lane in self._lanes:
-                lane.rest()
+                lane.alarm.cancel()
             for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
                 task.cancel()
 
@@ -203,10 +202,12 @@ class Scheduler:
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
         try:
             while not self._stopping.is_set():
-                entries = await self._entries(lane, hold.lease)
+                attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
+                if self._stopping.is_set():
+                    break
                 if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
                     raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
-                outcome, delivery = await self._call(hold, entries)
+                outcome, delivery = await self._call(hold, attempt)
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
                     delivery = replace(delivery, result=closed.status)
@@ -246,11 +247,11 @@ class Scheduler:
             entries += page
         return entries
 
-    async def _call(self, hold: Hold, entries: Sequence[bytes]) -> tuple[Outcome, Delivery]:
+    async def _call(self, hold: Hold, attempt: Attempt[Any]) -> tuple[Outcome, Delivery]:
         loop = asyncio.get_running_loop()
         lease, started = hold.lease, loop.time()
         hold.stage = "calling"
-        outcome = await self._attempt(lease, entries)
+        outcome = await self._dispatcher.deliver(attempt)
         hold.stage = "reporting"
         ended = loop.time()
         if outcome.success is True:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, MOVES, Closed, RawLetter, Window
+from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, Closed, RawLetter, Window
 from aiodigest.models import State
 from aiodigest.policy import Limits
 from aiodigest.wire import identity, latest
@@ -109,7 +109,7 @@ class DeadLetters(dict[str, RawLetter]):
         return len(gone)
 
 
-def earliest(schedule: dict[str, int], until: int | None = None, count: int = MOVES) -> list[tuple[str, int]]:
+def earliest(schedule: dict[str, int], until: int | None, count: int) -> list[tuple[str, int]]:
     """A slice of a sorted set, in its order."""
     items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
     return [item for item in items if until is None or item[1] <= until][:count]

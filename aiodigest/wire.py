@@ -57,9 +57,8 @@ def identity(entry: bytes) -> bytes:
         return entry
 
 
-def unpack_latest(entries: Sequence[bytes]) -> dict[bytes, tuple[bytes, RawRecord | None]]:
-    """The last entry of each id, by identity and in order of arrival; None: it cannot be taken apart."""
-    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[bytes, RawRecord | None]]) -> None:
+    """Keep in ``last`` the last entry of each id, by identity, in order of arrival; None: it cannot be taken apart."""
     for entry in entries:
         try:
             raw = unpack(entry)
@@ -68,12 +67,13 @@ def unpack_latest(entries: Sequence[bytes]) -> dict[bytes, tuple[bytes, RawRecor
         name = entry if raw is None else raw.id
         last.pop(name, None)  # so that it comes after what came before it
         last[name] = entry, raw
-    return last
 
 
 def latest(entries: Sequence[bytes]) -> list[bytes]:
     """The last entry of each id, in order of arrival."""
-    return [entry for entry, _ in unpack_latest(entries).values()]
+    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+    unpack_latest(entries, last)
+    return [entry for entry, _ in last.values()]
 
 
 def aged(entry: bytes, cut_ms: int) -> bool:

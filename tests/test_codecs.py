@@ -12,16 +12,26 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import PurePosixPath
-from typing import Annotated, Generic, Literal, TypeVar, assert_type
+from typing import Annotated, Any, Generic, Literal, TypeVar, assert_type
 from uuid import UUID, uuid4
 
 import pytest
 from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, TypeAdapter, computed_field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    computed_field,
+)
 from typing_extensions import TypedDict
 
+from aiodigest import DeadLetter, Digest, Entry, Record, Timeline
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
 
@@ -556,3 +566,17 @@ def test_encoding_a_small_dict_takes_microseconds() -> None:
     codec = JSONCodec()
     seconds = min(timeit.repeat(lambda: codec.encode(value), number=1000, repeat=5)) / 1000
     assert seconds < 100e-6  # 3 to 6 on a quiet machine
+
+
+@pytest.mark.parametrize("model", [Record, Digest, Entry, Timeline, DeadLetter])
+def test_a_model_that_names_no_type_is_one_of_any_json_to_pydantic(model: Any) -> None:
+    """As in a response of an app: ``list[Timeline]``."""
+    several: Any = list
+    assert TypeAdapter(several[model]).json_schema()["items"]
+
+
+def test_json_is_any_json_within_other_types() -> None:
+    adapter = TypeAdapter(dict[str, JSON] | None)
+    assert adapter.validate_python({"a": [1, {"b": None}]}) == {"a": [1, {"b": None}]}
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"a": object()})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, TURN, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.dispatch import ERROR_LENGTH, MANY, TURN, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
 from aiodigest.wire import pack
 
@@ -60,7 +60,7 @@ async def attempt(
             await reply(digest)
 
     dispatcher = Dispatcher(callback, CODEC, policy or default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
-    return await dispatcher.attempt(lease_of(entries, **changes), entries)
+    return await dispatcher.deliver(await dispatcher.prepare(lease_of(entries, **changes), entries))
 
 
 def close_of(outcome: Outcome) -> Close:
@@ -147,19 +147,23 @@ async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_doe
     turning.cancel()
     assert len(contents.records) == 20
     assert turns >= 19
+    turns, turning = 0, asyncio.create_task(turn())
+    await read([entry(f"{number}") for number in range(10 * MANY)], CODEC)
+    turning.cancel()
+    assert turns >= 10, "they are taken apart in slices, too"
 
 
 async def test_large_digests_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
     order: list[str] = []
-
-    async def deliver(digest: Digest) -> None:
-        order.append(digest.key)
-
-    dispatcher = Dispatcher(deliver, CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
+    dispatcher = Dispatcher(asyncio.Queue[Digest]().put, CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
     large, small = [entry(f"{number}", 10**2_000) for number in range(1_000)], [entry("a")]
     attempts = [("large", large), ("larger", large), ("small", small)]
-    leases = [(replace(lease_of(entries), key=key), entries) for key, entries in attempts]
-    await asyncio.gather(*(dispatcher.attempt(lease, entries) for lease, entries in leases))
+
+    async def prepare(key: str, entries: Sequence[bytes]) -> None:
+        await dispatcher.prepare(replace(lease_of(entries), key=key), entries)
+        order.append(key)
+
+    await asyncio.gather(*(prepare(key, entries) for key, entries in attempts))
     assert order == ["small", "large", "larger"]
 
 
@@ -496,7 +500,8 @@ async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog:
         raise ValueError
 
     dispatcher = Dispatcher(callback, CODEC, default, RetryPolicy(3, lambda _: next(waits)), 60, TIMEOUT)
-    delays = [retry_of(await dispatcher.attempt(lease_of([entry("a")]), [entry("a")])).delay_ms for _ in range(4)]
+    prepared = [await dispatcher.prepare(lease_of([entry("a")]), [entry("a")]) for _ in range(4)]
+    delays = [retry_of(await dispatcher.deliver(one)).delay_ms for one in prepared]
     assert delays == [1000, 1000, 60_000, 60_000]
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
 
@@ -509,7 +514,7 @@ async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complai
 
     dispatcher = Dispatcher(cast("Callback[JSON]", plain), CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
     entries = [entry("a")]
-    outcome = await dispatcher.attempt(lease_of(entries), entries)
+    outcome = await dispatcher.deliver(await dispatcher.prepare(lease_of(entries), entries))
     assert outcome.result == "delivered"
     assert "must be an async function" in caplog.text
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from engines import (
@@ -22,7 +23,18 @@ from engines import (
     virtual_time,
 )
 
-from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest import (
+    JSON,
+    BackoffMode,
+    Delivery,
+    Digest,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+    dispatch,
+)
 from aiodigest.backend import Claims, Lease
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
@@ -181,6 +193,34 @@ async def test_a_worker_that_stood_still_past_its_lease_does_not_begin_what_anot
         assert inbox.values == [[1]]
         again = await inbox.digest(2)
         assert (again.key, again.attempt) == ("two", 2)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@virtual_time
+async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back_as_it_was(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    read = dispatch.read
+
+    async def read_slowly(*arguments: Any) -> Any:
+        reading.set()
+        await go_on.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(dispatch, "read", read_slowly)
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, drain_timeout=5):
+        await reading.wait()
+        if ends:
+            asyncio.get_running_loop().call_later(1, go_on.set)
+    assert not inbox.digests
+    go_on.set()
+    await backend.put("key", 2)
+    async with delivering(inbox, backend):
+        digest = await inbox.digest()
+    assert (inbox.values, digest.attempt) == ([[1, 2]], 1)
 
 
 @virtual_time

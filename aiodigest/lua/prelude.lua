@@ -25,7 +25,7 @@ if not now then
   now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 end
 
-local SLICE = 1000 -- how much is read or moved at once, and how many entries a script reads before it stops
+local SLICE = 1000 -- how much is read or pushed at once, and how many entries a script reads before it stops
 local MOVES = 200 -- timelines that are made ready at once
 local HOUR = 3600000
 local ECHO = HOUR / 12 -- how long a timeline without records remembers what its last outcome was answered
@@ -313,9 +313,9 @@ local function save(held, names)
     call('HDEL', meta, unpack(gone))
   end
   if held.touched then
-    for _, kind in ipairs({'log:', 'open:', 'meta:'}) do
-      call('PEXPIRE', tag .. kind .. held.key, held.touched)
-    end
+    call('PEXPIRE', log_of(held.key), held.touched)
+    call('PEXPIRE', open_of(held.key), held.touched)
+    call('PEXPIRE', meta, held.touched)
   elseif held.idle or not next(held.stored) then
     -- without records: as long as its cool-down, and a while for a late close to hear its answer
     call('PEXPIRE', meta, math.max(held.cool - now, 0) + ECHO)

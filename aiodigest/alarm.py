@@ -1,0 +1,36 @@
+"""One timer for many deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+GRAIN = 0.01  # seconds: what is due so soon is due now, so that thousands are looked at together
+
+
+class Alarm:
+    """Goes off at the earliest of the times it was set to, and is then set to none.
+
+    It keeps that time itself: what uvloop gives for one that is very near, or past, has no ``when``.
+    """
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._at = inf
+        self._handle: asyncio.Handle | None = None
+
+    def set(self, at: float) -> None:
+        """Go off at a time of the event loop's clock, unless it will sooner."""
+        if at < self._at:
+            self.cancel()
+            self._at, self._handle = at, asyncio.get_running_loop().call_at(at, self._go_off)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._at, self._handle = inf, None
+
+    def _go_off(self) -> None:
+        self._at, self._handle = inf, None
+        self._ring()
