@@ -105,9 +105,11 @@ class Session:
         self._backend = backend
         return backend
 
-    def _queue(self, key: str) -> int:
-        """The queue of a timeline's adds in its shard: always the same, so that they stay in order."""
-        return crc32(key.encode()) % self._calls
+    def _place(self, backend: Backend, key: str) -> tuple[int, int]:
+        """A timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
+        if self._calls == 1:
+            return backend.shard_of(key), 0
+        return 0, crc32(key.encode()) % self._calls
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
@@ -120,8 +122,8 @@ class Session:
         """Send an add with the others of this turn; True if it made its timeline ready."""
         began = asyncio.get_running_loop().time()
         backend = self._backend or await self.backend()
-        shard = backend.shard_of(add.key)
-        ready = await self._adds[shard].submit(add, weight(add), queue=self._queue(add.key), since=began)
+        shard, queue = self._place(backend, add.key)
+        ready = await self._adds[shard].submit(add, weight(add), queue=queue, since=began)
         if ready:
             self.poke(shard)
         return ready
@@ -134,7 +136,7 @@ class Session:
             return [error] * len(adds)
         queues: dict[tuple[int, int], list[int]] = {}
         for index, add in enumerate(adds):
-            queues.setdefault((backend.shard_of(add.key), self._queue(add.key)), []).append(index)
+            queues.setdefault(self._place(backend, add.key), []).append(index)
         answers: dict[int, bool | AiodigestError] = {}
 
         async def send(shard: int, indices: list[int]) -> None:

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from math import nan
 from typing import Any, cast
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, MANY, TURN, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.dispatch import ERROR_LENGTH, MANY, SMALL, TURN, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
 from aiodigest.wire import pack
 
@@ -123,6 +122,23 @@ async def test_a_codec_may_raise_anything() -> None:
     assert (await read([entry("a")], Wild())).undecodable == {b"a": "ZeroDivisionError: wild"}
 
 
+class Slow:
+    """A codec that takes a turn for each value, and notes which it has decoded."""
+
+    def __init__(self) -> None:
+        self.decoded: list[int] = []
+
+    def encode(self, value: int, /) -> bytes:
+        return b"%d" % value
+
+    def decode(self, data: bytes, /) -> int:
+        ends = time.perf_counter() + TURN
+        while time.perf_counter() < ends:
+            pass
+        self.decoded.append(int(data))
+        return self.decoded[-1]
+
+
 async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_does_other_things() -> None:
     turns = 0
 
@@ -132,39 +148,31 @@ async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_doe
             turns += 1
             await asyncio.sleep(0)
 
-    class Slow:
-        def encode(self, value: int, /) -> bytes:
-            return b""
-
-        def decode(self, data: bytes, /) -> int:
-            ends = time.perf_counter() + TURN
-            while time.perf_counter() < ends:
-                pass
-            return 1
-
     turning = asyncio.create_task(turn())
-    contents = await read([entry(f"{number}") for number in range(20)], Slow())
-    turning.cancel()
+    slow = Slow()
+    contents = await read([pack(b"%d" % number, 0, slow.encode(number)) for number in range(20)], slow)
     assert len(contents.records) == 20
-    assert turns >= 19
-    turns, turning = 0, asyncio.create_task(turn())
-    await read([entry(f"{number}") for number in range(10 * MANY)], CODEC)
+    assert turns >= 19, "of decoding"
+    turns = 0
+    contents = await read([entry("a", number) for number in range(10 * MANY)], CODEC)
     turning.cancel()
-    assert turns >= 10, "they are taken apart in slices, too"
+    assert len(contents.records) == 1
+    assert turns >= 10, "of taking entries apart"
 
 
 async def test_large_digests_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
-    order: list[str] = []
-    dispatcher = Dispatcher(asyncio.Queue[Digest]().put, CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
-    large, small = [entry(f"{number}", 10**2_000) for number in range(1_000)], [entry("a")]
-    attempts = [("large", large), ("larger", large), ("small", small)]
+    slow, many = Slow(), SMALL[0] + 1
+    callback = asyncio.Queue[Digest[int]]().put
+    dispatcher = Dispatcher(callback, slow, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
 
-    async def prepare(key: str, entries: Sequence[bytes]) -> None:
-        await dispatcher.prepare(replace(lease_of(entries), key=key), entries)
-        order.append(key)
+    async def prepare(value: int, number: int) -> None:
+        entries = [pack(b"%d" % each, 0, slow.encode(value)) for each in range(number)]
+        await dispatcher.prepare(lease_of(entries), entries)
 
-    await asyncio.gather(*(prepare(key, entries) for key, entries in attempts))
-    assert order == ["small", "large", "larger"]
+    await asyncio.gather(prepare(1, many), prepare(2, many), prepare(0, 1))
+    assert slow.decoded.index(0) < 5
+    slow.decoded.remove(0)
+    assert slow.decoded == [1] * many + [2] * many
 
 
 # errors in words
