@@ -47,10 +47,12 @@ bench-smoke: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks --rounds 2 --scale 0.02 --json .bench/smoke.json --markdown .bench/smoke.md
 
 latency: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks --disk --only callback lateness idle
+	@$(BIN)/python -m benchmarks --disk --only callback lateness idle \
+		--json .bench/latency.json --markdown .bench/latency.md
 
 overload: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks --only large producers one
+	@$(BIN)/python -m benchmarks --only large producers one \
+		--json .bench/overload.json --markdown .bench/overload.md
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py

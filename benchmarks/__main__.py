@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -72,16 +73,23 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     report = Report(machine())
     peers = PEERS if any(known[name][1] in BY_LOOP.values() for name in options.only) else ()
-    options.pythons = {peer.name: prepare(peer, FOLDER / "peers") for peer in peers}
+    pythons: dict[str, Path] = {}
     for peer in peers:
-        versions = asyncio.run(run_peer(peer, options.pythons[peer.name], "versions"))
-        report.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
+        try:
+            python = prepare(peer, FOLDER / "peers")
+            versions = asyncio.run(run_peer(peer, python, "versions"))
+        except (OSError, subprocess.SubprocessError, SystemExit) as error:
+            report.facts[peer.name] = f"left out: {error}"
+        else:
+            pythons[peer.name] = python
+            report.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    options.pythons = pythons
     for name in options.only:
         loop, compare = known[name]
         play(loop, on_a_fresh_server(compare, loop, report, options))
-    report.facts["took"] = f"{time.monotonic() - began:.0f} s, {options.rounds} rounds"
-    report.write(options.json)
-    options.markdown.write_text(report.markdown(), encoding="utf-8")
+        report.facts["took"] = f"{time.monotonic() - began:.0f} s, {options.rounds} rounds"
+        report.write(options.json)
+        options.markdown.write_text(report.markdown(), encoding="utf-8")
     missed = [row for row in report.rows if row.met is False]
     print(f"{len(report.rows)} figures, {len(missed)} missed; {options.markdown} and {options.json} have the table")
     return 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from benchmarks.baselines import TIMELINES, VALUE, Adder, engine, key_of, spread
+from benchmarks.baselines import TIMELINES, VALUE, Adder, engine, key_of, naive, spread
 from benchmarks.layout2017 import Layout
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
@@ -25,13 +26,13 @@ async def spent(client: Any, work: Callable[[], Awaitable[object]], adds: int) -
 
 
 async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
-    count = setting.some(8_000, 400)
+    adds = setting.some(8_000, 400)
 
     async def ours(policy: Policy) -> float:
         await setting.flush()
         async with engine(setting.url, policy) as one, setting.client() as client:
             await spread(one.add, TIMELINES, 200)
-            return await spent(client, partial(spread, one.add, count, 200), count)
+            return await spent(client, partial(spread, one.add, adds, 200), adds)
 
     async def theirs(waiting: bool) -> float:
         await setting.flush()
@@ -41,18 +42,27 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
             await spread(layout.add, TIMELINES, 20)
             for number in range(TIMELINES if waiting else 0):
                 await layout.close(key_of(number), [])
-            return await spent(client, partial(spread, layout.add, count, 20), count)
+            return await spent(client, partial(spread, layout.add, adds, 20), adds)
+
+    async def alone() -> float:
+        await setting.flush()
+        async with naive(setting.url) as scripts:
+            await spread(scripts.add, TIMELINES, 20)
+            return await spent(scripts.client, partial(spread, scripts.add, adds, 20), adds)
 
     took = await in_turn(
         setting.rounds,
+        alone=alone,
         ready=partial(ours, Policy()),
         waiting=partial(ours, LATER),
         old_ready=partial(theirs, False),
         old_waiting=partial(theirs, True),
     )
     for state, bound in (("ready", 0.3), ("waiting", 0.4)):
-        what = f"server time an add, {state} timelines"
+        what = f"server time an add, coalesced, {state} timelines"
         yield Row(what, "the layout of 2017", "us", took[state], took[f"old_{state}"], bound)
+    what = "server time an add, a call each, ready timelines"
+    yield Row(what, "the layout of 2017", "us", took["alone"], took["old_ready"])
 
 
 async def memory(setting: Setting) -> AsyncGenerator[Row, None]:
@@ -86,11 +96,12 @@ async def memory(setting: Setting) -> AsyncGenerator[Row, None]:
 async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
     """The same adds beside a thousand timelines, and beside a million."""
     await setting.flush()
-    large, some, number = setting.some(1_000_000, 20_000), SIDE, 0
+    large, some, numbers = setting.some(1_000_000, 20_000), SIDE, count(1)
 
-    async def fill(one: DigestEngine[JSON], first: int, count: int) -> None:
-        for start in range(first, first + count, 10_000):
-            await one.add_many(Entry(f"user:{n}", "") for n in range(start, min(start + 10_000, first + count)))
+    async def fill(one: DigestEngine[JSON], first: int, timelines: int) -> None:
+        end = first + timelines
+        for start in range(first, end, 10_000):
+            await one.add_many(Entry(f"user:{n}", "") for n in range(start, min(start + 10_000, end)))
 
     options: Any = {"policy": LATER, "timeout": 60}
     async with DigestEngine[JSON](setting.url, namespace="large", **options) as many, setting.client() as client:
@@ -100,12 +111,10 @@ async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
             return await spent(client, partial(fill, one, held, some), some)
 
         async def beside_many() -> float:
-            nonlocal number
-            number += 1
-            return await new(many, large + number * some)
+            return await new(many, large + next(numbers) * some)
 
         async def beside_few() -> float:
-            async with DigestEngine[JSON](setting.url, namespace=f"few-{number}", **options) as few:
+            async with DigestEngine[JSON](setting.url, namespace=f"few-{next(numbers)}", **options) as few:
                 await fill(few, 0, SIDE)
                 return await new(few, SIDE)
 
@@ -116,7 +125,7 @@ async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
             )  # fmt: skip
 
         async def again_beside_few() -> float:
-            async with DigestEngine[JSON](setting.url, namespace=f"same-{number}", **options) as few:
+            async with DigestEngine[JSON](setting.url, namespace=f"same-{next(numbers)}", **options) as few:
                 await fill(few, 0, SIDE)
                 return await again(few, SIDE)
 

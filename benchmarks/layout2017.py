@@ -1,7 +1,8 @@
-"""The layout that digests had in 2017, of which layout2017.lua is the script: a call an add, an open and a close."""
+"""The layout that digests had in 2017, of which layout2017.lua is the script."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,15 @@ class Layout:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._sha = ""
-        self.now = 0.0  # as callers tell the time there
 
     async def begin(self) -> None:
         self._sha = await self._client.script_load(SOURCE)
 
     async def _run(self, command: str, *arguments: object) -> Any:
-        return await self._client.evalsha(self._sha, 1, PREFIX, command, PREFIX, TTL, self.now, *arguments)
+        return await self._client.evalsha(self._sha, 1, PREFIX, command, PREFIX, TTL, time.time(), *arguments)
 
     async def add(self, key: str, value: str | bytes) -> None:
-        await self._run("ADD", key, uuid4().hex, value, self.now, INCREMENT, MAXIMUM, CAPACITY, CHANCE)
-
-    async def open(self, key: str) -> Sequence[Sequence[bytes]]:
-        return await self._run("OPEN", key, CAPACITY)
+        await self._run("ADD", key, uuid4().hex, value, time.time(), INCREMENT, MAXIMUM, CAPACITY, CHANCE)
 
     async def close(self, key: str, ids: Sequence[bytes]) -> None:
         await self._run("CLOSE", key, MINIMUM, *ids)

@@ -61,7 +61,7 @@ class Row:
         return [
             self.what, self.loop, figure(median(self.ours)), self.unit, self.beside, theirs,
             f"{figure(self.value)}" if self.theirs is not None else "",
-            f"{figure(low)} to {figure(high)}", self.wanted, verdict,
+            f"{figure(low)} to {figure(high)}" if len(self.ours) > 1 else "", self.wanted, verdict,
         ]  # fmt: skip
 
 
@@ -88,6 +88,7 @@ class Report:
         return "\n".join([*lines, "", *(f"| {' | '.join(cells)} |" for cells in table)]) + "\n"
 
     def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [
             {**asdict(row), "value": row.value, "spread": row.spread, "wanted": row.wanted, "met": row.met}
             for row in self.rows

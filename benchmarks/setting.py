@@ -43,8 +43,8 @@ class Setting:
 
     @property
     def found(self) -> Sequence[Peer]:
-        """The peers that can be run."""
-        return [peer for peer in PEERS if peer.name in self.peers]
+        """The peers that can be run: on asyncio, as they are by themselves."""
+        return [peer for peer in PEERS if peer.name in self.peers and self.loop == "asyncio"]
 
     def some(self, count: int, least: int = 1) -> int:
         """How many of ``count`` this run takes."""

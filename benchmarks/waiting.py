@@ -171,7 +171,11 @@ async def idleness(setting: Setting) -> AsyncGenerator[Row, None]:
     await process.wait()
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(sent.items()))
     yield Row(
-        "commands of an idle worker", f"({kinds})", "a minute", [sum(sent.values()) * 60 / seconds], bound=COMMANDS
+        "commands of an idle worker",
+        f"({kinds})",
+        "a minute",
+        [sum(sent.values()) * 60 / seconds],
+        bound=COMMANDS if seconds == 60 else None,
     )
     yield Row("an idle worker", "", "% of a core", [float(await share)], bound=SHARE)
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import random
+import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ class Seen:
     """What a worker saw."""
 
     seconds: float  # from the first callback's start to the last one's
-    digests: int
+    digests: int  # delivered after the first
     records: int
     early_mb: float  # resident, after the first records
     peak_mb: float  # the most after that
@@ -39,9 +40,7 @@ def resident() -> float:
     """The memory of this process, in MB."""
     status = Path("/proc/self/statm")
     if status.exists():
-        return int(status.read_text().split()[1]) * 4096 / 1e6
-    import resource
-
+        return int(status.read_text().split()[1]) * resource.getpagesize() / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
@@ -66,34 +65,36 @@ async def work(url: str, namespace: str, count: int, concurrency: int, failing: 
         url, namespace=namespace, concurrency=concurrency, backoff_mode=BackoffMode(), timeout=60
     )
     done, pulse, dice = asyncio.Event(), Pulse(), random.Random(1)
+    wanted = count - round(2 * count * failing)  # the retries of those that fail are not waited for
     digests = records = 0
     began = ended = early = peak = 0.0
 
     async def deliver(digest: Digest[JSON]) -> None:
         nonlocal digests, records, began, ended, early, peak
-        if not digests:
+        if not began:
             began = time.perf_counter()
-        digests += 1
+        fails = failing and dice.random() < failing
+        digests += not fails
         records += len(digest.records)
         if not early and records >= EARLY:
             early = resident()
         elif digests % 1_000 == 0:
             peak = max(peak, resident())
-        if digests == count:
-            ended = time.perf_counter()
+        if digests == wanted:
+            ended = ended or time.perf_counter()
             done.set()
-        if failing and dice.random() < failing:
+        if fails:
             raise RuntimeError("this delivery was to fail")
 
     async with engine.delivering(deliver):
         settle()  # as `aiodigest run` does
         beating = asyncio.create_task(pulse.beat())
-        async with asyncio.timeout(600):
+        async with asyncio.timeout(600 + count / 500):
             await done.wait()
         beating.cancel()
     early = early or resident()
     return Seen(
-        ended - began, digests, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000
+        ended - began, wanted - 1, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000
     )  # fmt: skip
 
 

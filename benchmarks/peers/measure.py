@@ -65,5 +65,14 @@ class Jobs:
         if self._done == self.count:
             self.done.set()
 
+    async def wait(self, worker: asyncio.Task[object]) -> None:
+        """Wait until all are done, or the worker has ended, which it should not."""
+        done = asyncio.create_task(self.done.wait())
+        await asyncio.wait([done, worker], return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            done.cancel()
+            worker.result()
+            raise SystemExit("the worker has ended")
+
     def tell(self) -> None:
         tell(self.count - 1, self._ended - self._began)

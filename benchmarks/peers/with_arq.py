@@ -37,7 +37,7 @@ async def main() -> None:
             poll_delay=POLL, queue_read_limit=LIMIT, keep_result=0, handle_signals=False, log_results=False,
         )  # fmt: skip
         running = asyncio.create_task(worker.async_run())
-        await jobs.done.wait()
+        await jobs.wait(running)
         jobs.tell()
         running.cancel()
         await asyncio.wait([running])

@@ -24,7 +24,8 @@ async def main() -> None:
     await queue.connect()
 
     async def enqueue() -> None:
-        await queue.enqueue("work", value=value, ttl=-1)  # results are not kept
+        # results are not kept; with one try a job whose worker was lost would not be done again
+        await queue.enqueue("work", value=value, ttl=-1, retries=2)
 
     async def work(context: object, *, value: str) -> None:
         jobs.one()
@@ -35,7 +36,7 @@ async def main() -> None:
         await share(enqueue, asked.count, 50)
         worker = Worker(queue, [("work", work)], concurrency=CONCURRENCY)
         running = asyncio.create_task(worker.start())
-        await jobs.done.wait()
+        await jobs.wait(running)
         jobs.tell()
         await worker.stop()
         running.cancel()

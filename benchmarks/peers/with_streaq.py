@@ -31,7 +31,7 @@ async def main() -> None:
     async with worker:
         await share(enqueue, asked.count, 50)
     running = asyncio.create_task(worker.run_async())
-    await jobs.done.wait()
+    await jobs.wait(running)
     jobs.tell()
     running.cancel()
     await asyncio.wait([running])

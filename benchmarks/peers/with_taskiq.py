@@ -33,7 +33,7 @@ async def main() -> None:
         await share(enqueue, asked.count, 50)
         receiving = run_receiver_task(broker, max_async_tasks=CONCURRENCY, max_prefetch=CONCURRENCY)
         running = asyncio.create_task(receiving)
-        await jobs.done.wait()
+        await jobs.wait(running)
         jobs.tell()
         running.cancel()
         await asyncio.wait([running])
