@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import subprocess
+import signal
 import sys
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
 from benchmarks import adding, backlog, costs, delivering, importing, overload, waiting
-from benchmarks.peers.environments import PEERS, prepare
-from benchmarks.peers.environments import run as run_peer
+from benchmarks.peers.environments import Peers
+from benchmarks.programs import in_short
 from benchmarks.report import Report, Row, machine
 from benchmarks.setting import LOOPS, Setting, fresh_server, play
 
@@ -48,11 +48,13 @@ def comparisons() -> Mapping[str, tuple[str, Compare]]:
     return {**found, **{name: ("asyncio", compare) for name, compare in ONCE.items()}}
 
 
-async def on_a_fresh_server(compare: Compare, loop: str, report: Report, options: argparse.Namespace) -> None:
+async def on_a_fresh_server(
+    compare: Compare, loop: str, report: Report, peers: Peers, options: argparse.Namespace
+) -> None:
     async with fresh_server(options.disk) as (server, port):
         report.facts["server"] = server
         url = f"redis://127.0.0.1:{port}/0"
-        setting = Setting(url, port, loop, options.rounds, options.scale, options.pythons)
+        setting = Setting(url, port, loop, options.rounds, options.scale, peers)
         async for row in compare(setting):
             report.rows.append(row)
             print("  ".join(cell for cell in row.cells() if cell), flush=True)
@@ -69,30 +71,27 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=FOLDER / "bench.json")
     parser.add_argument("--markdown", type=Path, default=FOLDER / "bench.md")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does: no server is left behind
     began = time.monotonic()
-    FOLDER.mkdir(exist_ok=True)
-    report = Report(machine())
-    peers = PEERS if any(known[name][1] in BY_LOOP.values() for name in options.only) else ()
-    pythons: dict[str, Path] = {}
-    for peer in peers:
-        try:
-            python = prepare(peer, FOLDER / "peers")
-            versions = asyncio.run(run_peer(peer, python, "versions"))
-        except (OSError, subprocess.SubprocessError, SystemExit) as error:
-            report.facts[peer.name] = f"left out: {error}"
-        else:
-            pythons[peer.name] = python
-            report.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    options.pythons = pythons
+    report, failed = Report(machine()), list[str]()
+    peers = Peers(report.facts)
+    if BY_LOOP.keys() & set(options.only):
+        peers.find(FOLDER / "peers")
     for name in options.only:
         loop, compare = known[name]
-        play(loop, on_a_fresh_server(compare, loop, report, options))
-        report.facts["took"] = f"{time.monotonic() - began:.0f} s, {options.rounds} rounds"
-        report.write(options.json)
-        options.markdown.write_text(report.markdown(), encoding="utf-8")
+        try:
+            play(loop, on_a_fresh_server(compare, loop, report, peers, options))
+        except Exception as error:  # the others are measured all the same
+            traceback.print_exc()
+            failed.append(name)
+            report.facts[f"{name} failed"] = in_short(error)
+        report.facts["took"] = f"{time.monotonic() - began:.0f} s, {options.rounds} rounds, scale {options.scale:g}"
+        report.write(options.json, options.markdown)
     missed = [row for row in report.rows if row.met is False]
     print(f"{len(report.rows)} figures, {len(missed)} missed; {options.markdown} and {options.json} have the table")
-    return 0
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

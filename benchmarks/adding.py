@@ -6,13 +6,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from statistics import median
 
-from aiodigest import Entry, Policy
-from aiodigest.backend import Add
-from aiodigest.codecs import JSONCodec
-from aiodigest.scripts import pack_adds
-from aiodigest.wire import pack
-from benchmarks.baselines import VALUE, engine, key_of, naive, push, spread
-from benchmarks.peers.environments import Peer, run
+from aiodigest import Entry
+from benchmarks.baselines import TIMELINES, VALUE, engine, key_of, naive, push, spread
+from benchmarks.peers.environments import Peer
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn, timed
 
@@ -23,15 +19,11 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     await setting.flush()
     count, few = setting.some(20_000, 400), setting.some(3_000, 50)
     async with engine(setting.url) as ours, naive(setting.url) as scripts, setting.client() as client:
-        for add in (ours.add, scripts.add):  # connections are made, and scripts loaded
-            await spread(add, 1_000, 200)
+        ready = [scripts.packed(key_of(number), VALUE) for number in range(few)]
 
         async def many() -> None:
             for start in range(0, count, MANY):
                 await ours.add_many(Entry(key_of(start + number), VALUE) for number in range(MANY))
-
-        value, terms = JSONCodec(str).encode(VALUE), Policy().terms
-        ready = [pack_adds([Add(key_of(n), pack(b"%032d" % n, None, value), terms)]) for n in range(few)]
 
         async def bare() -> None:
             for arguments in ready:
@@ -44,8 +36,12 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
 
         async def enqueue(peer: Peer) -> float:
             await setting.flush()
-            told = await run(peer, setting.peers[peer.name], "enqueue", setting.url, "--count", count // 4)
-            return told["seconds"]
+            return (await setting.ask(peer, "enqueue", count // 4))["seconds"]
+
+        for add in (ours.add, scripts.add):  # connections are made, and scripts loaded
+            await spread(add, TIMELINES, 200)
+        await push(client, TIMELINES)
+        await bare()
 
         took = await in_turn(
             setting.rounds,

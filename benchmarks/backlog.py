@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from aiodigest.scripts import load_script
+from aiodigest.scripts import COMMANDS, SHARED, load_script
 from benchmarks.delivering import fill
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from benchmarks.worker import Seen, deliver_apart
+from benchmarks.worker import EARLY, Seen, deliver_apart
 
 SCRIPT_MS, STALL_MS = 5.0, 20.0
-NAMES = ("add", "claim", "read", "renew", "close", "retry", "release")
+FIRST_USE = "EVAL (first use)"  # the server compiles the script too, once: no bound is of that
 COUNT = "for number = 1, tonumber(ARGV[1]) do local _ = number * 2 end return 1"
 LARGE, PER_TIMELINE, SIZE = 64, 1_000, 8_192
 
@@ -29,10 +29,12 @@ async def watch(client: Any) -> None:
 
 async def longest(client: Any) -> Mapping[str, float]:
     """The longest run of each script since then, in ms."""
-    names, found = {load_script(name).sha: name for name in NAMES}, dict[str, float]()
+    names = {load_script(name).sha: name for name in (*SHARED, *COMMANDS)} | {"EVAL": FIRST_USE}
+    found = dict[str, float]()
     for entry in await client.slowlog_get(100_000):
         words: list[str] = entry["command"].decode(errors="replace").split()
-        name = names.get(words[1], words[0]) if len(words) > 1 else words[0]
+        command = words[0].upper()
+        name = names.get(words[1] if command == "EVALSHA" else command, command)
         found[name] = max(found.get(name, 0.0), entry["duration"] / 1000)
     return found
 
@@ -55,12 +57,13 @@ async def of_nothing(client: Any) -> float:
 
 def rows(what: str, scripts: Mapping[str, float], nothing: float, seen: Seen) -> list[Row]:
     of_scripts = ", ".join(f"{name} {took:.1f}" for name, took in sorted(scripts.items(), key=lambda pair: -pair[1]))
+    longest_script = max((took for name, took in scripts.items() if name != FIRST_USE), default=0.0)
     return [
-        Row(f"{what}: longest script", f"({of_scripts})", "ms", [max(scripts.values(), default=0.0)], bound=SCRIPT_MS),
+        Row(f"{what}: longest script", f"({of_scripts})", "ms", [longest_script], bound=SCRIPT_MS),
         Row("the same of a script that counts for 1 ms", "", "ms", [nothing]),
         Row(f"{what}: longest stall of the worker's loop, computing", "", "ms", [seen.stall_ms], bound=STALL_MS),
         Row(f"{what}: the same, with what others took of the core", "", "ms", [seen.wall_ms]),
-        Row(f"{what}: records", "", "records/s", [seen.records / seen.seconds]),
+        Row(f"{what}: records", "", "records/s", [seen.rate * seen.records / seen.digests]),
     ]
 
 
@@ -100,5 +103,6 @@ async def memory_of_worker(setting: Setting) -> AsyncGenerator[Row, None]:
     timelines = setting.some(100_000, 2_000)
     await fill(setting.url, "memory", timelines)
     seen = await deliver_apart(setting.url, "memory", timelines)
-    what = f"memory of a worker while it delivers {seen.records:,} records"
-    yield Row(what, "after the first 10,000", "MB", [seen.peak_mb], [seen.early_mb], bound=1.2)
+    if seen.early_mb:  # the system tells it
+        what = f"memory of a worker while it delivers {seen.records:,} records"
+        yield Row(what, f"after the first {EARLY:,}", "MB", [seen.peak_mb], [seen.early_mb], bound=1.2)

@@ -13,7 +13,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from aiodigest import JSON, DigestEngine, Policy
 from aiodigest.backend import Add
 from aiodigest.codecs import JSONCodec
-from aiodigest.scripts import load_script, pack_adds
+from aiodigest.scripts import Argument, load_script, pack_adds
 from aiodigest.wire import pack
 
 Adder = Callable[[str, str], Awaitable[object]]
@@ -57,20 +57,23 @@ class Scripts:
         await self.client.hset(self._key, "version", self._version)
 
     async def add(self, key: str, value: str) -> None:
-        entry = pack(uuid4().hex.encode(), None, self._codec.encode(value))
-        await self.send(pack_adds([Add(key, entry, self._terms)]))
+        await self.send(self.packed(key, value))
 
-    async def send(self, arguments: Sequence[bytes | str | int]) -> None:
+    def packed(self, key: str, value: str) -> Sequence[Argument]:
+        """The arguments of an add, of a record with an id of its own."""
+        return pack_adds([Add(key, pack(uuid4().hex.encode(), None, self._codec.encode(value)), self._terms)])
+
+    async def send(self, arguments: Sequence[Argument]) -> None:
         await self.client.evalsha(self._script.sha, 1, self._key, self._version, "", *arguments)
 
 
 @asynccontextmanager
-async def naive(url: str) -> AsyncGenerator[Scripts, None]:
+async def naive(url: str, policy: Policy = Policy()) -> AsyncGenerator[Scripts, None]:
     """A pool of 50 connections, and a call an add."""
     pools: Any = BlockingConnectionPool
     pool = pools.from_url(url, max_connections=50, timeout=None)
     async with Redis(connection_pool=pool) as client:
-        scripts = Scripts(client)
+        scripts = Scripts(client, policy)
         await scripts.begin()
         yield scripts
     await pool.aclose()

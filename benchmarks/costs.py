@@ -41,28 +41,28 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
             await layout.begin()
             await spread(layout.add, TIMELINES, 20)
             for number in range(TIMELINES if waiting else 0):
-                await layout.close(key_of(number), [])
+                await layout.close(key_of(number))
             return await spent(client, partial(spread, layout.add, adds, 20), adds)
 
-    async def alone() -> float:
+    async def alone(policy: Policy) -> float:
         await setting.flush()
-        async with naive(setting.url) as scripts:
+        async with naive(setting.url, policy) as scripts:
             await spread(scripts.add, TIMELINES, 20)
             return await spent(scripts.client, partial(spread, scripts.add, adds, 20), adds)
 
     took = await in_turn(
         setting.rounds,
-        alone=alone,
         ready=partial(ours, Policy()),
         waiting=partial(ours, LATER),
+        alone_ready=partial(alone, Policy()),
+        alone_waiting=partial(alone, LATER),
         old_ready=partial(theirs, False),
         old_waiting=partial(theirs, True),
     )
     for state, bound in (("ready", 0.3), ("waiting", 0.4)):
-        what = f"server time an add, coalesced, {state} timelines"
-        yield Row(what, "the layout of 2017", "us", took[state], took[f"old_{state}"], bound)
-    what = "server time an add, a call each, ready timelines"
-    yield Row(what, "the layout of 2017", "us", took["alone"], took["old_ready"])
+        beside, old = "the layout of 2017", took[f"old_{state}"]
+        yield Row(f"server time an add, coalesced, {state} timelines", beside, "us", took[state], old, bound)
+        yield Row(f"server time an add, a call each, {state} timelines", beside, "us", took[f"alone_{state}"], old)
 
 
 async def memory(setting: Setting) -> AsyncGenerator[Row, None]:

@@ -12,7 +12,7 @@ from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backend import Close
 from aiodigest.scripts import load_script, pack_close, pack_limits, unpack_lease
 from benchmarks.baselines import VALUE
-from benchmarks.peers.environments import Peer, run
+from benchmarks.peers.environments import Peer
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
 from benchmarks.worker import deliver_apart
@@ -57,7 +57,7 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
         await setting.flush()
         await fill(setting.url, "deliver", timelines)
         seen = await deliver_apart(setting.url, "deliver", timelines, failing=failing, loop=setting.loop)
-        return seen.digests / seen.seconds
+        return seen.rate
 
     async def limit() -> float:
         await setting.flush()
@@ -68,7 +68,7 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     async def jobs(peer: Peer) -> float:
         await setting.flush()
         count = setting.some(5_000, 100)
-        told = await run(peer, setting.peers[peer.name], "jobs", setting.url, "--count", count, timeout=300)
+        told = await setting.ask(peer, "jobs", count, timeout=300)
         return told["count"] / told["seconds"]
 
     rates = await in_turn(
@@ -91,16 +91,7 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
         bound = 4.0 if best_sure else 1.5 if best else None
         yield row("digests of 10 records", f"{name}, jobs/s", name, bound)
         if best:
-            yield Row(
-                "records of these",
-                f"{name}, jobs/s",
-                "records/s",
-                records,
-                rates[name],
-                15,
-                least=True,
-                loop=setting.loop,
-            )
+            yield Row("records of these", f"{name}, jobs/s", "records/s", records, rates[name], 15, least=True)
     yield row("digests of 10 records", "claim and close scripts, ten a call", "limit", 0.6)
     what = "digests, 1 % of callbacks failing"
     yield Row(what, "none failing", "digests/s", rates["failing"], rates["ours"], 0.8, least=True, loop=setting.loop)

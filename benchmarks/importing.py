@@ -1,34 +1,31 @@
-"""What ``import aiodigest`` takes, and the first engine, for which the heavy parts are imported."""
+"""What ``import aiodigest`` takes, and a first engine, beside the import of what an engine cannot do without."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import AsyncGenerator
 from functools import partial
 
+from benchmarks.programs import output
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
 
-TIMED = "import time; began = time.perf_counter(); import {}; print((time.perf_counter() - began) * 1000)"
+TIMED = "import time; began = time.perf_counter(); {}; print((time.perf_counter() - began) * 1000)"
+PARTS = "import redis.asyncio, pydantic"
+ENGINE = "import aiodigest; aiodigest.DigestEngine(namespace='x')"  # loads what the import alone puts off
 
 
-async def took(modules: str) -> float:
+async def took(statements: str) -> float:
     """Milliseconds, in a new process."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", TIMED.format(modules), stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    return float(out)
+    return float(await output(statements, sys.executable, "-c", TIMED.format(statements)))
 
 
 async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     times = await in_turn(
         max(setting.rounds, 3) * 3,
-        ours=partial(took, "aiodigest"),
-        engine=partial(took, "aiodigest; aiodigest.DigestEngine(namespace='x')"),
-        parts=partial(took, "redis.asyncio, pydantic"),
+        ours=partial(took, "import aiodigest"),
+        engine=partial(took, ENGINE),
+        parts=partial(took, PARTS),
     )
-    beside = "import redis.asyncio, pydantic"
-    yield Row("import aiodigest", beside, "ms", times["ours"], times["parts"], bound=1.3)
-    yield Row("the same, and make an engine", beside, "ms", times["engine"], times["parts"])
+    yield Row("import aiodigest", PARTS, "ms", times["ours"], times["parts"], bound=1.3)
+    yield Row("import aiodigest and make an engine", PARTS, "ms", times["engine"], times["parts"])

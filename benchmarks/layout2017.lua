@@ -1,26 +1,19 @@
 -- A digest store as they were written in 2017: a string for each record, a sorted set for each timeline, one script
--- for all commands, which reads its arguments by name and makes its keys as it goes. Written for this comparison.
+-- for all commands, which reads its arguments by name and makes its keys as it goes. Written for this comparison, which
+-- adds to timelines that are ready or wait: a close is here without the records that it removed.
 
 local SHAPES = {
   ADD = {
     'timeline', 'record', 'value', 'timestamp:number', 'increment:number', 'maximum:number', 'capacity:number',
     'chance:number',
   },
-  OPEN = {'timeline', 'capacity:number'},
-  CLOSE = {'timeline', 'minimum:number', 'records:rest'},
+  CLOSE = {'timeline', 'minimum:number'},
 }
 local COMMON = {'prefix', 'ttl:number', 'now:number'}
 
 local readers = {
   text = function(place) return ARGV[place], place + 1 end,
   number = function(place) return tonumber(ARGV[place]), place + 1 end,
-  rest = function(place)
-    local list = {}
-    while ARGV[place] do
-      list[#list + 1], place = ARGV[place], place + 1
-    end
-    return list, place
-  end,
 }
 
 local function read_arguments(shape, place)
@@ -33,13 +26,12 @@ local function read_arguments(shape, place)
 end
 
 local common, first = read_arguments(COMMON, 2)
-math.randomseed(common.now)
+math.randomseed(common.now * 1000000) -- in seconds, all adds of one would be trimmed, or none
 
 local keys = {
   waiting = function() return string.format('%s:waiting', common.prefix) end,
   ready = function() return string.format('%s:ready', common.prefix) end,
   timeline = function(name) return string.format('%s:t:%s', common.prefix, name) end,
-  digest = function(name) return string.format('%s:t:%s:digest', common.prefix, name) end,
   last = function(name) return string.format('%s:t:%s:last', common.prefix, name) end,
   record = function(name, id) return string.format('%s:t:%s:r:%s', common.prefix, name, id) end,
 }
@@ -83,29 +75,7 @@ local commands = {
     end
     return is_ready
   end,
-  OPEN = function(given)
-    local timeline, digest = keys.timeline(given.timeline), keys.digest(given.timeline)
-    if redis.call('EXISTS', timeline) == 1 then
-      if redis.call('EXISTS', digest) == 1 then
-        redis.call('ZUNIONSTORE', digest, 2, timeline, digest, 'AGGREGATE', 'MAX')
-        redis.call('DEL', timeline)
-        trim(digest, given.timeline, given.capacity)
-      else
-        redis.call('RENAME', timeline, digest)
-      end
-      redis.call('EXPIRE', digest, common.ttl)
-    end
-    local records = {}
-    for _, id in ipairs(redis.call('ZREVRANGE', digest, 0, -1)) do
-      records[#records + 1] = {id, redis.call('GET', keys.record(given.timeline, id))}
-    end
-    return records
-  end,
   CLOSE = function(given)
-    for _, id in ipairs(given.records) do
-      redis.call('ZREM', keys.digest(given.timeline), id)
-      redis.call('DEL', keys.record(given.timeline, id))
-    end
     redis.call('SETEX', keys.last(given.timeline), common.ttl, common.now)
     redis.call('ZREM', keys.ready(), given.timeline)
     redis.call('ZADD', keys.waiting(), common.now + given.minimum, given.timeline)

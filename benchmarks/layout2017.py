@@ -1,9 +1,8 @@
-"""The layout that digests had in 2017, of which layout2017.lua is the script."""
+"""The layout that digests had in 2017, of which layout2017.lua is the script: a call an add, and one a close."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,11 +22,13 @@ class Layout:
     async def begin(self) -> None:
         self._sha = await self._client.script_load(SOURCE)
 
-    async def _run(self, command: str, *arguments: object) -> Any:
-        return await self._client.evalsha(self._sha, 1, PREFIX, command, PREFIX, TTL, time.time(), *arguments)
+    async def _run(self, now: float, command: str, *arguments: object) -> None:
+        await self._client.evalsha(self._sha, 1, PREFIX, command, PREFIX, TTL, now, *arguments)
 
-    async def add(self, key: str, value: str | bytes) -> None:
-        await self._run("ADD", key, uuid4().hex, value, time.time(), INCREMENT, MAXIMUM, CAPACITY, CHANCE)
+    async def add(self, key: str, value: str) -> None:
+        now = time.time()  # callers told the time there
+        await self._run(now, "ADD", key, uuid4().hex, value, now, INCREMENT, MAXIMUM, CAPACITY, CHANCE)
 
-    async def close(self, key: str, ids: Sequence[bytes]) -> None:
-        await self._run("CLOSE", key, MINIMUM, *ids)
+    async def close(self, key: str) -> None:
+        """Have a timeline wait, as after a digest."""
+        await self._run(time.time(), "CLOSE", key, MINIMUM)

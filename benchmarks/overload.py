@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -11,15 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 from aiodigest import Digest, DigestEngine, Policy
+from benchmarks.memory import peak
+from benchmarks.programs import output, part
 from benchmarks.report import Row
-from benchmarks.setting import Setting, of_program, play
+from benchmarks.setting import Setting, play
 
 TASKS, KEYS, STILL_MS = 12_000, 50, 2_000
-
-
-def peak() -> float:
-    """The most memory (MB) that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1_048_576)
 
 
 async def produce(url: str, adds: int) -> None:
@@ -35,21 +31,22 @@ async def produce(url: str, adds: int) -> None:
 
         async with setting.client() as client:
             await client.execute_command("CLIENT", "PAUSE", STILL_MS, "ALL")
-        began = time.monotonic()
         await asyncio.gather(*(some() for _ in range(TASKS)))
-        print(before, peak(), time.monotonic() - began)
+        print(before, peak())
 
 
 async def producers(setting: Setting) -> AsyncGenerator[Row, None]:
     """Memory of a process that adds faster than its server takes, by how many adds it makes: it must not matter."""
     memory: list[float] = []
-    for adds in (setting.some(50_000, 15_000), setting.some(200_000, 30_000)):
+    few, many = setting.some(50_000, 15_000), setting.some(200_000, 30_000)
+    for adds in (few, many):
         await setting.flush()
-        before, after, _ = await of_program("overload", "produce", setting.url, adds)
+        printed = await output("the producer", *part("overload", "produce", setting.url, adds))
+        before, after = map(float, printed.split())
         memory.append(after - before)
     yield Row(
-        f"memory of {TASKS:,} tasks that add to a server that stands still for {STILL_MS / 1000:g} s",
-        "a quarter of the adds", "MB", memory[1:], memory[:1], bound=1.2,
+        f"memory of {TASKS:,} tasks, {many:,} adds to a server that stands still for {STILL_MS / 1000:g} s",
+        f"{few:,} adds", "MB", memory[1:], memory[:1], bound=1.2,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Row:
         return [
             self.what, self.loop, figure(median(self.ours)), self.unit, self.beside, theirs,
             f"{figure(self.value)}" if self.theirs is not None else "",
-            f"{figure(low)} to {figure(high)}" if len(self.ours) > 1 else "", self.wanted, verdict,
+            f"{figure(low)} to {figure(high)}" if len(self.values) > 1 else "", self.wanted, verdict,
         ]  # fmt: skip
 
 
@@ -87,13 +87,13 @@ class Report:
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
         return "\n".join([*lines, "", *(f"| {' | '.join(cells)} |" for cells in table)]) + "\n"
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {**asdict(row), "value": row.value, "spread": row.spread, "wanted": row.wanted, "met": row.met}
-            for row in self.rows
-        ]
-        path.write_text(json.dumps({"facts": self.facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    def write(self, data: Path, table: Path) -> None:
+        """As JSON, and as Markdown."""
+        for path in (data, table):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{**asdict(row), "value": row.value, "spread": row.spread, "met": row.met} for row in self.rows]
+        data.write_text(json.dumps({"facts": self.facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        table.write_text(self.markdown(), encoding="utf-8")
 
 
 def machine() -> dict[str, str]:

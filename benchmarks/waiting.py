@@ -18,12 +18,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from aiodigest import Digest, DigestEngine, Entry, Policy
+from benchmarks.programs import ProgramFailed, output, part, running
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn, play
 
 SAMPLES, WARM_UP = 100, 10
 A_SECOND = 100  # timelines that come due
 COMMANDS, SHARE = 8, 0.2  # a minute; percent of a core
+MINUTE = 60.0
 
 Started = Callable[[Digest[float]], None]
 
@@ -75,10 +77,7 @@ async def to_callback(setting: Setting) -> AsyncGenerator[Row, None]:
             delays.clear()
             all_came.clear()
             if apart:
-                arguments = ("add", setting.url, "soon", f"{number}-")
-                process = await asyncio.create_subprocess_exec(sys.executable, "-m", "benchmarks.waiting", *arguments)
-                if await process.wait():
-                    raise SystemExit("the process that adds has failed")
+                await output("the process that adds", *part("waiting", "add", setting.url, "soon", f"{number}-"))
             else:
                 await add_one_by_one(engine, f"{number}-")
             async with asyncio.timeout(60):
@@ -150,34 +149,29 @@ async def idle(url: str, seconds: float) -> None:
 
 async def idleness(setting: Setting) -> AsyncGenerator[Row, None]:
     await setting.flush()
-    seconds = 60.0 if setting.scale == 1 else 6.0
+    seconds = MINUTE if setting.scale == 1 else 6.0
     sent: Counter[str] = Counter()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.waiting", "idle", setting.url, str(seconds), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    await process.stdout.readline()
-    client: Any = Redis(port=setting.port, socket_timeout=None)
-    async with client, client.monitor() as monitor:
-        share = asyncio.create_task(process.stdout.readline())
-        while not share.done():
-            command = asyncio.create_task(monitor.next_command())
-            await asyncio.wait([share, command], return_when=asyncio.FIRST_COMPLETED)
-            if command.done():
-                if (told := command.result())["client_type"] != "lua":  # what a script calls is not sent
-                    sent[told["command"].split()[0].upper()] += 1
-            else:
-                command.cancel()
-    await process.wait()
+    async with running(*part("waiting", "idle", setting.url, seconds), stdout=asyncio.subprocess.PIPE) as process:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        client: Any = Redis(port=setting.port, socket_timeout=None)
+        async with client, client.monitor() as monitor:
+            share = asyncio.create_task(process.stdout.readline())
+            while not share.done():
+                command = asyncio.create_task(monitor.next_command())
+                await asyncio.wait([share, command], return_when=asyncio.FIRST_COMPLETED)
+                if command.done():
+                    if (told := command.result())["client_type"] != "lua":  # what a script calls is not sent
+                        sent[told["command"].split()[0].upper()] += 1
+                else:
+                    command.cancel()
+        if await process.wait():
+            raise ProgramFailed("the idle worker has failed")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(sent.items()))
-    yield Row(
-        "commands of an idle worker",
-        f"({kinds})",
-        "a minute",
-        [sum(sent.values()) * 60 / seconds],
-        bound=COMMANDS if seconds == 60 else None,
-    )
-    yield Row("an idle worker", "", "% of a core", [float(await share)], bound=SHARE)
+    a_minute = [sum(sent.values()) * 60 / seconds]
+    whole = seconds == MINUTE  # in less there is too little that a bound could be of
+    yield Row("commands of an idle worker", f"({kinds})", "a minute", a_minute, bound=COMMANDS if whole else None)
+    yield Row("an idle worker", "", "% of a core", [float(await share)], bound=SHARE if whole else None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT CONCURRENCY FAILING LOOP``.
+"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP``.
 
-Delivers ``COUNT`` digests to a callback that does nothing, of which a share fails, and prints what it saw as JSON.
+Begins ``COUNT`` deliveries to a callback that does nothing, of which a share fails, and prints what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import asyncio
 import json
 import logging
 import random
-import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from aiodigest import JSON, BackoffMode, Digest, DigestEngine
+from aiodigest import JSON, Digest, DigestEngine
 from aiodigest.commands.loops import settle
+from benchmarks.memory import resident
+from benchmarks.programs import output, part
 from benchmarks.setting import play
 
 EARLY = 10_000  # records after which the memory is looked at first
@@ -28,20 +28,17 @@ class Seen:
     """What a worker saw."""
 
     seconds: float  # from the first callback's start to the last one's
-    digests: int  # delivered after the first
+    digests: int  # delivered: those of these deliveries that did not fail
     records: int
-    early_mb: float  # resident, after the first records
+    early_mb: float  # resident, after the first records; 0 where the system does not tell
     peak_mb: float  # the most after that
     stall_ms: float  # the longest time that the event loop computed between two of its turns
     wall_ms: float  # the same on the wall clock, with what other processes took of the core
 
-
-def resident() -> float:
-    """The memory of this process, in MB."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * resource.getpagesize() / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    @property
+    def rate(self) -> float:
+        """Digests a second, without the one whose start begins the time."""
+        return (self.digests - 1) / self.seconds
 
 
 class Pulse:
@@ -60,59 +57,49 @@ class Pulse:
             self.wall = max(self.wall, clock - earlier - BEAT)
 
 
-async def work(url: str, namespace: str, count: int, concurrency: int, failing: float) -> Seen:
-    engine = DigestEngine[JSON](
-        url, namespace=namespace, concurrency=concurrency, backoff_mode=BackoffMode(), timeout=60
-    )
+async def work(url: str, namespace: str, count: int, failing: float) -> Seen:
+    engine = DigestEngine[JSON](url, namespace=namespace, timeout=60)
     done, pulse, dice = asyncio.Event(), Pulse(), random.Random(1)
-    wanted = count - round(2 * count * failing)  # the retries of those that fail are not waited for
-    digests = records = 0
+    begun = digests = records = 0
     began = ended = early = peak = 0.0
 
     async def deliver(digest: Digest[JSON]) -> None:
-        nonlocal digests, records, began, ended, early, peak
-        if not began:
-            began = time.perf_counter()
-        fails = failing and dice.random() < failing
-        digests += not fails
+        nonlocal begun, digests, records, began, ended, early, peak
+        if begun == count:
+            return  # what comes while the worker ends is not counted
+        ended = time.perf_counter()
+        began = began or ended
+        begun += 1
+        if begun == count:
+            done.set()
+        if failing and dice.random() < failing:
+            raise RuntimeError("this delivery was to fail")
+        digests += 1
         records += len(digest.records)
         if not early and records >= EARLY:
             early = resident()
         elif digests % 1_000 == 0:
             peak = max(peak, resident())
-        if digests == wanted:
-            ended = ended or time.perf_counter()
-            done.set()
-        if fails:
-            raise RuntimeError("this delivery was to fail")
 
     async with engine.delivering(deliver):
         settle()  # as `aiodigest run` does
         beating = asyncio.create_task(pulse.beat())
-        async with asyncio.timeout(600 + count / 500):
+        async with asyncio.timeout(max(600, count / 1_000)):
             await done.wait()
         beating.cancel()
     early = early or resident()
     return Seen(
-        ended - began, wanted - 1, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000
+        ended - began, digests, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000
     )  # fmt: skip
 
 
-async def deliver_apart(
-    url: str, namespace: str, count: int, concurrency: int = 64, failing: float = 0.0, loop: str = "asyncio"
-) -> Seen:
+async def deliver_apart(url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio") -> Seen:
     """Have a process of its own deliver."""
-    arguments = map(str, (url, namespace, count, concurrency, failing, loop))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.worker", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    if process.returncode:
-        raise SystemExit(f"the worker of {namespace} has failed")
-    return Seen(**json.loads(out))
+    command = part("worker", url, namespace, count, failing, loop)
+    return Seen(**json.loads(await output(f"the worker of {namespace}", *command)))
 
 
 if __name__ == "__main__":
     logging.disable()  # what fails is to fail
-    url, namespace, count, concurrency, failing, loop = sys.argv[1:]
-    print(json.dumps(asdict(play(loop, work(url, namespace, int(count), int(concurrency), float(failing))))))
+    url, namespace, count, failing, loop = sys.argv[1:]
+    print(json.dumps(asdict(play(loop, work(url, namespace, int(count), float(failing))))))

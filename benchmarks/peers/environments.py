@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.programs import TAIL, ProgramFailed, in_short, output
 
 HERE = Path(__file__).parent
 
@@ -25,40 +27,60 @@ class Peer:
 
 
 PEERS: Sequence[Peer] = (
-    Peer("arq", "with_arq.py", ("arq>=0.26", "hiredis>=3"), acknowledges=True),
-    Peer("saq", "with_saq.py", ("saq[redis]>=0.24", "typing-extensions>=4", "hiredis>=3"), acknowledges=True),
-    Peer("streaq", "with_streaq.py", ("streaq>=6",), acknowledges=True),
-    Peer("taskiq", "with_taskiq.py", ("taskiq>=0.11", "taskiq-redis>=1", "hiredis>=3"), acknowledges=False),
+    Peer("arq", "with_arq.py", ("arq>=0.28,<1", "hiredis>=3"), acknowledges=True),
+    # saq imports typing_extensions, and does not ask for it
+    Peer("saq", "with_saq.py", ("saq[redis]>=0.26,<1", "typing-extensions>=4", "hiredis>=3"), acknowledges=True),
+    # streaq has a client of its own, which has no use for hiredis
+    Peer("streaq", "with_streaq.py", ("streaq>=7.2,<8",), acknowledges=True),
+    Peer("taskiq", "with_taskiq.py", ("taskiq>=0.13,<1", "taskiq-redis>=1.2,<2", "hiredis>=3"), acknowledges=False),
 )
 
 
 def prepare(peer: Peer, folder: Path) -> Path:
     """The Python of a peer's environment, which is made if it is not there or has other requirements."""
-    place = folder / peer.name
+    place = folder.absolute() / peer.name
     python, stamp = place / "bin" / "python", place / "requirements.txt"
     wanted = "\n".join(peer.requirements)
-    if not stamp.exists() or stamp.read_text() != wanted:
+    if not python.exists() or not stamp.exists() or stamp.read_text() != wanted:
         print(f"installing {peer.name} into {place} ...", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *peer.requirements]
-        subprocess.run(install, check=True)
-        stamp.write_text(wanted)
-    return python.absolute()
+        _done(peer, sys.executable, "-m", "venv", "--clear", place)
+        _done(peer, python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *peer.requirements)
+        stamp.write_text(wanted)  # last, so that what was cut short is made anew
+    return python
+
+
+def _done(peer: Peer, *command: str | Path) -> None:
+    told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if told.returncode:
+        raise ProgramFailed(f"{peer.name} cannot be installed:\n{told.stdout[-TAIL:]}")
 
 
 async def run(peer: Peer, python: Path, *arguments: object, timeout: float = 120) -> dict[str, Any]:
     """What the peer's program prints."""
-    command = [python, HERE / peer.program, *map(str, arguments)]
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(timeout):
-            out, problems = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise SystemExit(f"{peer.name} took longer than {timeout:g} s for {arguments[0]}") from None
-    if process.returncode:
-        raise SystemExit(f"{peer.name} has failed:\n{problems.decode(errors='replace')[-2000:]}")
+    what = f"{peer.name}, {arguments[0]},"
+    out = await output(what, python, HERE / peer.program, *arguments, timeout=timeout)
     return json.loads(out.splitlines()[-1])
+
+
+@dataclass
+class Peers:
+    """The Python of each peer that can be run, and in ``facts`` its versions, or why it is left out."""
+
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+    pythons: dict[Peer, Path] = field(default_factory=dict[Peer, Path])
+
+    def find(self, folder: Path) -> None:
+        for peer in PEERS:
+            try:
+                python = prepare(peer, folder)
+                versions = asyncio.run(run(peer, python, "versions"))
+            except (OSError, ProgramFailed) as error:
+                self.leave_out(peer, error)
+            else:
+                self.pythons[peer] = python
+                self.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
+
+    def leave_out(self, peer: Peer, error: Exception) -> None:
+        print(f"{peer.name} is left out: {error}", file=sys.stderr, flush=True)
+        self.pythons.pop(peer, None)
+        self.facts[peer.name] = f"left out: {in_short(error)}"

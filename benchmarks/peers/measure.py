@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import platform
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from typing import Any
 
 CONCURRENCY = 64  # as our engine has by default
+CONNECTIONS = 50  # of those who enqueue, where a pool can have callers wait for one
+FILLERS = 50  # tasks that enqueue the jobs of a worker, which is not timed
+TASKS = 200  # whose enqueues are timed
+VALUE = "x" * 200  # a job's only argument
 
 
 def arguments() -> argparse.Namespace:
@@ -18,8 +24,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("what", choices=["versions", "enqueue", "jobs"])
     parser.add_argument("url", nargs="?", default="")
     parser.add_argument("--count", type=int, default=1_000)
-    parser.add_argument("--tasks", type=int, default=200)
-    parser.add_argument("--bytes", type=int, default=200)
     return parser.parse_args()
 
 
@@ -41,8 +45,8 @@ async def share(enqueue: Callable[[], Awaitable[object]], count: int, tasks: int
 
 
 async def measure_enqueue(enqueue: Callable[[], Awaitable[object]], asked: argparse.Namespace) -> None:
-    await share(enqueue, asked.tasks * 2, asked.tasks)  # connections are made, scripts are loaded
-    tell(asked.count, await share(enqueue, asked.count, asked.tasks))
+    await share(enqueue, 1_000, TASKS)  # connections are made, scripts are loaded
+    tell(asked.count, await share(enqueue, asked.count, TASKS))
 
 
 def tell(count: int, seconds: float) -> None:
@@ -50,29 +54,31 @@ def tell(count: int, seconds: float) -> None:
 
 
 class Jobs:
-    """Counts the jobs that were done, and the time from the first one's start to the last one's."""
+    """Counts the jobs that are done, and the time from the first one's start to the last one's."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self.done = asyncio.Event()
-        self._done = 0
+        self._count = count
+        self._done = asyncio.Event()
+        self._begun = 0
         self._began = self._ended = 0.0
 
     def one(self) -> None:
+        """All that a job does."""
         self._ended = time.perf_counter()
         self._began = self._began or self._ended
-        self._done += 1
-        if self._done == self.count:
-            self.done.set()
+        self._begun += 1
+        if self._begun == self._count:
+            self._done.set()
 
-    async def wait(self, worker: asyncio.Task[object]) -> None:
-        """Wait until all are done, or the worker has ended, which it should not."""
-        done = asyncio.create_task(self.done.wait())
+    async def measure(self, worker: asyncio.Task[Any]) -> None:
+        """Wait for a worker, which has only just been made, to do them all."""
+        gc.collect()
+        gc.freeze()  # as our worker does
+        done = asyncio.create_task(self._done.wait())
         await asyncio.wait([done, worker], return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             done.cancel()
-            worker.result()
-            raise SystemExit("the worker has ended")
-
-    def tell(self) -> None:
-        tell(self.count - 1, self._ended - self._began)
+            await worker  # raises what it has failed with
+            raise RuntimeError(f"the worker has ended when {self._begun} of {self._count} jobs were done")
+        tell(self._count - 1, self._ended - self._began)
+        await asyncio.sleep(0.5)  # the worker's own work on the last jobs: stopped in it, some wait for ever

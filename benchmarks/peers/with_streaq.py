@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from uuid import uuid4
 
-from measure import CONCURRENCY, Jobs, arguments, measure_enqueue, share, tell_versions
+from measure import CONCURRENCY, FILLERS, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
 from streaq import Worker
 
 
@@ -14,25 +14,24 @@ async def main() -> None:
     asked = arguments()
     if asked.what == "versions":
         return tell_versions("streaq", "coredis")
-    jobs, value = Jobs(asked.count), "x" * asked.bytes
+    jobs = Jobs(asked.count)
     worker = Worker(asked.url, concurrency=CONCURRENCY, queue_name=uuid4().hex, handle_signals=False)
 
-    @worker.task(ttl=0)
+    @worker.task(ttl=0, silent=True)  # no result is kept, nothing is logged
     async def work(value: str) -> None:
         jobs.one()
 
     async def enqueue() -> None:
-        await work.enqueue(value)
+        await work.enqueue(VALUE)
 
     if asked.what == "enqueue":
         async with worker:
             await measure_enqueue(enqueue, asked)
         return
     async with worker:
-        await share(enqueue, asked.count, 50)
+        await share(enqueue, asked.count, FILLERS)
     running = asyncio.create_task(worker.run_async())
-    await jobs.wait(running)
-    jobs.tell()
+    await jobs.measure(running)
     running.cancel()
     await asyncio.wait([running])
 

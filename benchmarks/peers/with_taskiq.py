@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from uuid import uuid4
 
-from measure import CONCURRENCY, Jobs, arguments, measure_enqueue, share, tell_versions
-from taskiq.api import run_receiver_task
+from measure import CONCURRENCY, CONNECTIONS, FILLERS, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
+from taskiq.receiver import Receiver
 from taskiq_redis import ListQueueBroker
 
 
@@ -15,8 +15,8 @@ async def main() -> None:
     asked = arguments()
     if asked.what == "versions":
         return tell_versions("taskiq", "taskiq-redis", "redis", "hiredis")
-    jobs, value = Jobs(asked.count), "x" * asked.bytes
-    broker = ListQueueBroker(asked.url, queue_name=uuid4().hex, max_connection_pool_size=50)
+    jobs = Jobs(asked.count)
+    broker = ListQueueBroker(asked.url, queue_name=uuid4().hex, max_connection_pool_size=CONNECTIONS, timeout=None)
     broker.is_worker_process = asked.what == "jobs"
 
     @broker.task(task_name="work")
@@ -24,19 +24,18 @@ async def main() -> None:
         jobs.one()
 
     async def enqueue() -> None:
-        await work.kiq(value)
+        await work.kiq(VALUE)
 
     await broker.startup()
     if asked.what == "enqueue":
         await measure_enqueue(enqueue, asked)
     else:
-        await share(enqueue, asked.count, 50)
-        receiving = run_receiver_task(broker, max_async_tasks=CONCURRENCY, max_prefetch=CONCURRENCY)
-        running = asyncio.create_task(receiving)
-        await jobs.wait(running)
-        jobs.tell()
-        running.cancel()
-        await asyncio.wait([running])
+        await share(enqueue, asked.count, FILLERS)
+        receiver, finish = Receiver(broker, max_async_tasks=CONCURRENCY, max_prefetch=CONCURRENCY), asyncio.Event()
+        running = asyncio.create_task(receiver.listen(finish))
+        await jobs.measure(running)
+        finish.set()
+        await running
     await broker.shutdown()
 
 
