@@ -183,6 +183,9 @@ class Witness:
                 and self._answers_for(other, conduct.setup.lease_timeout * 2)
             ):
                 self.broken(f"{other.process} and {process} deliver {digest.key} at the same time")
+        since = conduct.leaving_since
+        if since is not None and now > since + 0.5 and process.stopped_at < since:
+            self.broken(f"{process} begins {digest.id}, and was asked to leave {now - since:.1f} s before")
         receipt = self.records.begun(process, digest, now)
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
         if digest.attempt > conduct.setup.max_attempts:

@@ -11,7 +11,7 @@ from itertools import count
 from random import Random
 from typing import Any, Literal
 
-from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy, coalesce
+from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy, coalesce, dispatch
 from aiodigest.backend import Add
 from aiodigest.wire import pack
 from simulation.actors import Actor, Habits
@@ -104,6 +104,7 @@ class World:
         level, logger.propagate = logger.level, False
         logger.addHandler(ears)
         logger.setLevel(logging.INFO)
+        read, dispatch.read = dispatch.read, self._slowly(dispatch.read)
         plot = asyncio.create_task(self._plot())
         watch = asyncio.create_task(self._watch())
         over = asyncio.create_task(self.witness.over.wait())
@@ -116,9 +117,21 @@ class World:
                 task.cancel()
             await asyncio.wait([plot, watch, over, *self._faults])
             await self._bury_all()
+            dispatch.read = read
             logger.removeHandler(ears)
             logger.setLevel(level)
             logger.propagate = True
+
+    def _slowly(self, read: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Take a while to read some digests, as where they are large."""
+        whims = Random(f"{self._seed} reading")
+
+        async def read_slowly(*arguments: Any) -> Any:
+            if not self.witness.strict and whims.random() < 0.4:
+                await asyncio.sleep(whims.uniform(0, 6))
+            return await read(*arguments)
+
+        return read_slowly
 
     async def _bury_all(self) -> None:
         for actor in (*self._dead, *self._actors):
