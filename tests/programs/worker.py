@@ -1,5 +1,7 @@
 """Deliver until told to stop, and write a line for each digest; complain if two workers have one timeline at once.
 
+It holds a few digests until it is sent SIGUSR1, so that a test can have each of several workers take some.
+
 Arguments: URL, namespace, folder for one lock file a timeline.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +18,8 @@ from aiodigest import Digest, DigestEngine, Policy
 
 url, namespace, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 policy = Policy(minimum_delay=0.02, increment_delay=0.005, maximum_delay=0.05)
-engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=5)
+engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=5, concurrency=3)
+go = asyncio.Event()
 
 
 @engine.deliver
@@ -27,6 +31,9 @@ async def deliver(digest: Digest[int]) -> None:
         print(json.dumps({"overlap": digest.key}), flush=True)
         raise
     try:
+        if not go.is_set():
+            print(json.dumps({"holds": digest.key}), flush=True)
+            await go.wait()
         await asyncio.sleep(0.002)  # long enough for another to come, if it could
     finally:
         mark.unlink()
@@ -35,6 +42,7 @@ async def deliver(digest: Digest[int]) -> None:
 
 
 async def main() -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, go.set)
     print(json.dumps({"started": True}), flush=True)
     await engine.run()
 
