@@ -20,7 +20,7 @@ from aiodigest.errors import (
     Reject,
     RetryAfter,
 )
-from aiodigest.models import DeadLetter, Delivery, Digest, Entry, Record, State, Stats, Timeline
+from aiodigest.models import DeadLetter, Delivery, Digest, Draining, Entry, Record, State, Stats, Timeline
 from aiodigest.policy import Policy, RetryPolicy
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "DeliverySignal",
     "Digest",
     "DigestEngine",
+    "Draining",
     "Entry",
     "IntervalBackoff",
     "InvalidArgument",

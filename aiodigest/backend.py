@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
-from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.models import State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.wire import aged, latest
@@ -21,6 +21,10 @@ LETTER_LIMIT = 10_000
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
+
+
+class Retired(AiodigestError):
+    """A shard is part of a layout that the namespace has no more; nothing was done. Another one has its timelines."""
 
 
 class Add(NamedTuple):
@@ -168,16 +172,21 @@ class RawLetter:
 class Backend(Protocol):
     """A store of timelines. Each transition happens whole or not at all.
 
-    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless.
+    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless. One that is
+    given a shard may raise ``Retired``.
     """
 
     @property
     def shards(self) -> int:
-        """How many schedules there are; known once connected."""
+        """How many schedules there are; known once connected. There may be more of them later, never fewer."""
         ...
 
+    def number_of(self, shard: int) -> int | None:
+        """A shard's number in the namespace's layout; None: that has changed, and the shard is being drained."""
+        return shard
+
     def shard_of(self, key: str) -> int:
-        """The shard that holds a timeline."""
+        """The shard that takes the records of a timeline."""
         ...
 
     async def connect(self) -> None:
@@ -297,6 +306,16 @@ class Backend(Protocol):
     async def counts(self) -> dict[str, int]:
         """Set sizes and counters, summed over the shards, under the names of ``models.Stats``."""
         ...
+
+    async def reshard(self, shards: int) -> bool:
+        """Let so many shards take the adds; False if they do already, and nothing is left to drain."""
+        if shards != self.shards:
+            raise ConfigurationError(f"this store keeps its number of shards, {self.shards}")
+        return False
+
+    async def drain(self) -> dict[str, int]:
+        """Bring the end of the old shards nearer; what they hold, by state. Nothing: they are no more."""
+        return {}
 
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         """Ids of dead letters, the oldest first."""

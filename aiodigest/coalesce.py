@@ -60,6 +60,8 @@ class Queue(Generic[Item, Answer]):
 class Coalescer(Generic[Item, Answer]):
     """A bounded number of items, sent in so many queues: each in order, and one call at a time.
 
+    ``share`` is how many divide the room among them.
+
     ``send`` answers each item with a result or an error. An item that is cancelled before it is sent is withdrawn.
     An item that has no answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
     was sent; when there is no room, ``submit`` waits for some within that time.
@@ -70,9 +72,15 @@ class Coalescer(Generic[Item, Answer]):
         send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | AiodigestError]]],
         timeout: float,
         queues: int = 1,
+        share: int = 1,
     ) -> None:
         self._send = send
         self._timeout = timeout
+        # the room: a share of it, but enough for two calls
+        self._most = (
+            max(QUEUE_ITEMS // share, min(QUEUE_ITEMS, 2 * BATCH_ITEMS)),
+            max(QUEUE_BYTES // share, min(QUEUE_BYTES, 2 * BATCH_BYTES)),
+        )
         self._queues = [Queue[Item, Answer]() for _ in range(queues)]
         self._items = 0  # that wait in all queues
         self._bytes = 0
@@ -96,7 +104,7 @@ class Coalescer(Generic[Item, Answer]):
         chosen.filled.set()
         self._items += 1
         self._bytes += size
-        if self._items >= QUEUE_ITEMS or self._bytes >= QUEUE_BYTES:
+        if self._items >= self._most[0] or self._bytes >= self._most[1]:
             self._room.clear()
         self._alarm.set(deadline)
         return await job.answer
@@ -156,7 +164,7 @@ class Coalescer(Generic[Item, Answer]):
                 batch.append(job)
         if not waiting:
             queue.filled.clear()
-        if self._items <= QUEUE_ITEMS // 2 and self._bytes <= QUEUE_BYTES // 2:  # many who wait are woken at once
+        if self._items <= self._most[0] // 2 and self._bytes <= self._most[1] // 2:  # many who wait are woken at once
             self._room.set()
         return batch
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 from redis import exceptions
 
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.faults import DEMOTED, code_of, explain
 from aiodigest.scripts import Argument, load_script
-from aiodigest.target import Target, Wire, drop, send
+from aiodigest.target import Target
+from aiodigest.transport import Address, Wire, drop, send
 
 CONNECTIONS = 8  # coalesced calls need no more
 # How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
@@ -28,18 +29,27 @@ class LayoutMismatch(Exception):
         self.stored = stored
 
 
+class Moved(Exception):
+    """A node of a cluster did nothing, since the slot of the key is another one's."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address)
+        self.address = address
+
+
 class Link:
-    """A few connections to one server, for one event loop; made when they are needed. Errors of redis-py end here."""
+    """A few connections to one server, for one event loop; made when they are needed. Errors of redis-py end here.
+
+    A key that is given to a call only tells which server of a cluster is meant: see ``ClusterLink``.
+    """
 
     def __init__(self, target: Target, timeout: float) -> None:
         self.target = target
-        self.place = (target.pool, asyncio.get_running_loop(), timeout)
         self._timeout = timeout
         self._idle: list[Wire] = []
         self._busy: set[Wire] = set()
         self._ears: dict[str, Wire] = {}
         self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
-        self.users = 1
 
     def _open(self) -> asyncio.Semaphore:
         """The room for calls; BackendUnavailable once the link is closed."""
@@ -47,37 +57,49 @@ class Link:
             raise BackendUnavailable(f"the connections to {self.target.url} are closed")
         return self._room
 
-    async def leave(self) -> None:
-        """End one user's share; the last one's end closes every connection, and calls under way fail."""
-        self.users -= 1
-        if self.users:
-            return
-        _links.pop(self.place, None)
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
         self._room = None
         await self.hang_up()
         for wire in list(self._busy):
             await drop(wire)
 
     async def run(
-        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
+        self,
+        name: str,
+        key: str,
+        arguments: Sequence[Argument],
+        *,
+        repeat: bool,
+        replicas: int = 0,
+        until: float | None = None,
     ) -> object:
         """Run a script, and wait until so many replicas have what it wrote.
 
-        ``repeat`` says that doing so twice is harmless: then a dead connection is replaced once.
+        ``repeat`` says that doing so twice is harmless: then a dead connection is replaced once. ``until`` is when it
+        gives up, by the loop's clock; None: after a timeout.
         """
         script = load_script(name)
-        return await self._exchange(("EVALSHA", script.sha, 1, key, *arguments), repeat, script.source, replicas)
+        command = "EVALSHA", script.sha, 1, key, *arguments
+        return await self._exchange(command, repeat, script.source, replicas, until)
 
-    async def command(self, *command: Argument) -> object:
+    async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
         """Send a command that may be repeated."""
-        return await self._exchange(command, repeat=True)
+        return await self._exchange(command, repeat=True, until=until)
 
-    async def _exchange(self, command: Sequence[Argument], repeat: bool, source: str = "", replicas: int = 0) -> object:
+    async def _exchange(
+        self,
+        command: Sequence[Argument],
+        repeat: bool,
+        source: str = "",
+        replicas: int = 0,
+        until: float | None = None,
+    ) -> object:
         """Send a command and read its reply on one connection, which is dropped if either is not whole.
 
         All of it, the wait for a connection too, takes one timeout at the most.
         """
-        until, sent = asyncio.get_running_loop().time() + self._timeout, False
+        until, sent = until or asyncio.get_running_loop().time() + self._timeout, False
         try:
             async with asyncio.timeout_at(until), self._open():
                 self._open()  # it may have been closed while this call waited
@@ -108,7 +130,13 @@ class Link:
                 raise LayoutMismatch(str(error).removeprefix("LAYOUT ")) from None
             if not isinstance(error, exceptions.ResponseError) or code_of(error) in DEMOTED:
                 await self.hang_up()
-            raise explain(error, self.target.url, "unknown" if sent else "no") from error
+            raise self._explained(error, "unknown" if sent else "no") from error
+
+    def _explained(self, error: Exception, stored: Literal["no", "unknown"] = "no") -> Exception:
+        if self.target.nodes and isinstance(error, exceptions.MovedError):
+            host = cast("str", error.host) or str(self.target.settings["host"])  # none: where this one is
+            return Moved((host, error.port))
+        return explain(error, self.target.url, stored)
 
     async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
@@ -126,7 +154,7 @@ class Link:
                 stored="unknown",
             )
 
-    async def hang_up(self) -> None:
+    async def hang_up(self, key: str = "") -> None:
         """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
         wires = [*self._idle, *self._ears.values()]
         self._idle.clear()
@@ -191,7 +219,7 @@ class Link:
                 await self._discard(wire)
                 raise
         except (exceptions.RedisError, OSError) as error:
-            raise explain(error, self.target.url) from error
+            raise self._explained(error) from error
         self._busy.discard(wire)
         if self._room is None or self._ears.setdefault(stream, wire) is not wire:  # another listened, too
             await drop(wire)
@@ -205,29 +233,16 @@ class Link:
         async with asyncio.timeout(self._timeout):
             return await self._connected()
 
-    async def check_version(self) -> None:
+    async def check_version(self, key: str) -> None:
         """Refuse a server that is too old; one that may not tell is taken as it is."""
         try:
-            info = await self.command("INFO", "server")
+            info = await self.command(key, "INFO", "server")
         except ConfigurationError:
             return  # the user may not ask; a password that is wrong will be told by the next command
         found = re.search(rb"redis_version:(\d+)\.(\d+)", info) if isinstance(info, bytes) else None
         if found and (int(found[1]), int(found[2])) < OLDEST:
             version = found[0].decode().partition(":")[2]
             raise ConfigurationError(f"{self.target.url} is version {version}; 6.2 is the oldest that works")
-
-
-_links: dict[object, Link] = {}
-
-
-def join_link(target: Target, timeout: float) -> Link:
-    """Connections for the running loop: those of others who were given the same client, or new ones."""
-    if target.pool is None:
-        return Link(target, timeout)
-    new = Link(target, timeout)
-    link = _links.setdefault(new.place, new)
-    link.users += link is not new
-    return link
 
 
 def wrote(reply: object) -> bool:

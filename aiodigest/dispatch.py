@@ -79,17 +79,18 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
 
     Much is decoded a slice at a time, between which the event loop does other things.
     """
-    contents, cut, loop = Contents[T](), cut_ms * 1000, asyncio.get_running_loop()
-    records, until = contents.records, loop.time() + TURN
+    contents: Contents[T] = Contents()
+    cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
+    records, until = contents.records, clock() + TURN
     last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
     for start in range(0, len(entries), MANY):
         unpack_latest(entries[start : start + MANY], last)
         if len(entries) > MANY:
             await asyncio.sleep(0)
     for name, (entry, raw) in last.items():
-        if loop.time() > until:
+        if clock() > until:
             await asyncio.sleep(0)
-            until = loop.time() + TURN
+            until = clock() + TURN
         timestamp = EPOCH
         try:
             if raw is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import partial
@@ -38,7 +38,7 @@ from aiodigest.wire import unpack
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-    from redis.asyncio import Redis
+    from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
 
     from aiodigest.scheduler import Scheduler
@@ -59,9 +59,10 @@ class DigestEngine(Management[T]):
 
     Parameters
     ----------
-    url : str or redis.asyncio.Redis, default "embedded://"
-        ``redis://``, ``rediss://``, ``unix://``, ``embedded://`` (a server of its own in the user's data folder, or
-        in ``AIODIGEST_DATA``) or ``embedded:///folder``; or a client, whose settings are copied.
+    url : str, redis.asyncio.Redis or redis.asyncio.RedisCluster, default "embedded://"
+        ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://``, ``embedded://`` (a server
+        of its own in the user's data folder, or in ``AIODIGEST_DATA``) or ``embedded:///folder``; or a client, whose
+        settings are copied.
     namespace : str
         Letters, digits, ``_``, ``.`` and ``-``, at most 64: keeps engines on one server apart.
     value_type : type, union or TypeAdapter, default JSON (any JSON value)
@@ -76,7 +77,8 @@ class DigestEngine(Management[T]):
     backoff_mode : BackoffMode
         When this process takes a rest, since deliveries of distinct timelines fail in a row.
     shards : int or None, default None
-        How many schedules the namespace has; None takes what is there, or 1 if it is new.
+        How many schedules the namespace has; None takes what is there, or 1 if it is new. A cluster needs several,
+        such as 16, to use all of its primaries.
     concurrency : int, default 64
         Deliveries under way at the most, in this process.
     lease_timeout : seconds, default 60
@@ -100,7 +102,7 @@ class DigestEngine(Management[T]):
 
     def __init__(
         self,
-        url: str | Redis = "embedded://",
+        url: str | Redis | RedisCluster = "embedded://",
         *,
         namespace: str,
         value_type: TypeForm[T] | TypeAdapter[T] = JSON,
@@ -193,23 +195,29 @@ class DigestEngine(Management[T]):
                 self._session = None
 
     @asynccontextmanager
-    async def delivering(self, callback: Callback[T] | None = None) -> AsyncGenerator[Self, None]:
+    async def delivering(
+        self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None
+    ) -> AsyncGenerator[Self, None]:
         """Enter the engine, and deliver in the background until it is left: to ``callback``, or to the registered one.
 
+        ``shards`` restricts this process to some of the namespace's, which count from 0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
         """
         chosen = callback if callback is not None else self._callback
         if chosen is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
         require(callable(chosen), "the callback", "an async function", chosen)
-        await self._enter(chosen)
+        await self._enter(chosen, shards)
         try:
             yield self
         finally:
             await self.__aexit__(None, None, None)
 
-    async def run(self, callback: Callback[T] | None = None) -> None:
-        """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once."""
+    async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
+        """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once.
+
+        The arguments are those of ``delivering``.
+        """
         stop = asyncio.Event()
 
         def on_signal() -> None:
@@ -218,7 +226,7 @@ class DigestEngine(Management[T]):
             stop.set()
 
         with on_signals(on_signal):
-            async with self.delivering(callback):
+            async with self.delivering(callback, shards=shards):
                 ended = asyncio.create_task(stop.wait())
                 try:
                     await asyncio.wait([ended, self._entered().main], return_when=asyncio.FIRST_COMPLETED)
@@ -231,7 +239,7 @@ class DigestEngine(Management[T]):
         async with self.delivering():
             yield
 
-    async def _enter(self, callback: Callback[T] | None) -> None:
+    async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> None:
         if self._session is not None and not self._session.is_over:
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
@@ -257,6 +265,7 @@ class DigestEngine(Management[T]):
                 drain_timeout=self._drain_timeout,
                 timeout=self._timeout,
                 observers=self._observers,
+                numbers=shards,
             )
 
         session = self._session = Session(self._store, self._timeout, schedule if callback is not None else None)

@@ -20,6 +20,7 @@ UNAVAILABLE = {
     "MASTERDOWN": "its primary is down",
     "CLUSTERDOWN": "its cluster is down",
     "TRYAGAIN": "its slots are being moved",
+    "ASK": "its slots are being moved",  # the node that is asked for knows nothing of what has not moved yet
     "UNKILLABLE": "it is busy running a script",
 }
 DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
@@ -42,7 +43,8 @@ CODES: Sequence[tuple[type[Exception], str]] = (
     (exceptions.AskError, "ASK"),
     (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
 )
-CLUSTERED = {"MOVED", "ASK", "CROSSSLOT"}
+CLUSTERED = {"MOVED", "CROSSSLOT"}
+MOVING = "attempted to access a non local key"  # what prelude.lua looks for first
 
 
 def code_of(error: Exception | str) -> str:
@@ -64,12 +66,16 @@ def code_of(error: Exception | str) -> str:
 def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no") -> AiodigestError:
     """An error of redis-py, or the text of an error reply, as one of ours."""
     code, text = code_of(error), str(error).strip().removeprefix("-")
+    if MOVING in text:
+        code = "TRYAGAIN"
     if code in UNAVAILABLE:
         return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
     if code in FORBIDDEN or any(words in text for words in REFUSED):
         return ConfigurationError(f"{where} refuses access: {text}")
     if code in CLUSTERED:
-        return ConfigurationError(f"{where} is part of a cluster, which this version does not speak to yet: {text}")
+        return ConfigurationError(f"{where} is part of a cluster: give redis+cluster://host:port ({text})")
+    if "cluster support disabled" in text:
+        return ConfigurationError(f"{where} is no cluster: give redis://host:port ({text})")
     if "DB index" in text:
         return ConfigurationError(f"{where}: {text}; how many databases a server has is a setting of its own")
     if code == "WRONGTYPE":

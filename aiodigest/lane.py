@@ -10,9 +10,11 @@ from math import inf
 from typing import Literal
 
 from aiodigest.alarm import GRAIN, Alarm
-from aiodigest.backend import Backend, Close, Closed, Lease, Retry
+from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
+from aiodigest.outage import Outage
+from aiodigest.policy import milliseconds
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,15 @@ class Hold:
 class Lane:
     """What one shard's loop works with."""
 
-    def __init__(self, shard: int, backend: Backend, timeout: float, lease_timeout: float) -> None:
+    def __init__(
+        self,
+        shard: int,
+        backend: Backend,
+        outage: Outage,
+        changed: asyncio.Event,
+        timeout: float,
+        lease_timeout: float,
+    ) -> None:
         async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
             return await backend.close(shard, closes)
 
@@ -39,7 +49,11 @@ class Lane:
             return await backend.retry(shard, retries)
 
         self.shard = shard
+        self._backend = backend
+        self._outage = outage
+        self._changed = changed  # to be set when slots may have become free
         self._lease_timeout = lease_timeout
+        self._lease_ms = milliseconds(lease_timeout)
         self.alarm = Alarm(self._expire)  # for the lease that ends first
         # the kinds of calls, one of which may fail while the others do not
         self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
@@ -48,6 +62,7 @@ class Lane:
         self.closes = Coalescer[Close, Closed](close, timeout)
         self.retries = Coalescer[Retry, bool](retry, timeout)
         self.listener: asyncio.Task[str | None] | None = None
+        self.retired = False  # the shard is no more
         self.failures = 0  # calls that failed
         self.forgiven = 0  # how many had, when the renewal was sent that was answered last
         self.deaf = 0  # how often in a row the doorbell could not be heard
@@ -57,6 +72,27 @@ class Lane:
     def away(self) -> bool:
         """Whether a call has failed, and no renewal that was sent since has been answered."""
         return self.failures > self.forgiven
+
+    @property
+    def busy(self) -> int:
+        """How many slots it takes. While its store does not answer, what only waits to be reported takes none of them:
+        or one shard's outage would end the deliveries of all."""
+        if not self.away:
+            return len(self.holds)
+        return sum(hold.stage != "reporting" for hold in self.holds)
+
+    def failed(self, error: Exception, call: str) -> None:
+        """A call of a kind failed."""
+        self.failures += 1
+        self._outage.failed(error, call)
+        self._changed.set()  # what waits to be reported leaves its slots to others
+
+    def retire(self, end: Retired) -> None:
+        """End it: its shard is no more."""
+        logger.info("%s", end)
+        self.retired = True
+        self._outage.answered(self.claiming)
+        self._outage.answered(self.leasing)
 
     # Leases
 
@@ -82,3 +118,47 @@ class Lane:
                 self.lose(hold)
         if left := [hold.ends for hold in self.holds if hold.ends > soon]:
             self.alarm.set(min(left))
+
+    async def keep(self) -> None:
+        """Renew leases at a third of their length.
+
+        A worker that neither claims nor holds anything (it rests, or its slots are taken) renews nothing, but does so
+        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
+        """
+        loop = asyncio.get_running_loop()
+        third = self._lease_timeout / 3
+        while not self.retired:
+            due = self.renewed + third if self.holds else self.marked + 1.1 * third
+            if (rest := due - loop.time()) > 0:
+                await asyncio.sleep(min(rest, third / 3))  # what is due next may have changed by then
+            else:
+                await self._renew_at_last()
+
+    async def _renew_at_last(self) -> None:
+        while True:
+            try:
+                await self.renew()
+                return
+            except Retired as end:
+                self.retire(end)
+                return
+            except Exception as error:
+                self.failed(error, self.leasing)
+            await self._outage.pause(self.leasing)
+
+    async def renew(self) -> None:
+        """Renew all leases, or only tell that there is a worker."""
+        holds = [(hold, hold.lease) for hold in self.holds]
+        sent = asyncio.get_running_loop().time()
+        failures = self.failures
+        kept = await self._backend.renew(self.shard, [lease for _, lease in holds], self._lease_ms)
+        self.renewed = self.marked = sent
+        self.forgiven = failures
+        for (hold, lease), held in zip(holds, kept, strict=True):
+            if isinstance(held, AiodigestError):
+                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
+            elif held:
+                self.extend(hold, sent)
+            elif hold.lease is lease:
+                self.lose(hold)
+        self._outage.answered(self.leasing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import fields
 from datetime import datetime, timedelta
@@ -9,18 +10,20 @@ from typing import Generic, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import Bounds, duration, microseconds, name, nearest
+from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, whole
 from aiodigest.backend import Backend, Move, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
 from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState, shown
-from aiodigest.models import DeadLetter, Record, State, Stats, Timeline
+from aiodigest.layout import MAX_SHARDS
+from aiodigest.models import DeadLetter, Draining, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Session
 
 T = TypeVar("T", default=JSON)
 
 PAGE = 500
+PACE = 1.0  # seconds between two looks at what is left in old shards
 
 
 class Management(Generic[T]):
@@ -172,6 +175,26 @@ class Management(Generic[T]):
         """Drop a dead letter; whether there was one."""
         name(letter_id, "the id of a dead letter")
         return await (await self._backend()).discard(letter_id)
+
+    async def reshard(self, shards: int) -> AsyncIterator[Draining]:
+        """Give the namespace another number of shards, from 1 to 1024, while it is used; yields what is left to do.
+
+        The new shards take all adds from the first moment on, and the timelines of the old ones are delivered by their
+        schedule. A process that runs takes over the new number at its next call. Once the old shards are empty, which
+        may take as long as the longest delay or retry, they are removed, and this ends; until then it yields about
+        once a second. It may be broken off at any time: called again, with the same number, it goes on.
+
+        Meanwhile a timeline may be in an old and a new shard, with a digest in each, and the cool-down of the old one
+        is not known to the new one.
+
+        Raises InvalidState while a change to another number is under way.
+        """
+        backend = await self._backend()
+        if not await backend.reshard(whole(shards, "shards", 1, MAX_SHARDS)):
+            return
+        while left := await backend.drain():
+            yield Draining(**left)
+            await asyncio.sleep(PACE)
 
     async def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
         contents = await read(entries, self._codec)

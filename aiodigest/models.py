@@ -136,6 +136,16 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """What the old shards of a namespace still hold while it gets another number of them."""
+
+    waiting: int = 0
+    ready: int = 0
+    leased: int = 0
+    dead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Timelines by state, dead letters, and what happened since the namespace was made.
 

@@ -8,14 +8,16 @@ from typing import cast
 from uuid import uuid4
 from zlib import crc32
 
-from aiodigest.connection import LayoutMismatch, Link, join_link
+from aiodigest.backend import Retired
+from aiodigest.connection import LayoutMismatch
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
 from aiodigest.faults import DEMOTED, code_of, explain
-from aiodigest.scripts import COMMANDS, Argument, tag_of, text
+from aiodigest.layout import MAX_SHARDS, Home, Layout, read_layout
+from aiodigest.links import AnyLink, join_link, leave_link
+from aiodigest.scripts import COMMANDS, Argument, text
 from aiodigest.target import Source, find_target
 
-SCHEMA = 1
-MAX_SHARDS = 1024
+RETIRED = "retired"  # the version of a shard that was drained and is no more
 BATCH = 256  # items a call, so that no script is long
 ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
 
@@ -61,16 +63,23 @@ class Namespace:
         self._target = find_target(source)
         self._timeout = timeout
         self._replicas = wait_replicas
-        self._link: Link | None = None
-        self._version: str | None = None
+        self._link: AnyLink | None = None
+        self._known = False  # what there is to know before a call
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
-        self._count = shards
+        self._current = Layout(shards or 1)
+        self._drained: list[Layout] = []
+        self._homes = [Home(self._current, number) for number in range(shards or 0)]
         self._now = now
         self._nonce = nonce
-        self._tags: dict[int, str] = {}
+        self._tags: dict[Home, str] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}, namespace={self.namespace!r})"
+
+    @property
+    def _root(self) -> str:
+        """Where the namespace's layout is told: all processes find it, whatever layout they know."""
+        return f"{{{self.namespace}}}:layout"
 
     @property
     def url(self) -> str:
@@ -81,19 +90,47 @@ class Namespace:
 
     @property
     def shards(self) -> int:
-        if self._count is None:
+        """How many shards this process knows.
+
+        Their numbers stay: after a change of the layout those of the new one come after those of the old one.
+        """
+        if not self._homes:
             raise ConfigurationError("how many shards there are is known once the backend is connected")
-        return self._count
+        return len(self._homes)
 
     def shard_of(self, key: str) -> int:
-        return crc32(key.encode()) % self.shards
+        return self._home(self._current) + crc32(key.encode()) % self._current.shards
+
+    def number_of(self, shard: int) -> int | None:
+        home = self._homes[shard]
+        return home.number if home.layout == self._current else None
+
+    def _home(self, layout: Layout) -> int:
+        """The first shard of a layout."""
+        return self._homes.index(Home(layout, 0))
+
+    def _homes_of(self, key: str) -> list[int]:
+        """The shards in which a timeline may be, the one that takes its adds first."""
+        layouts = (self._current, *self._drained)
+        return [self._home(layout) + crc32(key.encode()) % layout.shards for layout in layouts]
+
+    async def _all_shards(self) -> list[int]:
+        """The shards that may hold something."""
+        await self._connected()
+        live = (self._current, *self._drained)
+        return [shard for shard, home in enumerate(self._homes) if home.layout in live]
 
     async def connect(self) -> None:
         """Look up the layout; a namespace that has none gets it from the first call that begins one."""
         fresh = self._link is None
         link = self._link = self._link or join_link(self._target, self._timeout)
         try:
-            await self._check_layout(link)
+            await link.check_version(self._root)
+            await self._look_up(link)
+            if self._replicas:
+                await self._check_wait(link)
+            self._denied = await self._missing(link)
+            self._known = True  # not before all is known: a call looks again until then
         except BackendUnavailable:
             raise  # stays open: the next call looks again
         except BaseException:
@@ -101,44 +138,42 @@ class Namespace:
                 await self.aclose()
             raise
 
-    async def _check_layout(self, link: Link) -> None:
-        await link.check_version()
-        root = f"{{{self.namespace}}}:layout"
-        stored = await link.command("HGET", root, "version")
-        version = f"{SCHEMA}:{self._wanted or 1}:1" if stored is None else text(stored)
-        parts = re.fullmatch(r"(\d+):(\d+):(\d+)", version)
-        if not parts or int(parts[1]) != SCHEMA:
+    async def _look_up(self, link: AnyLink) -> None:
+        """Read which layout takes the adds now, and which one is being drained."""
+        reply = await link.command(self._root, "HMGET", self._root, "current", "version", "drains")
+        current, version, drains = [text(name) if name else "" for name in cast("list[bytes | None]", reply)]
+        stored = current or version
+        layout = read_layout(stored, self.namespace) if stored else Layout(self._wanted or 1)
+        fixed = not self._known or layout.epoch == self._current.epoch  # else it was changed while this ran
+        if fixed and self._wanted not in (None, layout.shards):
             raise ConfigurationError(
-                f"namespace {self.namespace!r} has the layout {version!r}, and this version of aiodigest knows only "
-                f"schema {SCHEMA}"
+                f"namespace {self.namespace!r} has {layout.shards} shards, not {self._wanted}: give "
+                f"shards={layout.shards} or None"
             )
-        count = int(parts[2])
-        if self._wanted not in (None, count):
-            raise ConfigurationError(
-                f"namespace {self.namespace!r} has {count} shards, not {self._wanted}: give shards={count} or None"
-            )
-        self._count, self._tags = count, {}
-        if self._replicas:
-            await self._check_wait(link)
-        denied = await self._missing(link)
-        self._denied, self._version = denied, version  # not before all is known: a call looks again until then
+        drained = [read_layout(drains, self.namespace)] if drains else []
+        if not self._known:
+            self._homes.clear()
+        for each in (layout, *drained):
+            if Home(each, 0) not in self._homes:
+                self._homes += [Home(each, number) for number in range(each.shards)]
+        self._current, self._drained = layout, drained
 
-    async def _check_wait(self, link: Link) -> None:
+    async def _check_wait(self, link: AnyLink) -> None:
         """See that the user may wait for replicas: to be refused after the add would leave its caller in the dark."""
         try:
-            await link.command("WAIT", 0, 1)
+            await link.command(self._key(0, "layout"), "WAIT", 0, 1)
         except (ConfigurationError, BackendUnavailable):
             raise
         except AiodigestError:
             pass  # a replica has no WAIT, and is told from a primary by the first write
 
-    async def _missing(self, link: Link) -> frozenset[str]:
+    async def _missing(self, link: AnyLink) -> frozenset[str]:
         """The commands of scripts that the user may not run."""
         asked = sorted(frozenset[str]().union(*COMMANDS.values()))
         refused = cast("list[object]", await link.run("permits", self._key(0, "permits"), asked, repeat=True))
         return frozenset(map(text, refused))
 
-    async def _permit(self, link: Link, name: str) -> None:
+    async def _permit(self, link: AnyLink, name: str) -> None:
         """Refuse a script in which a command would be refused, before it does anything."""
         needed = COMMANDS.get(name, frozenset())
         if needed & self._denied:
@@ -148,54 +183,71 @@ class Namespace:
                 raise ConfigurationError(f"{self.url} refuses access: to {name}, its user needs {commands} too")
 
     async def aclose(self) -> None:
-        self._version = None
+        self._known = False
         link, self._link = self._link, None
         if link is not None:
-            await link.leave()
+            await leave_link(link)
 
     def _key(self, shard: int, name: str) -> str:
-        if shard not in self._tags:
-            self._tags[shard] = tag_of(self.namespace, shard, self.shards)
-        return f"{{{self._tags[shard]}}}:{name}"
+        home = self._homes[shard]
+        if home not in self._tags:
+            self._tags[home] = home.layout.tag(self.namespace, home.number)
+        return f"{{{self._tags[home]}}}:{name}"
 
     async def _call(
         self, name: str, shard: int, *arguments: Argument, repeat: bool = True, now: Argument | None = None
     ) -> object:
-        """Run a script on a shard; one that begins a namespace makes the layout first if the server knows none."""
+        """Run a script on a shard, whose layout is made first where there is none.
+
+        Raises Retired, and has done nothing, if the shard takes no adds any more, or nothing at all.
+        """
         link = await self._connected()
         await self._permit(link, name)
-        key, version = self._key(shard, "layout"), self._version or ""
-        command = (version, self._time() if now is None else now, *arguments)
+        key, now = self._key(shard, "layout"), self._time() if now is None else now
         replicas = self._replicas if name == "add" else 0
-        try:
-            return await link.run(name, key, command, repeat=repeat, replicas=replicas)
-        except LayoutMismatch as mismatch:
-            if mismatch.stored != "none":
-                raise self._moved(mismatch.stored) from None
-        # a new namespace or shard, or a server that was emptied; nothing had been done
-        for layout in dict.fromkeys((f"{{{self.namespace}}}:layout", key)):  # the same if there is one shard
-            stored = text(await link.run("layout", layout, [version], repeat=True))
-            if stored != version:
-                raise self._moved(stored)
-        try:
-            return await link.run(name, key, command, repeat=repeat, replicas=replicas)
-        except LayoutMismatch as mismatch:
-            raise self._moved(mismatch.stored) from None
+        for _ in range(3):
+            layout = self._homes[shard].layout
+            draining = layout in self._drained
+            if layout != self._current and (name == "add" or not draining):
+                raise Retired(f"shard {shard} of namespace {self.namespace!r} has moved")
+            version = layout.draining if draining else layout.version
+            try:
+                return await link.run(name, key, (version, now, *arguments), repeat=repeat, replicas=replicas)
+            except LayoutMismatch as mismatch:
+                await self._mend(link, shard, layout, mismatch.stored)
+        raise BackendUnavailable(f"the layout of namespace {self.namespace!r} is being changed")
 
-    async def _connected(self) -> Link:
+    async def _mend(self, link: AnyLink, shard: int, layout: Layout, stored: str) -> None:
+        """After a script has met another layout, and done nothing: make or mark it, or learn the new one."""
+        key = self._key(shard, "layout")
+        if stored == RETIRED:
+            raise Retired(f"shard {shard} of namespace {self.namespace!r} is no more")
+        if layout in self._drained and stored in (layout.version, "none"):
+            await link.run("drain", key, [layout.version, layout.draining], repeat=True)
+            return
+        if stored == "none" and layout == self._current:
+            # a new namespace or shard, or a server that was emptied
+            found = await link.run("layout", self._root, ["current", layout.version], repeat=True)
+            if text(found) == layout.version:
+                for where in (self._root, key):  # the first so that one who knows of a single shard is refused
+                    found = await link.run("layout", where, ["version", layout.version], repeat=True)
+                if text(found) == layout.version:
+                    return
+        was = self._current, self._drained
+        await self._look_up(link)
+        if (self._current, self._drained) == was:
+            raise ConfigurationError(
+                f"shard {shard} of namespace {self.namespace!r} has the layout {stored}, which does not fit the "
+                f"namespace's {self._current.version}: another program has written it"
+            )
+
+    async def _connected(self) -> AnyLink:
         """The connections, of which the layout is known; looked up again if the server was not there at first."""
-        if self._link is not None and self._version is None:
+        if self._link is not None and not self._known:
             await self.connect()
         if self._link is None:
             raise BackendUnavailable(f"the backend is not connected to {self.url}")
         return self._link
-
-    def _moved(self, stored: str) -> ConfigurationError:
-        # the version is kept: callers count in its shards, so that only they can begin anew
-        return ConfigurationError(
-            f"namespace {self.namespace!r} now has the layout {stored}; it was changed while this process ran, which "
-            "must connect again"
-        )
 
     def _time(self) -> Argument:
         return "" if self._now is None else self._now()
@@ -218,11 +270,11 @@ class Namespace:
             for item, answer in zip(items, answers, strict=True)
         ]
 
-    async def _heed(self, answers: Sequence[object]) -> None:
+    async def _heed(self, shard: int, answers: Sequence[object]) -> None:
         """Leave a server that says for single items that it is no primary any more."""
         problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
         if problems & DEMOTED and self._link is not None:
-            await self._link.hang_up()
+            await self._link.hang_up(self._key(shard, "layout"))
 
     def _broken(self, key: str, problem: str) -> AiodigestError:
         """What the text of an error says of a timeline."""
@@ -230,7 +282,3 @@ class Namespace:
         if isinstance(error, (BackendUnavailable, ConfigurationError)):
             return error
         return InvalidState(f"timeline {key!r} is broken: {problem}")
-
-    async def _all_shards(self) -> range:
-        await self._connected()
-        return range(self.shards)

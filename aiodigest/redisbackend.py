@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import cast
 
-from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retry, Window
+from aiodigest.backend import (
+    SLICE,
+    Add,
+    Backend,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    RawLetter,
+    Retired,
+    Retry,
+    Window,
+)
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.models import State
-from aiodigest.namespace import BATCH, Namespace
+from aiodigest.namespace import BATCH
 from aiodigest.policy import Limits, Terms
+from aiodigest.relocation import Relocation
 from aiodigest.scripts import (
+    Argument,
     number,
     pack_adds,
     pack_close,
@@ -34,8 +51,8 @@ def done(answer: object) -> bool | AiodigestError:
     return answer if isinstance(answer, AiodigestError) else answer == 1
 
 
-class RedisBackend(Namespace, Backend):
-    """Timelines of a namespace on one server; see ``Namespace`` for the parameters."""
+class RedisBackend(Relocation, Backend):
+    """Timelines of a namespace on a server or a cluster; see ``Namespace`` for the parameters."""
 
     # Adding
 
@@ -57,7 +74,7 @@ class RedisBackend(Namespace, Backend):
                 results += [self._unstored(add, str(error), error.stored) for add in batch]
                 results += [self._unstored(add, str(error)) for add in adds[len(results) :]]
                 break
-            await self._heed(statuses)
+            await self._heed(shard, statuses)
             for add, status in zip(batch, statuses, strict=False):
                 results.append(status == 1 if isinstance(status, int) else self._refused(add, text(status)))
         return results
@@ -139,23 +156,39 @@ class RedisBackend(Namespace, Backend):
     async def _promote(self, name: str, deadline_ms: int | None) -> list[tuple[str, int]]:
         moved: list[tuple[str, int]] = []
         deadline, now = "" if deadline_ms is None else deadline_ms, self._time()
-        for shard in await self._all_shards():
-            reply = cast("list[bytes]", await self._call(name, shard, deadline, now=now))
+        async for answer in self._everywhere(name, deadline, now=now):
+            reply = cast("list[bytes]", answer)
             moved += [(text(key), int(due)) for key, due in zip(reply[::2], reply[1::2], strict=True)]
         return moved
 
+    async def _everywhere(
+        self, name: str, *arguments: Argument, repeat: bool = True, now: Argument | None = None
+    ) -> AsyncIterator[object]:
+        """What each shard answers that may hold something."""
+        for shard in await self._all_shards():
+            with suppress(Retired):
+                yield await self._call(name, shard, *arguments, repeat=repeat, now=now)
+
+    async def _of(self, key: str, name: str, *arguments: Argument, repeat: bool = True) -> list[object]:
+        """What the shards answer in which a timeline may be: one, but for the time of a change of their number."""
+        await self._connected()
+        answers: list[object] = []
+        for shard in self._homes_of(key):
+            with suppress(Retired):
+                answers.append(await self._call(name, shard, *arguments, repeat=repeat))
+        for answer in answers:
+            if isinstance(answer, bytes):
+                raise self._broken(key, text(answer))
+        return answers
+
     async def delete(self, key: str) -> bool:
-        return await self._call("delete", self.shard_of(key), key, repeat=False) == 1
+        return 1 in await self._of(key, "delete", key, repeat=False)
 
     async def flush(self, key: str) -> bool:
-        return await self._call("flush", self.shard_of(key), key) == 1
+        return 1 in await self._of(key, "flush", key)
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        arguments = (key, record_id, pack_limits(limits), self._nonce())
-        reply = await self._call("remove", self.shard_of(key), *arguments, repeat=False)
-        if isinstance(reply, bytes):
-            raise self._broken(key, text(reply))
-        return reply == 1
+        return 1 in await self._of(key, "remove", key, record_id, pack_limits(limits), self._nonce(), repeat=False)
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         if move.at_ms is not None:
@@ -166,45 +199,51 @@ class RedisBackend(Namespace, Backend):
             mode, value = "policy", move.gap_ms
         delays = pack_delays(move.terms)
         limits = pack_limits(move.terms.limits)
-        reply = await self._call("reschedule", self.shard_of(key), key, mode, value, move.iteration, delays, limits)
-        if isinstance(reply, bytes):
-            raise self._broken(key, text(reply))
-        match cast("Fields", reply):
-            case [b"due", int(due)]:
-                return due
-            case [b"outdated"]:
-                return None
-            case [b"retry"]:
-                raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
-            case _:
-                raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
+        replies = await self._of(key, "reschedule", key, mode, value, move.iteration, delays, limits)
+        # the earliest of what it may move: one timeline, but for the time of a change of their shards
+        moved = [cast("Fields", reply) for reply in replies]
+        if dues := [number(reply[1]) for reply in moved if reply[0] == b"due"]:
+            return min(dues)
+        if [b"outdated"] in moved and len(moved) == 1:  # of two, each has an iteration of its own
+            return None
+        if [b"retry"] in moved:
+            raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
+        raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
 
     async def look(self, key: str) -> Window | None:
-        found = cast("list[Fields]", await self._call("look", self.shard_of(key), "", key, ""))
-        return unpack_window(found[0]) if found else None
+        replies = cast("list[list[Fields]]", await self._of(key, "look", "", key, ""))
+        found = sorted((unpack_window(reply[0]) for reply in replies if reply), key=attrgetter("due_ms"))
+        if not found:
+            return None
+        logged, opened = sum(window.logged for window in found), sum(window.opened for window in found)
+        return found[0]._replace(logged=logged, opened=opened)
 
     async def entries(self, key: str) -> list[bytes]:
+        await self._connected()
         entries: list[bytes] = []
-        shard = self.shard_of(key)
-        while page := await self._read(shard, key, "", "", len(entries), SLICE):
-            entries += page
+        for shard in reversed(self._homes_of(key)):  # what came first comes first
+            before = len(entries)
+            with suppress(Retired):
+                while page := await self._read(shard, key, "", "", len(entries) - before, SLICE):
+                    entries += page
         return entries
 
     async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
         windows: list[Window] = []
-        while len(windows) < count:
-            size = min(BATCH, count - len(windows))
-            found = cast("list[Fields]", await self._call("look", shard, state, start + len(windows), size))
-            windows += [unpack_window(fields) for fields in found]
-            if len(found) < size:
-                break
+        with suppress(Retired):
+            while len(windows) < count:
+                size = min(BATCH, count - len(windows))
+                found = cast("list[Fields]", await self._call("look", shard, state, start + len(windows), size))
+                windows += [unpack_window(fields) for fields in found]
+                if len(found) < size:
+                    break
         return windows
 
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         oldest: list[int] = []
-        for shard in await self._all_shards():
-            reply = cast("list[bytes | int]", await self._call("counts", shard))
+        async for answer in self._everywhere("counts"):
+            reply = cast("list[bytes | int]", answer)
             for name, value in zip(reply[::2], reply[1::2], strict=True):
                 if name == b"oldest_due_ms":
                     oldest.append(number(value))
@@ -215,28 +254,33 @@ class RedisBackend(Namespace, Backend):
     # Dead letters
 
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        reply = await self._call("letters", shard, start, min(count, SLICE))
-        return [text(letter_id) for letter_id in cast("list[bytes]", reply)]
+        with suppress(Retired):
+            reply = await self._call("letters", shard, start, min(count, SLICE))
+            return [text(letter_id) for letter_id in cast("list[bytes]", reply)]
+        return []
 
     async def letter(self, letter_id: str) -> RawLetter | None:
         for shard in await self._all_shards():
-            entries: list[bytes] = []
-            while reply := await self._call("letter", shard, letter_id, len(entries)):
-                key, reason, buried, attempt, digest_id, size, page = cast(
-                    "tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply
-                )
-                entries += page
-                if len(entries) >= size or not page:
-                    return RawLetter(
-                        letter_id, text(key), text(reason), buried, attempt, text(digest_id), entries
-                    )  # fmt: skip
+            with suppress(Retired):
+                if (found := await self._letter(shard, letter_id)) is not None:
+                    return found
+        return None
+
+    async def _letter(self, shard: int, letter_id: str) -> RawLetter | None:
+        entries: list[bytes] = []
+        while reply := await self._call("letter", shard, letter_id, len(entries)):
+            key, reason, buried, attempt, digest_id, size, page = cast(
+                "tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply
+            )
+            entries += page
+            if len(entries) >= size or not page:
+                return RawLetter(letter_id, text(key), text(reason), buried, attempt, text(digest_id), entries)
         return None
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         limits = terms.limits
-        for shard in await self._all_shards():
-            arguments = (letter_id, pack_delays(terms), pack_limits(limits), int(own))
-            reply = await self._call("replay", shard, *arguments, repeat=False)
+        arguments = (letter_id, pack_delays(terms), pack_limits(limits), int(own))
+        async for reply in self._everywhere("replay", *arguments, repeat=False):
             if isinstance(reply, bytes):
                 raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")
             match cast("Fields", reply):
@@ -255,7 +299,7 @@ class RedisBackend(Namespace, Backend):
         raise InvalidState(f"there is no dead letter {letter_id!r}")
 
     async def discard(self, letter_id: str) -> bool:
-        for shard in await self._all_shards():
-            if await self._call("discard", shard, letter_id, repeat=False) == 1:
+        async for dropped in self._everywhere("discard", letter_id, repeat=False):
+            if dropped == 1:
                 return True
         return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retry
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
@@ -44,6 +44,7 @@ class Scheduler:
         drain_timeout: float,
         timeout: float,
         observers: Iterable[Observer] = (),
+        numbers: Container[int] | None = None,
     ) -> None:
         self._backend = backend
         self._dispatcher = dispatcher
@@ -56,7 +57,12 @@ class Scheduler:
         self._timeout = timeout
         self._observers = observers
         self._outage = Outage("the server")
-        self._lanes = [Lane(shard, backend, timeout, lease_timeout) for shard in range(backend.shards)]
+        self._numbers = numbers
+        self._lanes: dict[int, Lane] = {}  # by shard
+        self._seen = 0  # shards of which it is known whether they are served
+        self._group = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._chores: list[asyncio.Task[None]] = []
         self._reserved = 0
         self._paused_until = 0.0
         self._changed = asyncio.Event()
@@ -70,33 +76,49 @@ class Scheduler:
         self._changed.set()
         if at_once:
             self._hurry.set()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.woken.set()
 
     def poke(self, shard: int) -> None:
         """Look at a shard's schedule now: this process has made a timeline ready."""
-        self._lanes[shard].woken.set()
+        self._serve()
+        if shard in self._lanes:
+            self._lanes[shard].woken.set()
 
     async def run(self) -> None:
         """Deliver until stopped."""
         try:
-            async with asyncio.TaskGroup() as group:
-                chores = [
-                    group.create_task(chore)
-                    for lane in self._lanes
-                    for chore in (lane.closes.run(), lane.retries.run(), self._keep(lane))
-                ]
-                loops = [group.create_task(self._loop(lane)) for lane in self._lanes]
-                await asyncio.wait(loops)
+            async with self._group:
+                self._serve()
+                while loops := [loop for loop in self._loops if not loop.done()]:
+                    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+                await self._stopping.wait()
                 await self._drain()
-                for chore in chores:
+                for chore in self._chores:
                     chore.cancel()
         finally:
             self._ended = True
-            for lane in self._lanes:
+            for lane in self._lanes.values():
                 lane.alarm.cancel()
             for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
                 task.cancel()
+
+    def _serve(self) -> None:
+        """Begin with the shards that there are by now: at first, and after a change of the layout."""
+        if self._stopping.is_set():
+            return
+        while self._seen < self._backend.shards:
+            shard, number = self._seen, self._backend.number_of(self._seen)
+            self._seen += 1
+            if self._numbers is None or number is None or number in self._numbers:  # what is drained is everybody's
+                lane = self._lanes[shard] = Lane(
+                    shard, self._backend, self._outage, self._changed, self._timeout, self._lease_timeout
+                )
+                chores = lane.closes.run(), lane.retries.run(), lane.keep()
+                self._chores += [self._group.create_task(chore) for chore in chores]
+                self._loops.append(self._group.create_task(self._loop(lane)))
+        if not self._lanes:
+            logger.error("none of the chosen shards is among the %d that there are: nothing is delivered", self._seen)
 
     # Claiming
 
@@ -110,6 +132,8 @@ class Scheduler:
                     await self._outage.pause(lane.claiming)
                 elif claims.wait_ms != 0:
                     await self._sleep(lane, claims)
+        except Retired as end:
+            lane.retire(end)
         finally:
             await self._hang_up(lane)
 
@@ -121,9 +145,11 @@ class Scheduler:
             now = loop.time()
             rest = max(self._paused_until, self._backoff.resumes_at or 0.0) - now
             allowed = self._backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
-            free = min(allowed, self._concurrency) - self._reserved - sum(len(lane.holds) for lane in self._lanes)
+            lanes = self._lanes.values()
+            free = min(allowed, self._concurrency) - self._reserved - sum(lane.busy for lane in lanes)
             if free > 0:
-                share = -(-free // len(self._lanes))  # rounded up: a shard with a backlog leaves slots to the others
+                live = sum(not lane.retired for lane in lanes)
+                share = -(-free // live)  # rounded up: a shard with a backlog leaves slots to the others
                 return min(share, CLAIM)
             await elapse(self._changed, rest if rest > 0 else None)
         return 0
@@ -134,17 +160,20 @@ class Scheduler:
         self._reserved += slots
         try:
             if lane.holds and lane.away:  # else this claim might recover what this worker holds
-                await self._renew(lane)
+                await lane.renew()
                 return Claims(wait_ms=0)  # much may have happened meanwhile: count the free slots anew
             claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
+        except Retired:
+            raise
         except Exception as error:
-            self._failed(lane, error, lane.claiming)
+            lane.failed(error, lane.claiming)
             return None
         finally:
             self._reserved -= slots
             self._changed.set()  # another shard may wait for the slots that this one did not need
         self._outage.answered(lane.claiming)
         lane.marked = sent
+        self._serve()
         for key, reason in claims.broken:
             logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
         for key, count in claims.expired:
@@ -187,10 +216,6 @@ class Scheduler:
         lane.deaf = 0
         return heard
 
-    def _failed(self, lane: Lane, error: Exception, call: str) -> None:
-        lane.failures += 1
-        self._outage.failed(error, call)
-
     async def _hang_up(self, lane: Lane) -> None:
         if lane.listener is not None:
             lane.listener.cancel()
@@ -207,7 +232,7 @@ class Scheduler:
                     break
                 if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
                     raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
-                outcome, delivery = await self._call(hold, attempt)
+                outcome, delivery = await self._call(lane, hold, attempt)
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
                     delivery = replace(delivery, result=closed.status)
@@ -238,7 +263,7 @@ class Scheduler:
             try:
                 page = await self._backend.read(lane.shard, lease, len(entries), taken - len(entries))
             except BackendUnavailable as error:
-                self._failed(lane, error, lane.leasing)
+                lane.failed(error, lane.leasing)
                 await self._outage.pause(lane.leasing)
                 continue
             self._outage.answered(lane.leasing)
@@ -247,12 +272,14 @@ class Scheduler:
             entries += page
         return entries
 
-    async def _call(self, hold: Hold, attempt: Attempt[Any]) -> tuple[Outcome, Delivery]:
+    async def _call(self, lane: Lane, hold: Hold, attempt: Attempt[Any]) -> tuple[Outcome, Delivery]:
         loop = asyncio.get_running_loop()
         lease, started = hold.lease, loop.time()
         hold.stage = "calling"
         outcome = await self._dispatcher.deliver(attempt)
         hold.stage = "reporting"
+        if lane.away:
+            self._changed.set()
         ended = loop.time()
         if outcome.success is True:
             self._backoff.succeeded(lease.key, ended, started=started)
@@ -282,7 +309,7 @@ class Scheduler:
             except BackendUnavailable as error:
                 if self._ended:  # a callback has outlived its worker
                     raise
-                self._failed(lane, error, lane.leasing)
+                lane.failed(error, lane.leasing)
                 await self._outage.pause(lane.leasing)
                 continue
             self._outage.answered(lane.leasing)
@@ -295,52 +322,10 @@ class Scheduler:
             lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
         )
 
-    # Leases
-
-    async def _keep(self, lane: Lane) -> None:
-        """Renew leases at a third of their length.
-
-        A worker that neither claims nor holds anything (it rests, or its slots are taken) renews nothing, but does so
-        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
-        """
-        loop = asyncio.get_running_loop()
-        third = self._lease_timeout / 3
-        while True:
-            due = lane.renewed + third if lane.holds else lane.marked + 1.1 * third
-            if (rest := due - loop.time()) > 0:
-                await asyncio.sleep(min(rest, third / 3))  # what is due next may have changed by then
-            else:
-                await self._renew_at_last(lane)
-
-    async def _renew_at_last(self, lane: Lane) -> None:
-        while True:
-            try:
-                await self._renew(lane)
-                return
-            except Exception as error:
-                self._failed(lane, error, lane.leasing)
-            await self._outage.pause(lane.leasing)
-
-    async def _renew(self, lane: Lane) -> None:
-        holds = [(hold, hold.lease) for hold in lane.holds]
-        sent = asyncio.get_running_loop().time()
-        failures = lane.failures
-        kept = await self._backend.renew(lane.shard, [lease for _, lease in holds], self._lease_ms)
-        lane.renewed = lane.marked = sent
-        lane.forgiven = failures
-        for (hold, lease), held in zip(holds, kept, strict=True):
-            if isinstance(held, AiodigestError):
-                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
-            elif held:
-                lane.extend(hold, sent)
-            elif hold.lease is lease:
-                lane.lose(hold)
-        self._outage.answered(lane.leasing)
-
     # Stopping
 
     def _under_way(self) -> list[tuple[Lane, Hold]]:
-        holds = ((lane, hold) for lane in self._lanes for hold in lane.holds)
+        holds = ((lane, hold) for lane in self._lanes.values() for hold in lane.holds)
         return [(lane, hold) for lane, hold in holds if hold.task is not None and not hold.task.done()]
 
     def _tasks(self) -> list[asyncio.Task[None]]:
@@ -369,7 +354,7 @@ class Scheduler:
         deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
         ignore = f", {len(deaf)} of which ignore it" if deaf else ""
         logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore)
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             for stage in ("calling", "claimed"):
                 leases = [hold.lease for at, hold, was in left if at is lane and hold.stage == was == stage]
                 await self._release(lane, leases, started=stage == "calling")

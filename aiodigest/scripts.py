@@ -15,9 +15,10 @@ from aiodigest.policy import Limits, Terms
 
 Argument: TypeAlias = bytes | str | int
 
-SLOTS = 16_384  # of a cluster
 SHARED: Mapping[str, Sequence[str]] = {
     "layout": (),
+    "drain": (),
+    "reshard": (),
     "permits": (),
     "add": ("prelude", "window"),
     "replay": ("prelude", "window"),
@@ -27,7 +28,8 @@ SHARED: Mapping[str, Sequence[str]] = {
     "close": ("prelude", "items"),
     "retry": ("prelude", "items"),
 }
-CREATES = {"add", "claim", "renew"}  # what begins a namespace; the others find an empty one where there is none
+# what begins a namespace; the others find an empty one where there is none
+CREATES = {"add", "claim", "renew", "keep", "carry"}
 # What each script may call: if the user may not, it is not begun. A refusal that is met half-way leaves it half done.
 SCHEDULES = "ZADD ZCARD ZRANGE ZREM"
 SAVES = "HDEL HSET PEXPIRE"
@@ -56,6 +58,9 @@ COMMANDS: Mapping[str, frozenset[str]] = {
         "counts": "ZCARD ZCOUNT ZRANGE",
         "letter": "HMGET LLEN LRANGE",
         "letters": "ZRANGEBYSCORE",
+        "keep": "HSET PEXPIRE RPUSH UNLINK ZADD",
+        "carry": "HINCRBY HSET",
+        "retire": "EXISTS HSET PEXPIRE UNLINK ZCOUNT",
     }.items()
 }
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
@@ -83,19 +88,6 @@ def load_script(name: str) -> Script:
     source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
     source = f"{begins}\n{source}"
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
-
-
-def tag_of(namespace: str, shard: int, shards: int) -> str:
-    """The hash tag of a shard's keys; several shards have each its own part of a cluster's slots."""
-    if shards == 1:
-        return namespace
-    from redis.crc import key_slot  # not needed by most
-
-    low, high = SLOTS * shard // shards, SLOTS * (shard + 1) // shards
-    salt = 0
-    while not low <= key_slot(f"{namespace}:{shard}:{salt}".encode()) < high:
-        salt += 1
-    return f"{namespace}:{shard}:{salt}"
 
 
 # What scripts are given
@@ -164,7 +156,7 @@ def text(value: object) -> str:
 
 
 def number(value: object) -> int:
-    return int(cast("int | bytes", value))
+    return value if type(value) is int else int(cast("bytes", value))
 
 
 def unpack_lease(fields: Sequence[object]) -> Lease:

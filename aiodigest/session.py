@@ -12,8 +12,8 @@ from zlib import crc32
 
 from anyio import CancelScope
 
-from aiodigest.backend import Add, Backend
-from aiodigest.coalesce import Coalescer, batches
+from aiodigest.backend import Add, Backend, Retired
+from aiodigest.coalesce import LEFT, Coalescer, batches
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.outage import BACKOFF, Outage, elapse
 
@@ -50,8 +50,7 @@ class Session:
         self._schedule = schedule
         self._backend: Backend | None = None
         self._connecting: asyncio.Task[Backend] | None = None
-        self._adds: list[Coalescer[Add, bool]] = []
-        self._calls = 1
+        self._adds: dict[int, Coalescer[Add, bool]] = {}  # by shard
         self._scheduler: Scheduler | None = None
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -97,19 +96,22 @@ class Session:
 
     async def _open(self) -> Backend:
         backend = await self._store.open()
-        self._calls = CALLS if backend.shards == 1 else 1  # several shards have several calls as it is
-        self._adds = [
-            Coalescer(partial(backend.add, shard), self._timeout, self._calls) for shard in range(backend.shards)
-        ]
-        self._chores += [self._group.create_task(coalescer.run()) for coalescer in self._adds]
         self._backend = backend
         return backend
 
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
         """A timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-        if self._calls == 1:
-            return backend.shard_of(key), 0
-        return 0, crc32(key.encode()) % self._calls
+        shard = backend.shard_of(key)
+        return shard, 0 if backend.shards > 1 else crc32(key.encode()) % CALLS
+
+    def _new_coalescer(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
+        if self._stopping.is_set():
+            raise BackendUnavailable(LEFT)
+        queues = CALLS if backend.shards == 1 else 1  # several shards have several calls as it is
+        coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.shards)
+        self._chores.append(self._group.create_task(coalescer.run()))
+        self._adds[shard] = coalescer
+        return coalescer
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
@@ -122,11 +124,16 @@ class Session:
         """Send an add with the others of this turn; True if it made its timeline ready."""
         began = asyncio.get_running_loop().time()
         backend = self._backend or await self.backend()
-        shard, queue = self._place(backend, add.key)
-        ready = await self._adds[shard].submit(add, weight(add), queue=queue, since=began)
-        if ready:
-            self.poke(shard)
-        return ready
+        while True:
+            shard, queue = self._place(backend, add.key)
+            coalescer = self._adds.get(shard) or self._new_coalescer(backend, shard)
+            try:
+                ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
+            except Retired:  # and so not stored: it goes to where its timeline is now
+                continue
+            if ready:
+                self.poke(shard)
+            return ready
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Send adds past the queue, in batches; those of a timeline in order."""
@@ -134,10 +141,18 @@ class Session:
             backend = await self.backend()
         except AiodigestError as error:
             return [error] * len(adds)
+        answers: dict[int, bool | AiodigestError] = dict.fromkeys(range(len(adds)), Retired("not sent yet"))
+        while unsent := [index for index, answer in answers.items() if isinstance(answer, Retired)]:
+            await self._send(backend, adds, unsent, answers)
+        return list(answers.values())
+
+    async def _send(
+        self, backend: Backend, adds: Sequence[Add], chosen: Sequence[int], answers: dict[int, bool | AiodigestError]
+    ) -> None:
+        """Send some of the adds, and note what is answered to each."""
         queues: dict[tuple[int, int], list[int]] = {}
-        for index, add in enumerate(adds):
-            queues.setdefault(self._place(backend, add.key), []).append(index)
-        answers: dict[int, bool | AiodigestError] = {}
+        for index in chosen:
+            queues.setdefault(self._place(backend, adds[index].key), []).append(index)
 
         async def send(shard: int, indices: list[int]) -> None:
             sent = 0
@@ -158,7 +173,6 @@ class Session:
         async with asyncio.TaskGroup() as group:
             for (shard, _), indices in queues.items():
                 group.create_task(send(shard, indices))
-        return [answers[index] for index in range(len(adds))]
 
     def poke(self, shard: int) -> None:
         """Wake this process's own scheduler, if it has one."""
@@ -203,7 +217,7 @@ class Session:
             if self._schedule is not None:
                 await self._deliver(self._schedule)
             await self._stopping.wait()
-            await asyncio.gather(*(coalescer.drain() for coalescer in self._adds))
+            await asyncio.gather(*(coalescer.drain() for coalescer in self._adds.values()))
             for chore in self._chores:
                 chore.cancel()
 

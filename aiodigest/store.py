@@ -10,7 +10,7 @@ from aiodigest.backend import Backend
 from aiodigest.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
+    from redis.asyncio import Redis, RedisCluster
 
     from aiodigest.embedded import EmbeddedServer
     from aiodigest.redisbackend import RedisBackend
@@ -20,11 +20,11 @@ class Store:
     """Where an engine keeps its timelines. Making one does no I/O; what is given is checked all the same."""
 
     def __init__(
-        self, url: str | Redis, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
+        self, url: str | Redis | RedisCluster, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
     ) -> None:
         from aiodigest.redisbackend import RedisBackend  # who only imports aiodigest need not wait for it
 
-        def backend(source: str | Redis) -> RedisBackend:
+        def backend(source: str | Redis | RedisCluster) -> RedisBackend:
             return RedisBackend(
                 source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas
             )

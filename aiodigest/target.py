@@ -1,75 +1,36 @@
-"""Where a server is: a URL or a client, and the sentinels that know which server is the primary."""
+"""Where a server is: a URL or a client, of one server, of one that sentinels watch, or of a cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
-import hiredis
 from redis import exceptions
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import AbstractConnection, Connection, ConnectionPool, SSLConnection, parse_url
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from aiodigest.errors import ConfigurationError
-from aiodigest.faults import FORBIDDEN, code_of
-from aiodigest.scripts import Argument
+from aiodigest.sentinels import Sentinels
+from aiodigest.transport import Address, Wire, new_wire, place
 
-Source: TypeAlias = "str | Redis"
+Source: TypeAlias = "str | Redis | RedisCluster"
 
+PORT = 6379
 SENTINEL_PORT = 26379
 LONGEST = 4_096  # characters of a URL
 ALLOWED = (
     "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, redis+sentinel://host1,host2:port/service/db, "
-    "rediss+sentinel://..., embedded://, embedded:///folder, or (in Python) a redis.asyncio.Redis client"
+    "redis+cluster://host1:port,host2:port, rediss+sentinel://..., rediss+cluster://..., embedded://, "
+    "embedded:///folder, or (in Python) a redis.asyncio.Redis or RedisCluster client"
 )
 ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
-TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_ciphers", "ssl_min_version")
-
-
-class Wire(Protocol):
-    """What is used of redis-py's connections."""
-
-    @property
-    def is_connected(self) -> bool: ...
-    async def connect(self) -> None: ...
-    async def disconnect(self, nowait: bool = ...) -> None: ...
-    async def can_read(self) -> bool: ...
-    async def send_packed_command(self, command: bytes, check_health: bool = ...) -> None: ...
-    async def read_response(self) -> object: ...
-
-
-async def send(wire: Wire, *command: Argument) -> None:
-    """Send a command; hiredis packs a large one six times as fast as redis-py does."""
-    packed = cast("bytes", cast("Any", hiredis).pack_command(command))  # its own type is of one argument
-    await wire.send_packed_command(packed, check_health=False)
-
-
-async def drop(wire: Wire) -> None:
-    """Close a connection without waiting for its other end."""
-    with suppress(exceptions.RedisError, OSError):
-        await wire.disconnect(nowait=True)
-
-
-def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
-    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that."""
-    wire = make(**settings)
-    context = getattr(wire, "ssl_context", None)
-    try:
-        if context is not None:
-            context.get()  # redis-py keeps it for connecting
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
-        raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
-    return wire
 
 
 def hide_password(url: str) -> str:
@@ -89,63 +50,6 @@ def hide_password(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Sentinels:
-    """The sentinels of a service: whoever is its primary, they are told first."""
-
-    service: str
-    make: Callable[..., Wire]
-    settings: Mapping[str, object] = field(repr=False)  # the password is among them
-    addresses: list[tuple[str, int]]  # who answered last is asked first
-
-    @property
-    def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
-        """What a connection to a sentinel is made of, but for its address."""
-        return self.make, self.settings
-
-    async def primary(self, timeout: float) -> Mapping[str, object]:
-        """Host and port of the primary.
-
-        Each sentinel has a share of the time, so that those that are dead leave some to the others and to the primary.
-        """
-        share, problems, refusals = timeout / (len(self.addresses) + 1), list[str](), 0
-        for address in list(self.addresses):
-            try:
-                async with asyncio.timeout(share):
-                    flags, host, port = await self._ask(address, share)
-            except (exceptions.RedisError, OSError) as error:
-                refusals += code_of(error) in FORBIDDEN
-                problem = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
-            else:
-                if "master" in flags and not {"s_down", "o_down"} & flags:
-                    self.addresses.remove(address)
-                    self.addresses.insert(0, address)
-                    return {"host": host, "port": port}
-                problem = "it sees the primary down"
-            problems.append(f"{place(*address)}: {problem}")
-        message = f"no sentinel names a primary of {self.service!r} ({'; '.join(problems)})"
-        if refusals == len(problems):  # else it is one that is set up wrong, or the others are away
-            raise ConfigurationError(message)
-        raise exceptions.ConnectionError(message)
-
-    async def _ask(self, address: tuple[str, int], timeout: float) -> tuple[set[str], str, int]:
-        """The flags, host and port that a sentinel knows of the primary."""
-        host, port = address
-        wire = new_wire(self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
-        try:
-            await wire.connect()
-            await send(wire, "SENTINEL", "MASTER", self.service)
-            reply = await wire.read_response()
-        finally:
-            await drop(wire)
-        try:
-            words = [item.decode() for item in cast("list[bytes]", reply)]
-            known = dict(zip(words[::2], words[1::2], strict=True))
-            return set(known["flags"].split(",")), known["ip"], int(known["port"])
-        except (TypeError, ValueError, KeyError, AttributeError):
-            raise exceptions.InvalidResponse("it does not answer as a sentinel does") from None
-
-
-@dataclass(frozen=True)
 class Target:
     """A server, and how to make a connection to it."""
 
@@ -154,6 +58,8 @@ class Target:
     settings: Mapping[str, object]
     pool: object = None  # of the client that was given: engines with the same one share their connections
     sentinels: Sentinels | None = None
+    nodes: Sequence[Address] = ()  # some of a cluster's, who know the others
+    remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
 
     async def connection(self, timeout: float) -> Wire:
         """A connection that is not connected yet: to whatever server is the primary now, where sentinels tell.
@@ -163,6 +69,12 @@ class Target:
         """
         where: Mapping[str, object] = await self.sentinels.primary(timeout) if self.sentinels else {}
         return new_wire(self.make, {**self.settings, **where, "socket_connect_timeout": timeout})
+
+    def at(self, address: Address) -> Target:
+        """One node of a cluster."""
+        host, port = address
+        settings = {**self.settings, "host": host, "port": port}
+        return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings)
 
     def check(self) -> None:
         """See that connections can be made of the settings, which does no I/O; Unreadable says what is wrong."""
@@ -188,7 +100,7 @@ def find_target(source: object) -> Target:
     if isinstance(source, Redis):
         return _of_client(source.connection_pool)
     if isinstance(source, RedisCluster):
-        raise ConfigurationError("this version does not speak to clusters yet; use a single server")
+        return _of_cluster_client(source)
     if not isinstance(source, str):
         hint = " (is a variable unset?)" if source is None else ""
         raise ConfigurationError(f"the URL is {type(source).__name__}{hint}; allowed is {ALLOWED}")
@@ -196,10 +108,9 @@ def find_target(source: object) -> Target:
         raise ConfigurationError(f"the URL has {len(source):,} characters, and may have {LONGEST:,}")
     shown = hide_password(source)
     scheme = source.partition("://")[0].lower()
-    if scheme.endswith("+cluster"):
-        raise ConfigurationError(f"{shown!r}: this version does not speak to clusters yet; use a single server")
+    read = {"sentinel": _of_sentinels, "cluster": _of_cluster}.get(scheme.partition("+")[2], _of_server)
     try:
-        target = (_of_sentinels if scheme.endswith("+sentinel") else _of_server)(source, shown)
+        target = read(source, shown)
         target.check()
         return target
     except Unreadable as fault:
@@ -225,41 +136,64 @@ def _of_server(url: str, shown: str) -> Target:
     return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given))
 
 
-def _of_sentinels(url: str, shown: str) -> Target:
+class Parts(NamedTuple):
     """A URL with several hosts, which urllib refuses to take apart if one of them has brackets."""
+
+    scheme: str
+    login: str
+    hosts: Sequence[str]
+    path: str
+    query: str
+
+    def of_one(self, path: str) -> str:
+        """The same of one host."""
+        return f"{self.scheme}://{self.login}localhost/{path}{self.query}"
+
+
+def _split(url: str) -> Parts:
     scheme, _, rest = url.partition("://")
     where, mark, query = rest.partition("?")
     authority, _, path = where.partition("/")
     login, at, hosts = authority.rpartition("@")
-    scheme = scheme.lower().removesuffix("+sentinel")
+    scheme = scheme.lower().partition("+")[0]
     if "#" in rest or "@" in path + query:
         raise Unreadable(ESCAPE)
     if scheme not in ("redis", "rediss"):
         raise Unreadable("the scheme is not known")
-    found = re.fullmatch(r"([^/]*)(?:/(\d*))?", path)
+    return Parts(scheme, login + at, hosts.split(","), path, mark + query)
+
+
+def _of_sentinels(url: str, shown: str) -> Target:
+    parts = _split(url)
+    found = re.fullmatch(r"([^/]*)(?:/(\d*))?", parts.path)
     if not found:
         raise Unreadable("the database is not a number")
     if not found[1]:
         raise Unreadable("it names no service")
-    make, given = _parse(f"{scheme}://{login}{at}localhost/{found[2] or 0}{mark}{query}")
+    make, given = _parse(parts.of_one(found[2] or "0"))
     lent = {name: value for name, value in given.items() if name.startswith("ssl_")}
     lent |= {name: given[f"sentinel_{name}"] for name in ("username", "password") if f"sentinel_{name}" in given}
     wire = cast("Callable[..., Wire]", make)
-    addresses = [_address(host) for host in hosts.split(",")]
+    addresses = [_address(host, SENTINEL_PORT) for host in parts.hosts]
     sentinels = Sentinels(unquote(found[1]), wire, _settings(make, lent), addresses)
     return Target(shown, wire, _settings(make, given), sentinels=sentinels)
 
 
-def _address(host: str) -> tuple[str, int]:
+def _of_cluster(url: str, shown: str) -> Target:
+    parts = _split(url)
+    make, given = _parse(parts.of_one(parts.path))
+    if parts.path not in ("", "0") or given.get("db"):
+        raise Unreadable("a cluster has one database, 0")
+    nodes = [_address(host, PORT) for host in parts.hosts]
+    return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given), nodes=nodes)
+
+
+def _address(host: str, default: int) -> Address:
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d{1,5}))?", host)
-    port = int(found[2] or SENTINEL_PORT) if found else 0
+    port = int(found[2] or default) if found else 0
     if not found or not 0 < port < 65536:
-        raise Unreadable("each sentinel is a host or host:port")
+        raise Unreadable("each of several hosts is a name or name:port")
     return found[1].strip("[]"), port
-
-
-def place(host: object, port: object) -> str:
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
@@ -293,6 +227,18 @@ def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnect
     sentinels = Sentinels(service, cast("Callable[..., Wire]", ask), _settings(ask, _kwargs(first)), addresses)
     url = f"redis+sentinel://{','.join(place(*address) for address in addresses)}/{service}/{settings.get('db', 0)}"
     return Target(url, cast("Callable[..., Wire]", make), settings, pool, sentinels)
+
+
+def _of_cluster_client(client: RedisCluster) -> Target:
+    """The settings of a client; nothing is sent by it, since it repeats what may not be repeated."""
+    known = cast("Any", client)
+    nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
+    given = dict(cast("Mapping[str, object]", known.connection_kwargs))
+    make = cast("type[AbstractConnection]", given.pop("connection_class", Connection))
+    scheme = "rediss" if issubclass(make, SSLConnection) else "redis"
+    url = f"{scheme}+cluster://{','.join(place(*node) for node in nodes)}"
+    remap = cast("Callable[[Address], Address] | None", known.nodes_manager.address_remap)
+    return Target(url, cast("Callable[..., Wire]", make), _settings(make, given), client, nodes=nodes, remap=remap)
 
 
 def _kwargs(pool: ConnectionPool) -> Mapping[str, object]:

@@ -15,6 +15,8 @@ from aiodigest.errors import CodecError
 VERSION = 1
 UNSTAMPED = 0x10  # the server fills in the time of arrival
 HEADER = struct.Struct(">BqH")
+SIZE = HEADER.size
+_unpack_header = HEADER.unpack_from
 
 
 class RawRecord(NamedTuple):
@@ -41,11 +43,11 @@ def stamp(entry: bytes, now_ms: int) -> bytes:
 
 def unpack(entry: bytes) -> RawRecord:
     """Take an entry apart; ``CodecError`` if another version of aiodigest, or another program, wrote it."""
-    if len(entry) >= HEADER.size and entry[0] & 0x0F == VERSION:
-        _, timestamp, length = HEADER.unpack_from(entry)
-        end = HEADER.size + length
-        if len(entry) >= end:
-            return RawRecord(timestamp, entry[HEADER.size : end], entry[end:])
+    if len(entry) >= SIZE:
+        flags, timestamp, length = _unpack_header(entry)
+        end = SIZE + length
+        if flags & 0x0F == VERSION and len(entry) >= end:
+            return RawRecord(timestamp, entry[SIZE:end], entry[end:])
     raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
 
 

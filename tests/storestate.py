@@ -76,7 +76,9 @@ def redis_state(client: Any, tag: str) -> State:
     for key in reversed(shared):
         assert replies.pop() == -1, f"{key!r} would expire, which the keys of a shard do not"
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(SETS, replies[:3], strict=True)}
-    state["layout"] = {name.decode(): int(value) for name, value in replies[4].items() if name != b"version"}
+    state["layout"] = {
+        name.decode(): int(value) for name, value in replies[4].items() if name not in (b"version", b"current")
+    }
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
     timelines: dict[bytes, State] = {}

@@ -644,7 +644,8 @@ async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(server: Server,
                 stage.arrive()
                 stage.client.script_flush()
             else:
-                await stage.engine.peek("k")
+                await stage.engine.add("another", 1)  # with the first one come the tasks that send adds
+                await stage.engine.delete("another")
             before = asyncio.all_tasks()
             yield call
             await every_connection_is_in_step(stage.engine.peek)

@@ -17,9 +17,10 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
 from aiodigest import DigestEngine
-from aiodigest.connection import CONNECTIONS, Link, _links, join_link
+from aiodigest.connection import CONNECTIONS, Link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.faults import explain
+from aiodigest.links import _links, join_link, leave_link
 from aiodigest.target import Target, find_target, hide_password
 
 
@@ -50,7 +51,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     [
         None, 5, b"redis://localhost", "", "localhost:6379", "http://localhost", "redis://:secret@host:port",
         "redis://:secret@host:99999", "redis://:secret@[host", "redis://:secret@host/db", "unix://",
-        "redis://:secret@host?db=x", "redis+cluster://:secret@a,b",
+        "redis://:secret@host?db=x", "redis+cluster://:secret@a,b/1",
         "redis+sentinel://:secret@a", "redis+sentinel://:secret@a/", "redis+sentinel://:secret@a/mail/db",
         "redis+sentinel://:secret@a/mail/0/1", "redis+sentinel://:secret@/mail/0", "redis+sentinel://:secret@a,,b/mail",
         "redis+sentinel://:secret@a:port/mail", "redis+sentinel://:secret@a:99999/mail", "redis+sentinel://:secret@a:0/mail",
@@ -271,7 +272,7 @@ async def test_connecting_and_the_answer_have_one_timeout_together() -> None:
     link = Link(server.target, 5)
     assert await failures([add(link)]) == ["unknown"]
     assert now() == pytest.approx(5, abs=0.01)
-    await link.leave()
+    await link.close()
     assert server.open == 0
 
 
@@ -282,7 +283,7 @@ async def test_a_call_that_was_not_sent_within_the_timeout_is_not_stored() -> No
     assert await failures([add(link)]) == ["no"]
     assert now() == pytest.approx(5, abs=0.01)
     assert server.sent == server.open == 0
-    await link.leave()
+    await link.close()
 
 
 @virtual_time
@@ -292,7 +293,7 @@ async def test_a_call_that_waits_for_a_connection_waits_no_longer_than_the_timeo
     calls = [add(link) for _ in range(3 * CONNECTIONS)]
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * 2 * CONNECTIONS
     assert now() == pytest.approx(5, abs=0.01)
-    await link.leave()
+    await link.close()
     assert server.open == 0
 
 
@@ -302,7 +303,7 @@ async def test_closing_a_link_fails_calls_under_way_and_those_that_wait_and_leav
     link = Link(server.target, 5)
     calls = [add(link) for _ in range(2 * CONNECTIONS)]
     await settle()
-    await link.leave()
+    await link.close()
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * CONNECTIONS
     assert now() < 1
     assert (server.open, server.sent, len(server.wires)) == (0, CONNECTIONS, CONNECTIONS)
@@ -315,7 +316,7 @@ async def test_closing_a_link_that_is_connecting_sends_nothing_and_leaves_no_con
     link = Link(server.target, 5)
     call = asyncio.create_task(link.listen("wake", "0-0")) if listening else add(link)
     await settle()
-    await link.leave()
+    await link.close()
     with pytest.raises(BackendUnavailable, match="are closed"):
         await call
     assert server.open == server.sent == 0
@@ -328,12 +329,12 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
         first, second = join_link(target, 5), join_link(target, 5)
         assert first is second
         assert join_link(target, 6) is not first
-        await first.leave()
+        await leave_link(first)
         assert join_link(target, 5) is first
         for place, link in list(_links.items()):
             if link.target is target:
                 while place in _links:
-                    await link.leave()
+                    await leave_link(link)
 
     for _ in range(2):
         asyncio.run(use())

@@ -513,13 +513,13 @@ async def test_a_server_that_is_too_old_is_refused_with_its_version_and_the_olde
 ) -> None:
     link = Link(find_target(server.url), 5.0)
     try:
-        await link.check_version()
+        await link.check_version("")
         assert OLDEST == (6, 2)
         monkeypatch.setattr("aiodigest.connection.OLDEST", (99, 0))
         with pytest.raises(ConfigurationError, match=r"is version \d+\.\d+; 6.2 is the oldest"):
-            await link.check_version()
+            await link.check_version("")
     finally:
-        await link.leave()
+        await link.close()
 
 
 async def test_a_wrong_number_of_shards_is_refused_by_entering_and_nothing_is_stored(

@@ -688,7 +688,7 @@ URLS = [
 ]
 BAD_URLS = [
     f"redis://user:{SECRET}@host:port", f"redis://:{SECRET}@[host", f"redis://:{SECRET}@host/db",
-    f"http://user:{SECRET}@host", f"redis://u:{SECRET}/@host", f"redis+cluster://u:{SECRET}@a,b",
+    f"http://user:{SECRET}@host", f"redis://u:{SECRET}/@host", f"redis+cluster://u:{SECRET}@a,b/1",
     f"redis+sentinel://u:{SECRET}@a:b/mail", f"embedded://u:{SECRET}@host", f"user:{SECRET}@host:6379",
     f"redis://host?password={SECRET}&db=x", f"unix://:{SECRET}@",
 ]  # fmt: skip

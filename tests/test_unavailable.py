@@ -320,4 +320,4 @@ async def test_a_dead_peer_is_noticed_within_a_minute_on_a_connection_that_only_
         assert idle + interval * count <= 60
         listening.cancel()
         await asyncio.wait([listening])
-        await link.leave()
+        await link.close()

@@ -14,7 +14,7 @@ for _, name in ipairs({'waiting', 'ready', 'leased'}) do
   tell(name, call('ZCARD', tag .. name))
 end
 tell('dead', call('ZCOUNT', tag .. 'dead', '(' .. whole(now - LETTER_TTL), '+inf'))
-for _, name in ipairs({'digests', 'delivered', 'dropped', 'aged', 'expired', 'buried', 'letters_dropped'}) do
+for _, name in ipairs(COUNTERS) do
   tell(name, tonumber(call('HGET', layout, name)))
 end
 local next_ready = tonumber(call('ZRANGE', ready, 0, 0, 'WITHSCORES')[2])

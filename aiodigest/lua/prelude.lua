@@ -11,12 +11,15 @@
 local call, try = redis.call, redis.pcall
 
 local layout = KEYS[1]
+local tag = string.sub(layout, 1, -7)
+-- While a cluster moves a slot key by key, a key that has moved and one that is missing look the same: reading one that
+-- never exists fails then, here, before anything is done. So half a shard is never taken for a whole one.
+call('HGET', tag .. 'nothing', 'version')
 local version = call('HGET', layout, 'version')
 if version ~= ARGV[1] and (version or CREATES) then
   return redis.error_reply('LAYOUT ' .. (version or 'none'))
 end
 
-local tag = string.sub(layout, 1, -7)
 local waiting, ready, leased = tag .. 'waiting', tag .. 'ready', tag .. 'leased'
 
 local now = tonumber(ARGV[2])
@@ -30,6 +33,7 @@ local MOVES = 200 -- timelines that are made ready at once
 local HOUR = 3600000
 local ECHO = HOUR / 12 -- how long a timeline without records remembers what its last outcome was answered
 local LETTER_TTL = 30 * 24 * HOUR
+local COUNTERS = {'digests', 'delivered', 'dropped', 'aged', 'expired', 'buried', 'letters_dropped'}
 local scanned = 0 -- entries read so far by compactions and counts
 
 -- A number in a text: Lua would print a large one with an exponent. (As an argument of a call it has all its digits.)

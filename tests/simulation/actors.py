@@ -218,7 +218,7 @@ class Actor:
 
     def _see_room(self) -> None:
         session = self.engine._session
-        for adds in session._adds if session is not None else ():
+        for adds in session._adds.values() if session is not None else ():
             if adds._items > coalesce.QUEUE_ITEMS or adds._bytes > coalesce.QUEUE_BYTES + LARGEST:
                 self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
 

@@ -1,0 +1,173 @@
+"""The primaries of a cluster: which of them has a key's slot, and connections to each.
+
+Of redis-py's cluster client only the settings are used. It repeats whatever fails, a script that adds too; it follows
+``ASK``, and the new home of half a slot knows nothing of the other half; and it has no bound for all of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar, cast
+
+from redis.crc import key_slot
+
+from aiodigest.connection import Link, Moved
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.layout import SLOTS
+from aiodigest.scripts import Argument
+from aiodigest.target import Target
+from aiodigest.transport import Address
+
+T = TypeVar("T")
+
+SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
+
+
+class ClusterLink:
+    """Connections to the primaries of a cluster, for one event loop; each call goes to the one that has its key's slot.
+
+    A call that a node refuses since the slot has moved goes once more, to where the node says. After any other
+    failure of a primary the nodes are asked anew who has what, before the next call that would go to it.
+    """
+
+    def __init__(self, target: Target, timeout: float) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._links: dict[Address, Link] = {}
+        self._slots: list[Address | None] = [None] * SLOTS
+        self._known = list(target.nodes)  # who was asked last comes last
+        self._suspects: set[Address] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        for link in self._links.values():
+            await link.close()
+
+    async def run(
+        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
+    ) -> object:
+        """See ``Link.run``."""
+
+        def run(link: Link, until: float) -> Awaitable[object]:
+            return link.run(name, key, arguments, repeat=repeat, replicas=replicas, until=until)
+
+        return await self._routed(key, run)
+
+    async def command(self, key: str, *command: Argument) -> object:
+        """Send a command that may be repeated to the primary of a key."""
+        return await self._routed(key, lambda link, until: link.command(key, *command, until=until))
+
+    async def listen(self, stream: str, last: str) -> str:
+        """See ``Link.listen``."""
+        return await self._routed(stream, lambda link, _: link.listen(stream, last))
+
+    async def check_version(self, key: str) -> None:
+        """Refuse servers that are too old; one of them stands for all."""
+        await self._routed(key, lambda link, _: link.check_version(key))
+
+    async def hang_up(self, key: str) -> None:
+        """Leave the primary of a key, which is none any more."""
+        address = self._slots[slot_of(key)]
+        if address in self._links:
+            self._suspects.add(address)
+            await self._links[address].hang_up()
+
+    async def _routed(self, key: str, call: Callable[[Link, float], Awaitable[T]]) -> T:
+        slot, until = slot_of(key), asyncio.get_running_loop().time() + self._timeout
+        address = await self._primary(slot, until)
+        for _ in range(2):
+            try:
+                return await call(self._link(address), until)
+            except Moved as moved:
+                self._suspects.add(address)
+                address = self._slots[slot] = self._seen(moved.address)
+            except BackendUnavailable:
+                self._suspects.add(address)
+                raise
+        raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes do not agree on who has slot {slot}")
+
+    def _link(self, address: Address) -> Link:
+        if self._closed:
+            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
+        if address not in self._links:
+            self._links[address] = Link(self.target.at(address), self._timeout)
+        return self._links[address]
+
+    # Who has what
+
+    async def _primary(self, slot: int, until: float) -> Address:
+        """The primary of a slot; the nodes are asked if that is not known, or was wrong."""
+        address = self._slots[slot]
+        if address is not None and address not in self._suspects:
+            return address
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        asking = self._asking
+        await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
+        if not asking.done() or asking.cancelled():
+            raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes did not tell in time who has what")
+        asking.result()
+        found = self._slots[slot]
+        if found is None:
+            raise BackendUnavailable(f"{self.target.url} is unavailable: no node has slot {slot}")
+        return found
+
+    async def _ask(self) -> None:
+        """Learn from a node who has which slots. Those that failed are asked last, and the others in turn."""
+        share = max(self._timeout / (len(self._known) + 1), SHORTEST)
+        problems: list[str] = []
+        refusals = 0
+        for node in sorted(self._known, key=self._suspects.__contains__):
+            self._known.remove(node)
+            self._known.append(node)
+            until = asyncio.get_running_loop().time() + share
+            try:
+                reply = await self._link(node).command("", "CLUSTER", "SLOTS", until=until)
+                await self._learn(node, cast("list[list[object]]", reply))
+                return
+            except ConfigurationError as error:
+                refusals += 1
+                problems.append(str(error))
+            except AiodigestError as error:
+                problems.append(str(error))
+        message = f"no node of {self.target.url} tells who has what ({'; '.join(problems)})"
+        if refusals == len(problems):
+            raise ConfigurationError(message)
+        raise BackendUnavailable(message)
+
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]]) -> None:
+        slots: list[Address | None] = [None] * SLOTS
+        known: dict[Address, None] = {}
+        for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):
+            addresses = [self._seen(_address(server, node)) for server in servers]
+            slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
+            known |= dict.fromkeys(addresses)
+        self._slots = slots
+        # the addresses that were given may be names which lead to other nodes one day, so they stay
+        known |= dict.fromkeys(self.target.nodes)
+        self._known = [*(address for address in self._known if address in known), *(known.keys() - self._known)]
+        self._suspects.clear()
+        primaries = set(slots)
+        for address in [address for address in self._links if address not in primaries]:
+            await self._links.pop(address).close()
+
+    def _seen(self, address: Address) -> Address:
+        """Where a node is from here, if it knows itself under another address."""
+        return self.target.remap(address) if self.target.remap else address
+
+
+def slot_of(key: str) -> int:
+    return key_slot(key.encode())
+
+
+def _address(server: Sequence[object], told_by: Address) -> Address:
+    """The address of a node; one that does not know its own host has the one under which it was asked."""
+    host = cast("bytes | None", server[0])
+    return host.decode() if host and host != b"?" else told_by[0], cast("int", server[1])

@@ -1,0 +1,62 @@
+"""Into how many shards a namespace is cut, and the names of their keys."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from aiodigest.errors import ConfigurationError
+
+SCHEMA = 1
+MAX_SHARDS = 1024
+SLOTS = 16_384  # of a cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A number of shards; the epoch grows by one with each change of it."""
+
+    shards: int
+    epoch: int = 1
+
+    @property
+    def version(self) -> str:
+        """What every script must meet before it does anything."""
+        return f"{SCHEMA}:{self.shards}:{self.epoch}"
+
+    @property
+    def draining(self) -> str:
+        """The same once another layout takes the adds."""
+        return f"{self.version}:draining"
+
+    def tag(self, namespace: str, number: int) -> str:
+        """The hash tag of a shard's keys; several shards have each its own part of a cluster's slots."""
+        name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}"
+        if self.shards == 1:
+            return name
+        from redis.crc import key_slot  # not needed by most
+
+        low, high = SLOTS * number // self.shards, SLOTS * (number + 1) // self.shards
+        salt = 0
+        while not low <= key_slot(f"{name}:{number}:{salt}".encode()) < high:
+            salt += 1
+        return f"{name}:{number}:{salt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """One of the shards that a process knows, by its number in its layout."""
+
+    layout: Layout
+    number: int
+
+
+def read_layout(version: str, namespace: str) -> Layout:
+    """The layout of a version; ConfigurationError if another version of aiodigest made it."""
+    parts = re.fullmatch(r"(\d+):(\d+):(\d+)", version)
+    if not parts or int(parts[1]) != SCHEMA:
+        raise ConfigurationError(
+            f"namespace {namespace!r} has the layout {version!r}, and this version of aiodigest knows only "
+            f"schema {SCHEMA}"
+        )
+    return Layout(int(parts[2]), int(parts[3]))

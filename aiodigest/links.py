@@ -1,0 +1,37 @@
+"""Who has connections to what: engines that were given the same client share theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TypeAlias
+
+from aiodigest.cluster import ClusterLink
+from aiodigest.connection import Link
+from aiodigest.target import Target
+
+AnyLink: TypeAlias = Link | ClusterLink
+
+_links: dict[object, AnyLink] = {}
+_users = Counter[AnyLink]()
+
+
+def join_link(target: Target, timeout: float) -> AnyLink:
+    """Connections for the running loop: those of others who were given the same client, or new ones."""
+    place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
+    if place not in _links:
+        _links[place] = ClusterLink(target, timeout) if target.nodes else Link(target, timeout)
+    link = _links[place]
+    _users[link] += 1
+    return link
+
+
+async def leave_link(link: AnyLink) -> None:
+    """End one user's share; the last one's end closes every connection, and calls under way fail."""
+    _users[link] -= 1
+    if _users[link] > 0:
+        return
+    del _users[link]
+    for place in [place for place, joined in _links.items() if joined is link]:
+        del _links[place]
+    await link.close()

@@ -1,0 +1,13 @@
+-- drain: mark a shard of a layout that takes no adds any more, so that only those who know of that go on with it.
+--
+-- KEYS[1]  the shard's layout
+-- ARGV[1]  its version, "SCHEMA:SHARDS:EPOCH"
+-- ARGV[2]  that of a shard that is being drained
+-- Returns  the version that is stored now
+
+local version = redis.call('HGET', KEYS[1], 'version')
+if not version or version == ARGV[1] then
+  redis.call('HSET', KEYS[1], 'version', ARGV[2])
+  return ARGV[2]
+end
+return version

@@ -1,0 +1,99 @@
+"""Another number of shards for a namespace that is in use, without moving its timelines.
+
+A new layout takes the adds from one moment on, and workers deliver from both until the old one is empty. Everything
+here may be done again, so that it goes on where it was broken off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+from aiodigest.backend import SLICE, Retired
+from aiodigest.errors import InvalidState
+from aiodigest.layout import Layout
+from aiodigest.links import AnyLink
+from aiodigest.namespace import RETIRED, Namespace
+from aiodigest.scripts import number, text
+
+HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being empty
+
+
+class Relocation(Namespace):
+    """The part of a backend that changes the layout."""
+
+    async def reshard(self, shards: int) -> bool:
+        """Let a layout with so many shards take the adds; False if it does already, and nothing is left to drain.
+
+        Raises InvalidState while a change to another number is under way.
+        """
+        link = await self._connected()
+        await self._look_up(link)
+        if self._drained:
+            if self._current.shards != shards:
+                raise InvalidState(
+                    f"namespace {self.namespace!r} is on its way from {self._drained[0].shards} to "
+                    f"{self._current.shards} shards: that must end before it can have {shards}"
+                )
+            return True
+        if self._current.shards == shards:
+            return False
+        old, new = self._current, Layout(shards, self._current.epoch + 1)
+        await link.run("layout", self._root, ["current", old.version], repeat=True)  # if it is new
+        begun = await link.run("reshard", self._root, [old.version, new.version], repeat=True)
+        await self._look_up(link)
+        if begun != 1:
+            raise InvalidState(f"the layout of namespace {self.namespace!r} was changed by another at this moment")
+        return True
+
+    async def drain(self) -> dict[str, int]:
+        """Bring the end of the old layout nearer; how many timelines and dead letters are left, by state.
+
+        Nothing left: the old layout is no more.
+        """
+        link = await self._connected()
+        left = Counter[str]()
+        for old in list(self._drained):
+            base = self._home(old)
+            held = Counter[str]()
+            for shard in range(base, base + old.shards):
+                held += await self._drain_shard(link, shard)
+            if not held:
+                await link.run("reshard", self._root, [old.version, ""], repeat=True)
+            left += held
+        await self._look_up(link)
+        return dict(left)
+
+    async def _drain_shard(self, link: AnyLink, shard: int) -> Counter[str]:
+        layout = self._homes[shard].layout
+        version = await link.run("drain", self._key(shard, "layout"), [layout.version, layout.draining], repeat=True)
+        if text(version) == RETIRED:
+            return Counter()
+        try:
+            while ids := cast("list[bytes]", await self._call("letters", shard, 0, SLICE)):
+                for letter_id in map(text, ids):
+                    await self._move(shard, letter_id)
+            counts = cast("list[bytes | int]", await self._call("counts", shard))
+            held = {text(name): number(value) for name, value in zip(counts[::2], counts[1::2], strict=True)}
+            counters = await self._call("retire", shard, "")
+            if counters is None:
+                return Counter({state: held[state] for state in HELD if held[state]})
+            name = f"{layout.version}:{self._homes[shard].number}"
+            await self._call("carry", self._home(self._current), name, *cast("list[bytes]", counters))
+            await self._call("retire", shard, RETIRED)
+        except Retired:  # another process does the same
+            pass
+        return Counter()
+
+    async def _move(self, shard: int, letter_id: str) -> None:
+        """Give a dead letter to the shard in which its timeline is now."""
+        start = 0
+        while reply := await self._call("letter", shard, letter_id, start):
+            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+            end = start + len(page)
+            target = self.shard_of(text(facts[0]))
+            await self._call("keep", target, letter_id, *facts, start, int(end >= size), *page)
+            if end >= size or not page:
+                break
+            start = end
+        await self._call("discard", shard, letter_id)

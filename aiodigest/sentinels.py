@@ -1,0 +1,71 @@
+"""The sentinels of a service, who know which of its servers is the primary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from redis import exceptions
+
+from aiodigest.errors import ConfigurationError
+from aiodigest.faults import FORBIDDEN, code_of
+from aiodigest.transport import Address, Wire, drop, new_wire, place, send
+
+
+@dataclass(frozen=True)
+class Sentinels:
+    """The sentinels of a service: whoever is its primary, they are told first."""
+
+    service: str
+    make: Callable[..., Wire]
+    settings: Mapping[str, object] = field(repr=False)  # the password is among them
+    addresses: list[Address]  # who answered last is asked first
+
+    @property
+    def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
+        """What a connection to a sentinel is made of, but for its address."""
+        return self.make, self.settings
+
+    async def primary(self, timeout: float) -> Mapping[str, object]:
+        """Host and port of the primary.
+
+        Each sentinel has a share of the time, so that those that are dead leave some to the others and to the primary.
+        """
+        share, problems, refusals = timeout / (len(self.addresses) + 1), list[str](), 0
+        for address in list(self.addresses):
+            try:
+                async with asyncio.timeout(share):
+                    flags, host, port = await self._ask(address, share)
+            except (exceptions.RedisError, OSError) as error:
+                refusals += code_of(error) in FORBIDDEN
+                problem = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
+            else:
+                if "master" in flags and not {"s_down", "o_down"} & flags:
+                    self.addresses.remove(address)
+                    self.addresses.insert(0, address)
+                    return {"host": host, "port": port}
+                problem = "it sees the primary down"
+            problems.append(f"{place(*address)}: {problem}")
+        message = f"no sentinel names a primary of {self.service!r} ({'; '.join(problems)})"
+        if refusals == len(problems):  # else it is one that is set up wrong, or the others are away
+            raise ConfigurationError(message)
+        raise exceptions.ConnectionError(message)
+
+    async def _ask(self, address: Address, timeout: float) -> tuple[set[str], str, int]:
+        """The flags, host and port that a sentinel knows of the primary."""
+        host, port = address
+        wire = new_wire(self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
+        try:
+            await wire.connect()
+            await send(wire, "SENTINEL", "MASTER", self.service)
+            reply = await wire.read_response()
+        finally:
+            await drop(wire)
+        try:
+            words = [item.decode() for item in cast("list[bytes]", reply)]
+            known = dict(zip(words[::2], words[1::2], strict=True))
+            return set(known["flags"].split(",")), known["ip"], int(known["port"])
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise exceptions.InvalidResponse("it does not answer as a sentinel does") from None

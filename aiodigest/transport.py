@@ -1,0 +1,58 @@
+"""A connection of redis-py's, as far as it is used here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias, cast
+
+import hiredis
+from redis import exceptions
+
+from aiodigest.errors import ConfigurationError
+from aiodigest.scripts import Argument
+
+Address: TypeAlias = tuple[str, int]
+
+TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_ciphers", "ssl_min_version")
+
+
+class Wire(Protocol):
+    """What is used of redis-py's connections."""
+
+    @property
+    def is_connected(self) -> bool: ...
+    async def connect(self) -> None: ...
+    async def disconnect(self, nowait: bool = ...) -> None: ...
+    async def can_read(self) -> bool: ...
+    async def send_packed_command(self, command: bytes, check_health: bool = ...) -> None: ...
+    async def read_response(self) -> object: ...
+
+
+async def send(wire: Wire, *command: Argument) -> None:
+    """Send a command; hiredis packs a large one six times as fast as redis-py does."""
+    packed = cast("bytes", cast("Any", hiredis).pack_command(command))  # its own type is of one argument
+    await wire.send_packed_command(packed, check_health=False)
+
+
+async def drop(wire: Wire) -> None:
+    """Close a connection without waiting for its other end."""
+    with suppress(exceptions.RedisError, OSError):
+        await wire.disconnect(nowait=True)
+
+
+def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
+    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that."""
+    wire = make(**settings)
+    context = getattr(wire, "ssl_context", None)
+    try:
+        if context is not None:
+            context.get()  # redis-py keeps it for connecting
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
+        raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
+    return wire
+
+
+def place(host: object, port: object) -> str:
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
