@@ -161,7 +161,7 @@ class Namespace:
     async def _check_wait(self, link: AnyLink) -> None:
         """See that the user may wait for replicas: to be refused after the add would leave its caller in the dark."""
         try:
-            await link.command(self._key(0, "layout"), "WAIT", 0, 1)
+            await link.command(self._root, "WAIT", 0, 1)
         except (ConfigurationError, BackendUnavailable):
             raise
         except AiodigestError:
@@ -170,8 +170,17 @@ class Namespace:
     async def _missing(self, link: AnyLink) -> frozenset[str]:
         """The commands of scripts that the user may not run."""
         asked = sorted(frozenset[str]().union(*COMMANDS.values()))
-        refused = cast("list[object]", await link.run("permits", self._key(0, "permits"), asked, repeat=True))
-        return frozenset(map(text, refused))
+        down: BackendUnavailable | None = None
+        # rules are the same everywhere; a few shards are asked, so that one whose server is away keeps nobody out
+        for shard in range(0, self._current.shards, -(-self._current.shards // 3)):
+            try:
+                key = self._key(self._home(self._current) + shard, "permits")
+                refused = cast("list[object]", await link.run("permits", key, asked, repeat=True))
+            except BackendUnavailable as error:
+                down = error
+            else:
+                return frozenset(map(text, refused))
+        raise down or BackendUnavailable(f"{self.url} has no shards")
 
     async def _permit(self, link: AnyLink, name: str) -> None:
         """Refuse a script in which a command would be refused, before it does anything."""
