@@ -105,7 +105,7 @@ class Scheduler:
 
     def _serve(self) -> None:
         """Begin with the shards that there are by now: at first, and after a change of the layout."""
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self._ended:
             return
         while self._seen < self._backend.shards:
             shard, number = self._seen, self._backend.number_of(self._seen)

@@ -17,6 +17,7 @@ from benchmarks.worker import EARLY, Seen, deliver_apart
 SCRIPT_MS, STALL_MS = 5.0, 20.0
 FIRST_USE = "EVAL (first use)"  # the server compiles the script too, once: no bound is of that
 COUNT = "for number = 1, tonumber(ARGV[1]) do local _ = number * 2 end return 1"
+IDLE = 30.0  # seconds in which to see how long a millisecond of computing may take
 LARGE, PER_TIMELINE, SIZE = 64, 1_000, 8_192
 
 
@@ -63,6 +64,7 @@ def rows(what: str, scripts: Mapping[str, float], nothing: float, seen: Seen) ->
         Row("the same of a script that counts for 1 ms", "", "ms", [nothing]),
         Row(f"{what}: longest stall of the worker's loop, computing", "", "ms", [seen.stall_ms], bound=STALL_MS),
         Row(f"{what}: the same, with what others took of the core", "", "ms", [seen.wall_ms]),
+        Row("the same of a program that only computes for 1 ms, again and again", "", "ms", [seen.bare_ms]),
         Row(f"{what}: records", "", "records/s", [seen.rate * seen.records / seen.digests]),
     ]
 
@@ -78,7 +80,7 @@ async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
         # as if an hour had passed: every score is moved into the past by the same amount
         await client.zunionstore("{due}:waiting", {"{due}:waiting": 0.001})
         await watch(client)
-        seen = await deliver_apart(setting.url, "due", count)
+        seen = await deliver_apart(setting.url, "due", count, idle=IDLE * setting.scale)
         scripts = await longest(client)
         for row in rows(f"{count:,} timelines due at once", scripts, await of_nothing(client), seen):
             yield row
@@ -92,7 +94,7 @@ async def large_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
             values = (random.randbytes(SIZE // 2).hex() for _ in range(PER_TIMELINE))
             await engine.add_many(Entry(str(key), value, str(number)) for number, value in enumerate(values))
         await watch(client)
-        seen = await deliver_apart(setting.url, "large", timelines)
+        seen = await deliver_apart(setting.url, "large", timelines, idle=IDLE * setting.scale)
         scripts, what = await longest(client), f"{timelines} timelines of {PER_TIMELINE:,} records of 8 KB"
         for row in rows(what, scripts, await of_nothing(client), seen):
             yield row

@@ -1,6 +1,7 @@
-"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP``.
+"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP IDLE``.
 
-Begins ``COUNT`` deliveries to a callback that does nothing, of which a share fails, and prints what it saw as JSON.
+Begins ``COUNT`` deliveries to a callback that does nothing, of which a share fails, and prints what it saw as JSON. For
+``IDLE`` seconds after that it sees how long a millisecond of computing takes at the most.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Seen:
     peak_mb: float  # the most after that
     stall_ms: float  # the longest time that the event loop computed between two of its turns
     wall_ms: float  # the same on the wall clock, with what other processes took of the core
+    bare_ms: float  # the longest that a millisecond of computing took, on the clock of ``stall_ms``
 
     @property
     def rate(self) -> float:
@@ -57,7 +59,26 @@ class Pulse:
             self.wall = max(self.wall, clock - earlier - BEAT)
 
 
-async def work(url: str, namespace: str, count: int, failing: float) -> Seen:
+def spin(turns: int) -> float:
+    """Compute, and nothing else; seconds on the thread's clock."""
+    began = time.thread_time()
+    for _ in range(turns):
+        pass
+    return time.thread_time() - began
+
+
+def longest_of_nothing(seconds: float) -> float:
+    """How long a millisecond of computing took at the most, in milliseconds: a virtual core stands still at times."""
+    turns, longest, ends = 1_000, 0.0, time.perf_counter() + seconds
+    while spin(turns) < 0.001:
+        turns *= 2
+    turns = max(1, round(turns * 0.001 / min(spin(turns) for _ in range(5))))
+    while time.perf_counter() < ends:
+        longest = max(longest, spin(turns))
+    return longest * 1000
+
+
+async def work(url: str, namespace: str, count: int, failing: float, idle: float = 0.0) -> Seen:
     engine = DigestEngine[JSON](url, namespace=namespace, timeout=60)
     done, pulse, dice = asyncio.Event(), Pulse(), random.Random(1)
     begun = digests = records = 0
@@ -89,17 +110,20 @@ async def work(url: str, namespace: str, count: int, failing: float) -> Seen:
         beating.cancel()
     early = early or resident()
     return Seen(
-        ended - began, digests, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000
+        ended - began, digests, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000,
+        longest_of_nothing(idle),
     )  # fmt: skip
 
 
-async def deliver_apart(url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio") -> Seen:
+async def deliver_apart(
+    url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio", idle: float = 0.0
+) -> Seen:
     """Have a process of its own deliver."""
-    command = part("worker", url, namespace, count, failing, loop)
+    command = part("worker", url, namespace, count, failing, loop, idle)
     return Seen(**json.loads(await output(f"the worker of {namespace}", *command)))
 
 
 if __name__ == "__main__":
     logging.disable()  # what fails is to fail
-    url, namespace, count, failing, loop = sys.argv[1:]
-    print(json.dumps(asdict(play(loop, work(url, namespace, int(count), float(failing))))))
+    url, namespace, count, failing, loop, idle = sys.argv[1:]
+    print(json.dumps(asdict(play(loop, work(url, namespace, int(count), float(failing), float(idle))))))

@@ -14,6 +14,7 @@ from aiodigest.commands import inspect
 from aiodigest.commands.demo import demo
 from aiodigest.commands.options import FAILED, INTERRUPTED, exit_code, help_without_command
 from aiodigest.commands.pipe import EXAMPLES, pipe
+from aiodigest.commands.reshard import reshard
 from aiodigest.commands.run import run as run_engines
 from aiodigest.commands.words import say
 
@@ -31,6 +32,7 @@ app.command(epilog=EXAMPLES)(pipe)
 app.command("run")(run_engines)
 for look in (inspect.stats, inspect.timelines, inspect.show, inspect.flush, inspect.delete):
     app.command()(look)
+app.command()(reshard)
 app.add_typer(inspect.dead, name="dead")
 
 

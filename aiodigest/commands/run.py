@@ -7,9 +7,10 @@ import importlib
 import logging
 import operator
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -18,10 +19,37 @@ from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.commands.loops import play, settle
+from aiodigest.commands.options import checked
 from aiodigest.commands.words import say
 
 Engine: TypeAlias = DigestEngine[Any]
 Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
+
+LAST_SHARD = 1023
+
+
+def chosen(text: str) -> frozenset[int]:
+    """The shards that ``3``, ``0-7`` or ``0-3,8`` name. Raises ValueError if the text is none of these."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last <= LAST_SHARD:
+            raise ValueError(f"{text!r} names no shards: write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}")
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)
+
+
+Chosen: TypeAlias = Annotated[
+    frozenset[int] | None,
+    typer.Option(
+        "--shards",
+        parser=checked(chosen),
+        metavar="NUMBERS",
+        show_default=False,
+        help="Only these, such as 0-7 or 0-3,8, which count from 0; other processes must serve the rest.",
+    ),
+]
 
 
 def run(
@@ -29,6 +57,7 @@ def run(
         list[str],
         typer.Argument(metavar="MODULE:ENGINE...", show_default=False, help="mail:engine, shop.alerts:service"),
     ],
+    shards: Chosen = None,
 ) -> None:
     """Deliver the digests of engines, until SIGTERM or Ctrl-C; a second one stops at once.
 
@@ -37,7 +66,7 @@ def run(
     """
     sys.path.insert(0, os.getcwd())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    play(serve([(name, find(name)) for name in engines]))
+    play(serve([(name, find(name)) for name in engines], shards))
 
 
 def find(name: str) -> Engine | Opener:
@@ -77,12 +106,15 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-async def serve(found: Sequence[tuple[str, Engine | Opener]]) -> None:
-    """Open all engines, then deliver for all until a signal; if one cannot go on, none does."""
+async def serve(found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None = None) -> None:
+    """Open all engines, then deliver (only these shards, if any are given) until a signal.
+
+    If one engine cannot go on, none does.
+    """
     async with AsyncExitStack() as stack:
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
         settle()
-        services = [asyncio.create_task(_deliver(name, engine)) for name, engine in engines]
+        services = [asyncio.create_task(_deliver(name, engine, shards)) for name, engine in engines]
         try:
             await asyncio.gather(*services)
         finally:
@@ -105,11 +137,11 @@ async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> E
     return engine
 
 
-async def _deliver(name: str, engine: Engine) -> None:
+async def _deliver(name: str, engine: Engine, shards: Container[int] | None) -> None:
     # Said as soon as `run` waits for the first time: by then it has a callback, and hears signals.
     line = f"{name}: delivering namespace {engine.namespace} on {engine.url}"
     announcement = asyncio.get_running_loop().call_soon(say, line)
     try:
-        await engine.run()
+        await engine.run(shards=shards)
     finally:
         announcement.cancel()

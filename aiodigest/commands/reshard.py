@@ -1,0 +1,93 @@
+"""``aiodigest reshard``: another number of shards for a namespace that is in use."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, TypeAlias
+
+import typer
+
+from aiodigest import Draining
+from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url
+from aiodigest.commands.words import as_json, count, printable, say
+
+To: TypeAlias = Annotated[
+    int, typer.Option("--to", metavar="SHARDS", show_default=False, help="How many there are to be: from 1 to 1024.")
+]
+
+CLEAR = "\r\x1b[K"  # back to the beginning of a terminal's line, and nothing in it
+
+
+def reshard(
+    namespace: Namespace,
+    shards: To,
+    url: Url = EMBEDDED,
+    timeout: Timeout = 5.0,
+    in_json: AsJson = False,
+) -> None:
+    """Give a namespace another number of shards while it is used, and wait until the old ones are empty.
+
+    The new shards take all adds from the first moment on; what is in the old ones is delivered by its schedule, which
+    may take as long as the longest delay. The command may be broken off: called again, it goes on.
+    """
+    progress = Progress(namespace, shards)
+    try:
+        asyncio.run(_watched(Address(url, namespace, timeout), shards, progress, in_json))
+    except KeyboardInterrupt:
+        progress.clear()
+        say(f"interrupted: aiodigest reshard --namespace {namespace} --to {shards} goes on from here")
+        raise
+    finally:
+        progress.clear()
+    if not in_json:
+        print(f"namespace {namespace!r} has {count(shards, 'shard')}")
+
+
+async def _watched(address: Address, shards: int, progress: Progress, in_json: bool) -> None:
+    async with address.engine() as engine:
+        async for left in engine.reshard(shards):
+            if in_json:
+                _print_look(shards, left, done=False)
+            else:
+                progress.show(left)
+    if in_json:
+        _print_look(shards, Draining(), done=True)
+
+
+def _print_look(shards: int, left: Draining, *, done: bool) -> None:
+    print(as_json({"shards": shards, **asdict(left), "done": done}), flush=True)  # it is read while the command runs
+
+
+class Progress:
+    """What is left to do, on standard error: on a terminal one line that changes, else a line for each change."""
+
+    def __init__(self, namespace: str, shards: int) -> None:
+        self._goes_over = f"namespace {namespace!r} goes over to {count(shards, 'shard')}"
+        self._last: Draining | None = None
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._is_shown = False
+
+    def show(self, left: Draining) -> None:
+        if left == self._last:
+            return
+        self._last = left
+        numbers = f"{left.waiting:,} waiting, {left.ready:,} ready, {left.leased:,} leased"
+        line = f"{self._goes_over}: in the old ones {numbers}, {count(left.dead, 'dead letter')}"
+        if self._is_terminal:
+            self._write(f"{CLEAR}aiodigest: {printable(line)}")
+            self._is_shown = True
+        else:
+            say(line)
+
+    def clear(self) -> None:
+        """Leave the terminal's line to what is said next."""
+        if self._is_shown:
+            self._write(CLEAR)
+            self._is_shown = False
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # whether anybody looks or not
+            print(text, end="", file=sys.stderr, flush=True)
