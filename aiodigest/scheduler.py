@@ -134,6 +134,7 @@ class Scheduler:
                     await self._sleep(lane, claims)
         except Retired as end:
             lane.retire(end)
+            self._serve()  # others have its timelines
         finally:
             await self._hang_up(lane)
 
@@ -149,7 +150,7 @@ class Scheduler:
             free = min(allowed, self._concurrency) - self._reserved - sum(lane.busy for lane in lanes)
             if free > 0:
                 live = sum(not lane.retired for lane in lanes)
-                share = -(-free // live)  # rounded up: a shard with a backlog leaves slots to the others
+                share = -(-free // max(1, live))  # rounded up: a shard with a backlog leaves slots to the others
                 return min(share, CLAIM)
             await elapse(self._changed, rest if rest > 0 else None)
         return 0

@@ -9,12 +9,12 @@ from itertools import count
 from random import Random
 from typing import Any, TypeVar, cast
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retry, Window
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retired, Retry, Window
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.memory import ReferenceBackend
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from simulation.loop import Process, SeededLoop
+from simulation.store import Store, home
 from simulation.witness import Witness
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Server:
     def __init__(self, shards: int) -> None:
         numbers = count(1)
         self.offset_ms = 0
-        self.store = ReferenceBackend(shards=shards, now=self.now_ms, nonce=lambda: f"n{next(numbers)}")
+        self.store = Store(shards, self.now_ms, lambda: f"n{next(numbers)}")
         self.is_up = True
         self.paused_until = 0.0
         self.cut = asyncio.Event()  # all connections end when it is set
@@ -57,13 +57,43 @@ class Link(Backend):
         self._witness = witness
         self._random = random
         self._timeout = timeout
+        self._learn()
+
+    def _learn(self) -> None:
+        """What its process knows of the shards, which may have changed since."""
+        self._current, self._known = self._server.store.current, self._server.store.shards
 
     @property
     def shards(self) -> int:
-        return self._server.store.shards
+        return self._known
 
     def shard_of(self, key: str) -> int:
-        return self._server.store.shard_of(key)
+        return home(self._current, key)
+
+    def number_of(self, shard: int) -> int | None:
+        return self._current.index(shard) if shard in self._current else None
+
+    async def _ask_shard(
+        self, call: str, shard: int, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True
+    ) -> T:
+        """Ask a shard, if it is still there and, for an add, still takes some; else learn where others are."""
+        store, met = self._server.store, shard
+
+        async def checked() -> T:
+            nonlocal met
+            if shard in store.retired or (call == "add" and shard not in store.current):
+                raise Retired(f"shard {shard} has moved")
+            met = store.current.start
+            return await request()
+
+        try:
+            return await self._ask(call, checked, repeat=repeat)
+        except Retired:
+            met = store.current.start
+            raise
+        finally:
+            if met != self._current.start and shard not in store.current:
+                self._learn()
 
     @property
     def is_sound(self) -> bool:
@@ -152,7 +182,7 @@ class Link(Backend):
             self._witness.added(adds, added)
             return added
 
-        return await self._ask("add", request, repeat=False)
+        return await self._ask_shard("add", shard, request, repeat=False)
 
     async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
         self._witness.claiming(self._process, slots)
@@ -163,7 +193,7 @@ class Link(Backend):
             self._witness.leased(self._process, claims)
             return claims
 
-        claims = await self._ask("claim", request, repeat=False)
+        claims = await self._ask_shard("claim", shard, request, repeat=False)
         self._witness.holds(self._process, claims.leases, sent)
         return Claims(
             [_inlined(lease) for lease in claims.leases],
@@ -171,11 +201,13 @@ class Link(Backend):
         )  # fmt: skip
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        return await self._ask("read", partial(self._server.store.read, shard, lease, start, min(count, 3)))
+        return await self._ask_shard(
+            "read", shard, partial(self._server.store.read, shard, lease, start, min(count, 3))
+        )
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
         sent = _now()
-        kept = await self._ask("renew", partial(self._server.store.renew, shard, leases, lease_ms))
+        kept = await self._ask_shard("renew", shard, partial(self._server.store.renew, shard, leases, lease_ms))
         self._witness.holds(self._process, [lease for lease, held in zip(leases, kept, strict=True) if held], sent)
         self._witness.holds_no_more([lease for lease, held in zip(leases, kept, strict=True) if not held])
         return kept
@@ -183,19 +215,19 @@ class Link(Backend):
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
         for close in closes:
             self._witness.burying(close)
-        closed = await self._ask("close", partial(self._server.store.close, shard, closes))
+        closed = await self._ask_shard("close", shard, partial(self._server.store.close, shard, closes))
         over = [close.lease for close, answer in zip(closes, closed, strict=True) if answer.status != "part"]
         self._witness.holds_no_more(over)
         return closed
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
-        kept = await self._ask("retry", partial(self._server.store.retry, shard, retries))
+        kept = await self._ask_shard("retry", shard, partial(self._server.store.retry, shard, retries))
         self._witness.holds_no_more([retry.lease for retry in retries])
         return kept
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
         self._witness.holds_no_more(leases)
-        return await self._ask("release", partial(self._server.store.release, shard, leases, started))
+        return await self._ask_shard("release", shard, partial(self._server.store.release, shard, leases, started))
 
     async def wait(self, shard: int, bell: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:
@@ -218,7 +250,7 @@ class Link(Backend):
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         request = partial(self._server.store.open, shard, key, lease_ms, limits)
-        return await self._ask("open", request, repeat=False)
+        return await self._ask_shard("open", shard, request, repeat=False)
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
         return await self._ask("schedule", partial(self._server.store.schedule, deadline_ms))

@@ -12,9 +12,9 @@ from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest
 from aiodigest.backend import Add, Claims, Close, Lease, RawLetter
-from aiodigest.memory import ReferenceBackend
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
+from simulation.store import Store
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Conduct:
 class Witness:
     """Notes what happens, and what of it must not; ``over`` is set by the first broken promise."""
 
-    def __init__(self, loop: SeededLoop) -> None:
+    def __init__(self, loop: SeededLoop, store: Store) -> None:
+        self.store = store
         self.story: list[str] = []
         self.fault = ""
         self.over = asyncio.Event()
@@ -72,6 +73,7 @@ class Witness:
         self.begun_at: dict[str, float] = {}
         self.removed_at: dict[str, float] = {}
         self._owners: dict[str, Process] = {}
+        self._leased_at: dict[str, float] = {}  # by digest
 
     @property
     def lasted(self) -> float:
@@ -112,7 +114,7 @@ class Witness:
             conduct.away = True
         if call == "claim":
             conduct.failures.append(now)
-            if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / conduct.setup.shards:
+            if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / self.store.shards:
                 self.broken(f"{process} tried 60 claims within {now - conduct.failures[0]:.1f} s of an outage")
 
     def answered(self, process: Process, call: str) -> None:
@@ -123,15 +125,18 @@ class Witness:
         conduct, now = self.conducts[process], self._loop.time()
         if now < conduct.silent_until - 1e-6:
             self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
-        if slots > -(-conduct.setup.concurrency // conduct.setup.shards):
-            self.broken(f"{process} claims {slots} digests for one of {conduct.setup.shards} shards")
-        if conduct.away and conduct.setup.shards == 1 and self._running(process):
+        shards = self.store.shards
+        sure = 1 if self.store.moved_at else shards  # its share depends on how many it knows
+        if slots > -(-conduct.setup.concurrency // sure):
+            self.broken(f"{process} claims {slots} digests for one of {shards} shards")
+        if conduct.away and shards == 1 and self._running(process):
             self.broken(f"{process} claims before it has renewed what it holds")
         conduct.away = False
 
     def leased(self, process: Process, claims: Claims) -> None:
         for lease in claims.leases:
             self._owners[lease.token] = process
+            self._leased_at[lease.digest_id] = self._loop.time()
         if claims.leases:
             self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
 
@@ -179,8 +184,9 @@ class Witness:
         for other in self._running():
             if (
                 other.key == digest.key
-                and self.removed_at.get(digest.key, 0.0) < other.began
+                and not self._removed_since(other)
                 and self._answers_for(other, conduct.setup.lease_timeout * 2)
+                and not self.store.moved_at  # else it may be in an old and a new shard
             ):
                 self.broken(f"{other.process} and {process} deliver {digest.key} at the same time")
         since = conduct.leaving_since
@@ -198,6 +204,10 @@ class Witness:
         self.receipts.append(receipt)
         self.begun_at[digest.key] = now
         return receipt
+
+    def _removed_since(self, receipt: Receipt) -> bool:
+        """Whether something of its timeline was removed after its lease was given."""
+        return self.removed_at.get(receipt.key, 0.0) >= self._leased_at.get(receipt.digest_id, receipt.began)
 
     def _answers_for(self, receipt: Receipt, window: float) -> bool:
         """Whether a process that runs a callback has been in a state to end it when its lease did."""
@@ -223,7 +233,7 @@ class Witness:
         lasted, setup = receipt.ended - receipt.began, conduct.setup
         if lasted >= setup.delivery_timeout - 0.01 or receipt.stubborn or not self.calm_for(2 * setup.lease_timeout):
             return
-        if self.removed_at.get(receipt.key, 0.0) >= receipt.began:
+        if self._removed_since(receipt):
             return
         since = conduct.leaving_since
         if conduct.hurried:
@@ -260,7 +270,7 @@ class Witness:
 
     # What a look around shows
 
-    def look(self, store: ReferenceBackend, now_ms: int) -> None:
+    def look(self, store: Store, now_ms: int) -> None:
         """See that the store is in order, and that what should have ended has."""
         now = self._loop.time()
         for machine in store.machines:
@@ -286,7 +296,7 @@ class Witness:
                     if now_ms > end + bound_ms:
                         self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
 
-    def _see_marks(self, store: ReferenceBackend, now_ms: int) -> None:
+    def _see_marks(self, store: Store, now_ms: int) -> None:
         """See that a worker tells the store that it is there, also one that rests."""
         now = self._loop.time()
         for process, conduct in self.conducts.items():
@@ -294,11 +304,14 @@ class Witness:
             before = now - 1.5 * lease
             is_there = process.alive and not process.stopped and conduct.leaving_since is None and conduct.delivers
             if is_there and max(conduct.since, process.stopped_at) < before and self.calm_for(1.5 * lease):
-                late = max(abs(now_ms - machine.seen_ms) for machine in store.machines) / 1000
+                served = [machine for shard, machine in enumerate(store.machines) if shard not in store.retired]
+                if self.store.moved_at > before:
+                    continue
+                late = max(abs(now_ms - machine.seen_ms) for machine in served) / 1000
                 if late > lease / 2 + 1:
                     self.broken(f"{process} has not told the store for {late:.1f} s that it is there")
 
-    def left(self, process: Process, store: ReferenceBackend) -> None:
+    def left(self, process: Process, store: Store) -> None:
         """See that a process that has left in good order has given back what it held."""
         conduct = self.conducts[process]
         since = self._loop.time() - conduct.setup.lease_timeout  # what ended by itself is nobody's any more

@@ -47,9 +47,10 @@ class World:
         self._seed = seed
         self._random = Random(f"{seed} plan")
         global_random.seed(f"{seed} jitter")  # what the engines draw
-        self.witness = Witness(loop)
+        self._whims = Random(f"{seed} whims")  # of their own, so that they change nothing else
         self._habits = self._choose()
         self._server = Server(self._habits.setup.shards)
+        self.witness = Witness(loop, self._server.store)
         self._tempo: Tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
         self._deaf = self._random.random() < 0.1
         self._troubles = 0
@@ -142,6 +143,7 @@ class World:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(5)
+            self._server.store.end_drained()
             self.witness.look(self._server.store, self._server.now_ms())
 
     async def _plot(self) -> None:
@@ -184,11 +186,14 @@ class World:
         await self._empty(patience)
         await asyncio.sleep(2 * setup.lease_timeout + setup.longest_rest)
 
+    def _held(self) -> list[str]:
+        return [key for machine in self._server.store.machines for key in machine.held if machine.placed(key)]
+
     async def _empty(self, patience: float) -> None:
         ends = self._loop.time() + patience
-        while held := [key for machine in self._server.store.machines for key in machine.held if machine.placed(key)]:
+        while self._server.store.drained or self._held():
             if self._loop.time() > ends:
-                self.witness.broken(f"still held after {patience:.0f} s of peace: {held}")
+                self.witness.broken(f"still held after {patience:.0f} s of peace: {self._held()}")
                 await asyncio.Event().wait()
             await asyncio.sleep(1)
 
@@ -217,7 +222,7 @@ class World:
         before = {actor: sum(actor_sent.values()) for actor, actor_sent in self._sent()}
         await asyncio.sleep(IDLE)
         setup = self._habits.setup
-        allowed = setup.shards * (IDLE / (setup.lease_timeout / 3) * 1.5 + 3)
+        allowed = len(self._server.store.current) * (IDLE / (setup.lease_timeout / 3) * 1.5 + 3)
         for actor, sent in self._sent():
             if sum(sent.values()) - before[actor] > allowed:
                 self.witness.broken(f"{actor} is idle, and sends {sum(sent.values()) - before[actor]} calls a minute")
@@ -247,6 +252,8 @@ class World:
             self._kill, self._kill, self._stop, self._leave, self._step_clock, self._break_receiver, self._plant,
         ]  # fmt: skip
         fault = random.choice(faults)
+        if self._whims.random() < 0.08:
+            self._change_shards()
 
         async def happen() -> None:
             self._troubles += 1
@@ -399,6 +406,13 @@ class World:
             await asyncio.sleep(self._random.uniform(10, 200))
         finally:
             self._habits.mood = "mixed"
+
+    def _change_shards(self) -> None:
+        store = self._server.store
+        if not store.drained:
+            shards = self._whims.choice([number for number in (1, 2, 3, 5) if number != len(store.current)])
+            self.witness.tell(f"the namespace gets {shards} shards")
+            store.change(shards)
 
     async def _plant(self) -> None:
         """Another program adds what nobody can decode."""

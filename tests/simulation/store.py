@@ -1,0 +1,72 @@
+"""The store of a simulated world, in which a namespace may get another number of shards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from zlib import crc32
+
+from aiodigest.memory import ReferenceBackend
+from aiodigest.policy import Limits
+from aiodigest.reference import Shard
+
+
+class Store(ReferenceBackend):
+    """A store whose number of shards may change: others take the adds then, and the old ones are drained."""
+
+    def __init__(self, shards: int, now: Callable[[], int], nonce: Callable[[], str]) -> None:
+        super().__init__(shards=shards, now=now, nonce=nonce)
+        self.current = range(shards)
+        self.drained = range(0)
+        self.retired: set[int] = set()
+        self.moved_at = 0.0  # when they changed last
+
+    def shard_of(self, key: str) -> int:
+        return home(self.current, key)
+
+    def _homes(self, key: str) -> list[int]:
+        return [home(shards, key) for shards in (self.current, self.drained) if shards]
+
+    def change(self, shards: int) -> None:
+        """Let so many new shards take the adds."""
+        made = len(self.machines)
+        self.machines.extend(Shard() for _ in range(shards))
+        self._rung.extend([0] * shards)
+        self._bells.extend(asyncio.Event() for _ in range(shards))
+        self.current, self.drained = range(made, made + shards), self.current
+        self.moved_at = asyncio.get_running_loop().time()
+
+    def end_drained(self) -> None:
+        """Move the dead letters of the old shards, and retire those that hold nothing."""
+        for shard in self.drained:
+            machine = self.machines[shard]
+            while machine.dead:
+                letter_id, letter = machine.dead.popitem()
+                self.machines[self.shard_of(letter.key)].dead[letter_id] = letter
+            if not (machine.waiting or machine.ready or machine.leased):
+                self.retired.add(shard)
+        if self.retired.issuperset(self.drained):
+            self.drained = range(0)
+
+    async def delete(self, key: str) -> bool:
+        return (
+            sum(self.machines[shard].delete(key) for shard in self._homes(key)) > 0
+        )  # of each, whatever the first says
+
+    async def flush(self, key: str) -> bool:
+        flushed = False
+        for shard in self._homes(key):
+            with self._ringing(shard) as machine:
+                flushed |= machine.flush(key, self._now())
+        return flushed
+
+    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+        removed = False
+        for shard in self._homes(key):
+            with self._ringing(shard) as machine:
+                removed |= machine.remove(key, record_id, limits, self._now(), self._nonce())
+        return removed
+
+
+def home(shards: range, key: str) -> int:
+    return shards[crc32(key.encode()) % len(shards)]
