@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: one server a run, a namespace a test, and a check of what a test leaves behind."""
+"""Fixtures that every test may use: servers of a run, a namespace a test, and a check of what a test leaves behind."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
+from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
-from servers import Server, running_server
-from stores import Store
-from storestate import check_invariants, redis_state
+from replicas import SERVICE, watched
+from servers import PASSWORD, USER, Server, running_server
+from stores import Place, Store
+from storestate import check_invariants, forget, redis_state
 
 from aiodigest.memory import ReferenceBackend
 from aiodigest.redisbackend import RedisBackend
@@ -20,6 +24,9 @@ from aiodigest.redisbackend import RedisBackend
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = count(1)
+
+PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
+UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +56,55 @@ def new_user(folder: Path) -> Iterator[NewUser]:
         yield new_user
 
 
-@pytest.fixture(params=["reference", "redis"])
-async def store(request: pytest.FixtureRequest, server: Server, namespace: str) -> AsyncIterator[Store]:
-    """A store of each kind, and a check of what the test leaves in it."""
+@pytest.fixture(scope="session")
+def one_server(server: Server) -> Place:
+    return Place("redis", server.url, lambda _: server.client())
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def behind_sentinels() -> AsyncIterator[Place]:
+    async with watched() as trio:
+        for number in range(len(trio.ports)):
+            trio.order(number, "SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(UNTROUBLED))
+        primary = trio.primary()
+        assert primary is not None
+        # the servers know the user, the sentinels do not
+        url = trio.url.replace("://", f"://{USER}:{PASSWORD}@")
+        yield Place("sentinel", url, lambda _: primary.client())
+
+
+@pytest.fixture(scope="session")
+def on_cluster() -> Iterator[Place]:
+    with running_cluster() as cluster, cluster.client() as map_of_slots:
+        nodes = {node.port: node for node in cluster.nodes}
+        for node in cluster.nodes:
+            node.ask("CONFIG", "SET", "cluster-node-timeout", UNTROUBLED)
+
+        def client_of(tag: str) -> Any:
+            return nodes[map_of_slots.get_node_from_key(f"{{{tag}}}:").port].client()
+
+        yield Place("cluster", cluster.url, client_of)
+
+
+def find_place(request: pytest.FixtureRequest, name: str) -> Place:
+    """A place, made when the first test needs it."""
+    return request.getfixturevalue(PLACES[name])
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Each of the places where a store may be."""
+    return find_place(request, request.param)
+
+
+@pytest.fixture(params=["reference", *PLACES])
+def memory_or_place(request: pytest.FixtureRequest) -> Place | None:
+    return None if request.param == "reference" else find_place(request, request.param)
+
+
+@pytest.fixture
+async def store(memory_or_place: Place | None, namespace: str) -> AsyncIterator[Store]:
+    """A store in memory and in each place, and a check of what the test leaves in it."""
     numbers = count(1)
     store: Store
 
@@ -61,14 +114,17 @@ async def store(request: pytest.FixtureRequest, server: Server, namespace: str) 
     def nonce() -> str:
         return f"n{next(numbers)}"
 
-    if request.param == "reference":
+    if memory_or_place is None:
         store = Store(ReferenceBackend(now=now, nonce=nonce))
         yield store
         return
-    backend = RedisBackend(server.url, namespace=namespace, now=now, nonce=nonce)
+    backend = RedisBackend(memory_or_place.url, namespace=namespace, now=now, nonce=nonce)
     store = Store(backend)
     await backend.connect()
     yield store
     await backend.aclose()
-    with server.client() as client:
-        check_invariants(redis_state(client, namespace))
+    with memory_or_place.client_of(namespace) as client:
+        try:
+            check_invariants(redis_state(client, namespace))
+        finally:
+            forget(client, namespace)

@@ -1,4 +1,4 @@
-"""Run the model of the store and the fuzz tests, again and again with other seeds, until told to stop.
+"""Run the model of the store, wherever a store may be, and the fuzz tests, again and again with other seeds.
 
 One pytest a core, each a minute or two with a seed of its own. Ctrl-C or ``--seconds`` ends it, totals and status 0;
 the first failure ends it with the falsifying example, the command that replays it, and status 1.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from itertools import cycle
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = {"tests/test_store_model.py": 600, "tests/test_fuzz.py": 300}  # a pytest process
+MODEL = "tests/test_store_model.py::test_the_scripts_do_what_the_reference_does"
+TESTS = {
+    "redis": f"{MODEL}[redis]",
+    "fuzz": "tests/test_fuzz.py",
+    "cluster": f"{MODEL}[cluster]",
+    "sentinel": f"{MODEL}[sentinel]",
+}
+EXAMPLES = {"redis": 600, "fuzz": 300, "cluster": 600, "sentinel": 600}  # a pytest process
 PROGRESS = 30  # seconds between two lines
 PATIENCE = 20  # seconds in which an interrupted pytest ends its servers
 
@@ -30,7 +38,7 @@ PATIENCE = 20  # seconds in which an interrupted pytest ends its servers
 class Run:
     """One pytest process."""
 
-    test: str
+    name: str
     seed: int
     folder: Path
     process: subprocess.Popen[bytes]
@@ -40,21 +48,22 @@ class Run:
         return self.folder / f"{self.seed}.txt"
 
 
-def command(test: str, seed: int) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", test]
+def command(name: str, seed: int) -> list[str]:
+    options = ("-q", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}")
+    return [sys.executable, "-m", "pytest", *options, TESTS[name]]
 
 
-def start(test: str, folder: Path) -> Run:
+def start(name: str, folder: Path) -> Run:
     seed = secrets.randbits(64)
     environment = {
         **os.environ,
-        "AIODIGEST_TEST_EXAMPLES": str(EXAMPLES[test]),
+        "AIODIGEST_TEST_EXAMPLES": str(EXAMPLES[name]),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),  # nothing is written beside the tests
     }
     environment.pop("CI", None)  # in which hypothesis would play the same examples each time
     with (folder / f"{seed}.txt").open("wb") as output:
         process = subprocess.Popen(
-            command(test, seed),
+            command(name, seed),
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -62,7 +71,7 @@ def start(test: str, folder: Path) -> Run:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C is this program's alone
         )
-    return Run(test, seed, folder, process)
+    return Run(name, seed, folder, process)
 
 
 def stop(runs: Sequence[Run]) -> None:
@@ -79,25 +88,26 @@ def stop(runs: Sequence[Run]) -> None:
 
 def report(run: Run) -> None:
     print(run.output.read_text(encoding="utf-8", errors="replace")[-20_000:])
-    replay = " ".join(command(run.test, run.seed)[1:])
-    print(f"seed {run.seed} of {run.test} failed (pytest ended with {run.process.returncode}). To replay it:")
-    print(f"AIODIGEST_TEST_EXAMPLES={EXAMPLES[run.test]} {sys.executable} {replay}", flush=True)
+    replay = shlex.join(command(run.name, run.seed)[1:])
+    print(f"seed {run.seed} of {run.name} failed (pytest ended with {run.process.returncode}). To replay it:")
+    print(f"AIODIGEST_TEST_EXAMPLES={EXAMPLES[run.name]} {sys.executable} {replay}", flush=True)
 
 
 class Soak:
     """As many runs as there are cores, and what those that ended have shown."""
 
-    def __init__(self, folder: Path, seconds: float | None) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], seconds: float | None) -> None:
         self.folder = folder
         self.began = time.monotonic()
         self.end = None if seconds is None else self.began + seconds
         self.running: list[Run] = []
         self.passed = Counter[str]()
-        self.tests = cycle(EXAMPLES)
+        self.names = names
+        self.coming = cycle(names)
 
     @property
     def totals(self) -> str:
-        each = [f"{self.passed[test] * number:,} examples of {Path(test).stem}" for test, number in EXAMPLES.items()]
+        each = [f"{self.passed[name] * EXAMPLES[name]:,} examples of {name}" for name in self.names]
         elapsed = time.monotonic() - self.began
         return f"{self.passed.total()} seeds passed: {', '.join(each)}; {elapsed:,.0f} s"
 
@@ -106,13 +116,13 @@ class Soak:
         next_line = self.began + PROGRESS
         while self.end is None or time.monotonic() < self.end:
             while len(self.running) < (os.cpu_count() or 1):
-                self.running.append(start(next(self.tests), self.folder))
+                self.running.append(start(next(self.coming), self.folder))
             time.sleep(0.2)
             for run in [run for run in self.running if run.process.poll() is not None]:
                 self.running.remove(run)
                 if run.process.returncode:
                     return run
-                self.passed[run.test] += 1
+                self.passed[run.name] += 1
                 run.output.unlink()
             if time.monotonic() > next_line:
                 print(self.totals, flush=True)
@@ -123,10 +133,11 @@ class Soak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, help="how long; until Ctrl-C if not given")
+    parser.add_argument("--only", nargs="+", choices=TESTS, default=[*TESTS], help="which; all if not given")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="aiodigest-soak-") as name:
-        soak = Soak(Path(name), arguments.seconds)
+        soak = Soak(Path(name), arguments.only, arguments.seconds)
         failed: Run | None = None
         try:
             failed = soak.until_told()

@@ -1,9 +1,10 @@
-"""A store as tests use it: a backend, on the in-memory reference or on a real server, whose clock the test moves."""
+"""A store as tests use it: a backend, in memory or in any place that a URL may name, whose clock the test moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Retry
 from aiodigest.errors import AiodigestError
@@ -16,9 +17,18 @@ MINUTE = 60_000
 DAY = 86_400_000
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a store may be: one server, the primary that sentinels name, or a cluster; all tests of a run share it."""
+
+    name: str
+    url: str
+    client_of: Callable[[str], Any]  # a client that may do all, of the server that has the keys of a tag
+
+
 @dataclass
 class Store:
-    """A backend whose clock the test moves, and its calls with few arguments."""
+    """A backend whose clock the test moves, and its calls with few arguments, each for the shard of its timeline."""
 
     backend: Backend
     now: int = NOW
@@ -34,26 +44,27 @@ class Store:
         adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
         return await self.backend.add(self.backend.shard_of(key), adds)
 
-    async def claims(self, slots: int = 10) -> Claims:
-        return await self.backend.claim(0, slots, LEASE, self.policy.terms.limits)
+    async def claims(self, slots: int = 10, shard: int = 0) -> Claims:
+        return await self.backend.claim(shard, slots, LEASE, self.policy.terms.limits)
 
-    async def claim(self) -> Lease:
+    async def claim(self, shard: int = 0) -> Lease:
         """The only digest that is due."""
-        [lease] = (await self.claims()).leases
+        [lease] = (await self.claims(shard=shard)).leases
         return lease
 
     async def lapse(self) -> None:
         """Let a lease go by, while a worker without free slots looks in as often as workers do."""
         for _ in range(3):
             self.now += LEASE // 3
-            await self.claims(0)
+            for shard in range(self.backend.shards):
+                await self.claims(0, shard)
 
     async def close(self, lease: Lease, taken: int | None = None, *, cool: int = 300_000, letter: str = "") -> Closed:
         taken = lease.size if taken is None else taken
         letters = [Letter(letter)] if letter else []
         delivered = 0 if letter else taken
         close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, letters=letters)
-        [closed] = await self.backend.close(0, [close])
+        [closed] = await self.backend.close(self.backend.shard_of(lease.key), [close])
         assert isinstance(closed, Closed)
         return closed
 
@@ -61,13 +72,13 @@ class Store:
         self, lease: Lease, delay: int = 1_000, failed: Sequence[str] | None = None, *, unknown: bool = False
     ) -> bool:
         ids = None if failed is None else [record.encode() for record in failed]
-        limits = self.policy.terms.limits
-        [kept] = await self.backend.retry(0, [Retry(lease, delay, "boo", limits, lease.size, ids, 0, False, unknown)])
+        retry = Retry(lease, delay, "boo", self.policy.terms.limits, lease.size, ids, 0, False, unknown)
+        [kept] = await self.backend.retry(self.backend.shard_of(lease.key), [retry])
         assert isinstance(kept, bool)
         return kept
 
     async def release(self, lease: Lease, *, started: bool) -> bool:
-        [released] = await self.backend.release(0, [lease], started)
+        [released] = await self.backend.release(self.backend.shard_of(lease.key), [lease], started)
         assert isinstance(released, bool)
         return released
 

@@ -8,7 +8,7 @@ import pytest
 from engines import Inbox, WatchedBackend, delivering, forever, now, virtual_time
 from processes import running
 from servers import Server
-from stores import LEASE, Store, ids, records
+from stores import LEASE, Place, Store, ids, records
 
 from aiodigest import Policy
 from aiodigest.backend import Add, Closed
@@ -218,8 +218,8 @@ async def test_a_replay_of_a_new_timeline_makes_it_ready_and_counts_newer_values
     assert dict(records(lease.entries)) == {"a": "new", "b": "old"}
 
 
-async def test_the_doorbell_rings_when_a_waiting_timeline_is_flushed(server: Server, namespace: str) -> None:
-    backend = RedisBackend(server.url, namespace=namespace)
+async def test_the_doorbell_rings_when_a_waiting_timeline_is_flushed(place: Place, namespace: str) -> None:
+    backend = RedisBackend(place.url, namespace=namespace)
     await backend.connect()
     try:
         await backend.add(0, [Add("k", pack(b"a", None, b"1"), Policy(initial_delay=600).terms)])

@@ -1,4 +1,4 @@
-"""What a store promises: each test runs on the in-memory reference and on a real server."""
+"""What a store promises: each test runs on the in-memory reference, a server, behind sentinels and on a cluster."""
 
 from __future__ import annotations
 

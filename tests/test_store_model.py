@@ -1,6 +1,7 @@
 """The scripts and the reference, driven by the same calls: every answer and everything kept must be equal.
 
-A ledger, which knows neither, checks after each call what became of every record: see ``storeledger.py``.
+The scripts run on one server, behind sentinels, and on a cluster. A ledger, which knows neither them nor the reference,
+checks after each call what became of every record: see ``storeledger.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from servers import Server
 from storeledger import Ledger
-from storestate import State, check_invariants, redis_state, reference_state
+from stores import Place
+from storestate import State, check_invariants, forget, redis_state, reference_state
 
 from aiodigest import models
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Move, RawLetter, Retry, Window
@@ -31,7 +32,8 @@ from aiodigest.wire import HEADER, aged, identity, latest, pack
 
 NOW = 1_700_000_000_000
 LEASE = 60_000
-EXAMPLES = int(os.environ.get("AIODIGEST_TEST_EXAMPLES", "200"))
+GIVEN = int(os.environ.get("AIODIGEST_TEST_EXAMPLES", "0"))
+EXAMPLES = {"redis": 200, "sentinel": 30, "cluster": 50}  # the scripts are the same everywhere, the way to them is not
 
 KEYS = ("T", "T:log", "{T}", "}", "\0", "\N{POSTBOX}" * 256)
 IDS = (b"a", b"b", b"c", b"\xff\xfe", b"\0:}")
@@ -85,19 +87,19 @@ class Clock:
 
 
 class Pair(Backend):
-    """The reference and a real server as one store: both must answer the same, keep the same, and keep their promises.
+    """The reference and a real store as one: both must answer the same, keep the same, and keep their promises.
 
     What a call changed is looked at if it may change anything; if a read did, the next that may fails.
     """
 
-    def __init__(self, server: Server, namespace: str) -> None:
+    def __init__(self, place: Place, namespace: str) -> None:
         ours, theirs = count(1), count(1)
         self.clock = Clock()
         self.reference = ReferenceBackend(now=self.clock, nonce=lambda: f"n{next(ours)}")
-        self.redis = RedisBackend(server.url, namespace=namespace, now=self.clock, nonce=lambda: f"n{next(theirs)}")
+        self.redis = RedisBackend(place.url, namespace=namespace, now=self.clock, nonce=lambda: f"n{next(theirs)}")
         self.ledger = Ledger()
         self._namespace = namespace
-        self._client = server.client()
+        self._client = place.client_of(namespace)
         self._rung: tuple[int, Any] = (0, None)
 
     @property
@@ -112,8 +114,7 @@ class Pair(Backend):
 
     async def aclose(self) -> None:
         await self.redis.aclose()
-        # the server is shared, and looking for the keys of one namespace goes through all that it has
-        self._client.delete(b"none", *self._client.scan_iter(match=f"{{{self._namespace}}}:*", count=1000))
+        forget(self._client, self._namespace)
         self._client.close()
 
     async def _answer(self, call: Callable[[Backend], Awaitable[Any]]) -> Any:
@@ -303,13 +304,13 @@ class Call:
 class Stores(RuleBasedStateMachine):
     """Three workers, who may be slow, cut off from the store, or long replaced, and whoever adds and administers."""
 
-    server: Server
+    place: Place
     numbers = count(1)
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores = Pair(self.server, f"model-{next(self.numbers)}")
+        self.stores = Pair(self.place, f"model-{next(self.numbers)}")
         self.loop.run_until_complete(self.stores.connect())
         self.machine = self.stores.reference.machines[0]
         self.clock = self.stores.clock
@@ -595,13 +596,13 @@ class Stores(RuleBasedStateMachine):
         last.state = self.stores.ledger.state
 
 
-def test_the_scripts_do_what_the_reference_does(server: Server) -> None:
+def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
     with asyncio.Runner() as runner:
-        Stores.server, Stores.loop = server, runner.get_loop()
+        Stores.place, Stores.loop = place, runner.get_loop()
         run_state_machine_as_test(
             Stores,
             settings=settings(
-                max_examples=EXAMPLES,
+                max_examples=GIVEN or EXAMPLES[place.name],
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
