@@ -29,14 +29,14 @@ coverage: $(VENV)/.dev
 simulation: $(VENV)/.dev
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
 
-# SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan
+# SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan; CLUSTER=1: on a cluster
 chaos: $(VENV)/.dev
-	@PYTHONPATH=tests $(BIN)/python -m chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RECORDS),--records $(RECORDS)) \
-		$(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(if $(CLUSTER),--cluster) $(if $(SECONDS),--seconds $(SECONDS)) \
+		$(if $(RECORDS),--records $(RECORDS)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
-# until Ctrl-C, or for SECONDS=600
+# until Ctrl-C, or for SECONDS=600; ONLY="cluster fuzz" some of it
 soak: $(VENV)/.dev
-	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS))
+	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
 # all comparisons, some fifteen minutes on a quiet machine; ONLY="adding import" some of them, ROUNDS=9 more often
 bench: $(VENV)/.dev

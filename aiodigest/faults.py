@@ -44,7 +44,7 @@ CODES: Sequence[tuple[type[Exception], str]] = (
     (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
 )
 CLUSTERED = {"MOVED", "CROSSSLOT"}
-MOVING = "attempted to access a non local key"  # what prelude.lua looks for first
+MOVING = "access a non local key"  # what prelude.lua looks for first; Redis and Valkey begin the sentence differently
 
 
 def code_of(error: Exception | str) -> str:

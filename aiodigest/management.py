@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
 from datetime import datetime, timedelta
 from typing import Generic, get_args
@@ -121,7 +121,7 @@ class Management(Generic[T]):
         if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgument(f"state must be one of {', '.join(states)}, not {shown(state)}")
         backend = await self._backend()
-        for shard in range(backend.shards):
+        for shard in _shards_of(backend):
             for each in states if state is None else (state,):
                 start = 0
                 while windows := await backend.page(shard, each, start, PAGE):
@@ -139,7 +139,7 @@ class Management(Generic[T]):
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """All dead letters, the oldest of each shard first."""
         backend = await self._backend()
-        for shard in range(backend.shards):
+        for shard in _shards_of(backend):
             start = 0
             while ids := await backend.letters(shard, start, PAGE):
                 for letter_id in ids:
@@ -225,3 +225,11 @@ class Management(Generic[T]):
             letter.digest_id,
             tuple(await self._records(list(letter.entries))),
         )
+
+
+def _shards_of(backend: Backend) -> Iterator[int]:
+    """All shards, those too that a call to one of them has told of."""
+    shard = 0
+    while shard < backend.shards:
+        yield shard
+        shard += 1

@@ -1,9 +1,9 @@
-"""A namespace on a server: its shards, their layout, and how a script is run on one of them."""
+"""A namespace on a server or a cluster: its shards, and how a script is run on one of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 from uuid import uuid4
 from zlib import crc32
@@ -23,12 +23,13 @@ ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
 
 
 class Namespace:
-    """A namespace on one server.
+    """A namespace on a server or a cluster.
 
     Parameters
     ----------
-    source : str or redis.asyncio.Redis
-        ``redis[s]://``, ``unix://`` or ``redis[s]+sentinel://``, or a client whose settings are copied.
+    source : str, redis.asyncio.Redis or redis.asyncio.RedisCluster
+        ``redis[s]://``, ``unix://``, ``redis[s]+sentinel://`` or ``redis[s]+cluster://``, or a client whose settings
+        are copied.
     namespace : str
         1 to 64 letters, digits, dots, dashes or underscores.
     shards : int or None
@@ -114,11 +115,16 @@ class Namespace:
         layouts = (self._current, *self._drained)
         return [self._home(layout) + crc32(key.encode()) % layout.shards for layout in layouts]
 
-    async def _all_shards(self) -> list[int]:
-        """The shards that may hold something."""
+    async def _all_shards(self) -> AsyncIterator[int]:
+        """The shards that may hold something; also those that a call to one of them has told of."""
         await self._connected()
-        live = (self._current, *self._drained)
-        return [shard for shard, home in enumerate(self._homes) if home.layout in live]
+        seen = set[int]()
+        while left := [shard for shard in self._live(self._current, *self._drained) if shard not in seen]:
+            seen.add(left[0])
+            yield left[0]
+
+    def _live(self, *layouts: Layout) -> list[int]:
+        return [shard for shard, home in enumerate(self._homes) if home.layout in layouts]
 
     async def connect(self) -> None:
         """Look up the layout; a namespace that has none gets it from the first call that begins one."""
@@ -150,6 +156,8 @@ class Namespace:
                 f"namespace {self.namespace!r} has {layout.shards} shards, not {self._wanted}: give "
                 f"shards={layout.shards} or None"
             )
+        if not fixed:
+            self._wanted = None  # it went over while it ran, and goes on with what is there
         drained = [read_layout(drains, self.namespace)] if drains else []
         if not self._known:
             self._homes.clear()
@@ -204,11 +212,18 @@ class Namespace:
         return f"{{{self._tags[home]}}}:{name}"
 
     async def _call(
-        self, name: str, shard: int, *arguments: Argument, repeat: bool = True, now: Argument | None = None
+        self,
+        name: str,
+        shard: int,
+        *arguments: Argument,
+        repeat: bool = True,
+        now: Argument | None = None,
+        settled: bool = False,
     ) -> object:
         """Run a script on a shard, whose layout is made first where there is none.
 
-        Raises Retired, and has done nothing, if the shard takes no adds any more, or nothing at all.
+        Raises Retired, and has done nothing, if the shard takes no adds any more (and this is one, or ``settled``), or
+        nothing at all.
         """
         link = await self._connected()
         await self._permit(link, name)
@@ -217,19 +232,24 @@ class Namespace:
         for _ in range(3):
             layout = self._homes[shard].layout
             draining = layout in self._drained
-            if layout != self._current and (name == "add" or not draining):
+            if layout != self._current and (name == "add" or settled or not draining):
                 raise Retired(f"shard {shard} of namespace {self.namespace!r} has moved")
             version = layout.draining if draining else layout.version
             try:
                 return await link.run(name, key, (version, now, *arguments), repeat=repeat, replicas=replicas)
             except LayoutMismatch as mismatch:
-                await self._mend(link, shard, layout, mismatch.stored)
+                await self._mend(link, shard, version, mismatch.stored)
         raise BackendUnavailable(f"the layout of namespace {self.namespace!r} is being changed")
 
-    async def _mend(self, link: AnyLink, shard: int, layout: Layout, stored: str) -> None:
+    async def _mend(self, link: AnyLink, shard: int, version: str, stored: str) -> None:
         """After a script has met another layout, and done nothing: make or mark it, or learn the new one."""
-        key = self._key(shard, "layout")
+        key, layout = self._key(shard, "layout"), self._homes[shard].layout
         if stored == RETIRED:
+            await self._look_up(link)  # who has heard nothing of the change learns of it here
+            if layout == self._current:
+                raise ConfigurationError(
+                    f"shard {shard} of namespace {self.namespace!r} is retired, and yet its layout takes the adds"
+                )
             raise Retired(f"shard {shard} of namespace {self.namespace!r} is no more")
         if layout in self._drained and stored in (layout.version, "none"):
             await link.run("drain", key, [layout.version, layout.draining], repeat=True)
@@ -242,9 +262,11 @@ class Namespace:
                     found = await link.run("layout", where, ["version", layout.version], repeat=True)
                 if text(found) == layout.version:
                     return
-        was = self._current, self._drained
         await self._look_up(link)
-        if (self._current, self._drained) == was:
+        # else it has changed since the call was sent, which another call may have learned meanwhile
+        if version == (layout.draining if layout in self._drained else layout.version) and (
+            layout in self._drained or layout == self._current
+        ):
             raise ConfigurationError(
                 f"shard {shard} of namespace {self.namespace!r} has the layout {stored}, which does not fit the "
                 f"namespace's {self._current.version}: another program has written it"

@@ -165,7 +165,7 @@ class RedisBackend(Relocation, Backend):
         self, name: str, *arguments: Argument, repeat: bool = True, now: Argument | None = None
     ) -> AsyncIterator[object]:
         """What each shard answers that may hold something."""
-        for shard in await self._all_shards():
+        async for shard in self._all_shards():
             with suppress(Retired):
                 yield await self._call(name, shard, *arguments, repeat=repeat, now=now)
 
@@ -173,9 +173,11 @@ class RedisBackend(Relocation, Backend):
         """What the shards answer in which a timeline may be: one, but for the time of a change of their number."""
         await self._connected()
         answers: list[object] = []
-        for shard in self._homes_of(key):
+        asked = set[int]()
+        while left := [shard for shard in self._homes_of(key) if shard not in asked]:  # a call may tell of others
+            asked.add(left[0])
             with suppress(Retired):
-                answers.append(await self._call(name, shard, *arguments, repeat=repeat))
+                answers.append(await self._call(name, left[0], *arguments, repeat=repeat))
         for answer in answers:
             if isinstance(answer, bytes):
                 raise self._broken(key, text(answer))
@@ -220,13 +222,16 @@ class RedisBackend(Relocation, Backend):
 
     async def entries(self, key: str) -> list[bytes]:
         await self._connected()
-        entries: list[bytes] = []
-        for shard in reversed(self._homes_of(key)):  # what came first comes first
-            before = len(entries)
-            with suppress(Retired):
-                while page := await self._read(shard, key, "", "", len(entries) - before, SLICE):
-                    entries += page
-        return entries
+        while True:
+            entries: list[bytes] = []
+            homes = self._homes_of(key)
+            for shard in reversed(homes):  # what came first comes first
+                before = len(entries)
+                with suppress(Retired):
+                    while page := await self._read(shard, key, "", "", len(entries) - before, SLICE):
+                        entries += page
+            if self._homes_of(key) == homes:  # else a call has told of others
+                return entries
 
     async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
         windows: list[Window] = []
@@ -260,7 +265,7 @@ class RedisBackend(Relocation, Backend):
         return []
 
     async def letter(self, letter_id: str) -> RawLetter | None:
-        for shard in await self._all_shards():
+        async for shard in self._all_shards():
             with suppress(Retired):
                 if (found := await self._letter(shard, letter_id)) is not None:
                     return found
@@ -277,10 +282,26 @@ class RedisBackend(Relocation, Backend):
                 return RawLetter(letter_id, text(key), text(reason), buried, attempt, text(digest_id), entries)
         return None
 
+    async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
+        """What the shards that take the adds answer, once the letter is not in an old one any more.
+
+        Else whoever moves it might bring back what was taken.
+        """
+        await self._connected()
+        asked = set[int]()
+        while left := [shard for shard in self._live(self._current) if shard not in asked]:
+            if not asked:
+                await self._bring(letter_id)
+            asked.add(left[0])
+            try:
+                yield await self._call(name, left[0], *arguments, repeat=False, settled=True)
+            except Retired:
+                asked.clear()  # the layout has changed
+
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         limits = terms.limits
         arguments = (letter_id, pack_delays(terms), pack_limits(limits), int(own))
-        async for reply in self._everywhere("replay", *arguments, repeat=False):
+        async for reply in self._settled(letter_id, "replay", *arguments):
             if isinstance(reply, bytes):
                 raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")
             match cast("Fields", reply):
@@ -299,7 +320,7 @@ class RedisBackend(Relocation, Backend):
         raise InvalidState(f"there is no dead letter {letter_id!r}")
 
     async def discard(self, letter_id: str) -> bool:
-        async for dropped in self._everywhere("discard", letter_id, repeat=False):
+        async for dropped in self._settled(letter_id, "discard", letter_id):
             if dropped == 1:
                 return True
         return False

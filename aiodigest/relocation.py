@@ -7,6 +7,7 @@ here may be done again, so that it goes on where it was broken off.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import cast
 
 from aiodigest.backend import SLICE, Retired
@@ -42,9 +43,9 @@ class Relocation(Namespace):
         await link.run("layout", self._root, ["current", old.version], repeat=True)  # if it is new
         begun = await link.run("reshard", self._root, [old.version, new.version], repeat=True)
         await self._look_up(link)
-        if begun != 1:
+        if begun != 1 and self._current != new:
             raise InvalidState(f"the layout of namespace {self.namespace!r} was changed by another at this moment")
-        return True
+        return bool(self._drained)
 
     async def drain(self) -> dict[str, int]:
         """Bring the end of the old layout nearer; how many timelines and dead letters are left, by state.
@@ -85,10 +86,11 @@ class Relocation(Namespace):
             pass
         return Counter()
 
-    async def _move(self, shard: int, letter_id: str) -> None:
+    async def _move(self, shard: int, letter_id: str, *, always: bool = True) -> None:
         """Give a dead letter to the shard in which its timeline is now."""
-        start = 0
+        start, found = 0, False
         while reply := await self._call("letter", shard, letter_id, start):
+            found = True
             *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
             end = start + len(page)
             target = self.shard_of(text(facts[0]))
@@ -96,4 +98,11 @@ class Relocation(Namespace):
             if end >= size or not page:
                 break
             start = end
-        await self._call("discard", shard, letter_id)
+        if found or always:
+            await self._call("discard", shard, letter_id)
+
+    async def _bring(self, letter_id: str) -> None:
+        """Move a dead letter if it is still in an old shard."""
+        for shard in self._live(*self._drained):
+            with suppress(Retired):
+                await self._move(shard, letter_id, always=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -90,9 +91,11 @@ class Scheduler:
         try:
             async with self._group:
                 self._serve()
-                while loops := [loop for loop in self._loops if not loop.done()]:
-                    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-                await self._stopping.wait()
+                while (loops := self._running()) or not self._stopping.is_set():
+                    if loops:
+                        await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+                    else:
+                        await self._look_for_shards()
                 await self._drain()
                 for chore in self._chores:
                     chore.cancel()
@@ -103,9 +106,20 @@ class Scheduler:
             for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
                 task.cancel()
 
+    def _running(self) -> list[asyncio.Task[None]]:
+        return [loop for loop in self._loops if not loop.done()]
+
+    async def _look_for_shards(self) -> None:
+        """Learn of a change of the layout while there is no shard to serve, whose loop would."""
+        await elapse(self._stopping, self._lease_timeout / 3)
+        if not self._stopping.is_set():
+            with suppress(AiodigestError):
+                await self._backend.connect()
+            self._serve()
+
     def _serve(self) -> None:
         """Begin with the shards that there are by now: at first, and after a change of the layout."""
-        if self._stopping.is_set() or self._ended:
+        if self._stopping.is_set() or self._ended or self._seen == self._backend.shards:
             return
         while self._seen < self._backend.shards:
             shard, number = self._seen, self._backend.number_of(self._seen)

@@ -58,9 +58,9 @@ COMMANDS: Mapping[str, frozenset[str]] = {
         "counts": "ZCARD ZCOUNT ZRANGE",
         "letter": "HMGET LLEN LRANGE",
         "letters": "ZRANGEBYSCORE",
-        "keep": "HSET PEXPIRE RPUSH UNLINK ZADD",
+        "keep": "EXISTS HSET LLEN PEXPIRE RPUSH ZADD",
         "carry": "HINCRBY HSET",
-        "retire": "EXISTS HSET PEXPIRE UNLINK ZCOUNT",
+        "retire": "EXISTS HSET PEXPIRE UNLINK ZCARD ZCOUNT",
     }.items()
 }
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {

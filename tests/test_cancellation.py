@@ -35,7 +35,7 @@ from aiodigest import (
     Policy,
     Timeline,
 )
-from aiodigest.backend import Add, Backend, Closed, Lease, Move, Window
+from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Window
 from aiodigest.connection import CONNECTIONS
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
@@ -395,6 +395,70 @@ async def discarding(stage: Stage) -> AsyncGenerator[Call]:
     assert await stage.backend.letters(0, 0, 10) == []
 
 
+async def deliver_all(stage: Stage) -> None:
+    """Empty the first shard, but for its dead letters."""
+    for key in PROBES:
+        await stage.behind.backend.flush(key)
+    limits = AT_ONCE.terms.limits
+    while leases := (await stage.behind.claims(100)).leases:
+        closes = [Close(lease, lease.size, lease.size, 0, limits, LEASE) for lease in leases]
+        assert set(await stage.behind.backend.close(0, closes)) == {Closed("closed")}
+
+
+async def has_moved(stage: Stage) -> None:
+    """Nothing is left of the old layout, and the new one takes the probes."""
+    assert await stage.behind.backend.reshard(4) is False
+    root, tombstone = f"{{{stage.namespace}}}:layout", b"retired"
+    assert stage.client.hget(root, "version") == tombstone
+    assert stage.client.hget(root, "drains") is None
+    for name in ("waiting", "ready", "leased", "dead", "wake"):
+        assert not stage.client.exists(f"{{{stage.namespace}}}:{name}")
+
+
+async def draining_begins(stage: Stage) -> None:
+    """What is left to do with the first shard is to move its dead letters and counters; the probes are elsewhere."""
+    await deliver_all(stage)
+    assert await stage.behind.backend.reshard(4)
+    for key in PROBES:
+        assert await stage.behind.add(key, key, policy=PATIENT) == [False]
+
+
+async def letters_of(backend: Backend) -> list[tuple[str, list[bytes]]]:
+    """The dead letters of all shards, with their entries."""
+    found: list[tuple[str, list[bytes]]] = []
+    for shard in range(backend.shards):
+        for letter_id in await backend.letters(shard, 0, 10):
+            letter = await backend.letter(letter_id)
+            assert letter is not None
+            found.append((letter_id, [*letter.entries]))
+    return found
+
+
+@scene("reshard")
+async def resharding(stage: Stage) -> AsyncGenerator[Call]:
+    yield partial(stage.backend.reshard, 4)
+    assert await stage.backend.reshard(4)  # begun by now in any case
+    with pytest.raises(InvalidState, match="on its way from 1 to 4 shards"):
+        await stage.backend.reshard(5)
+    assert await stage.backend.drain() == {"waiting": len(PROBES)}
+    await deliver_all(stage)
+    assert await stage.backend.drain() == {}
+    await has_moved(stage)
+
+
+@scene("drain")
+async def draining(stage: Stage) -> AsyncGenerator[Call]:
+    letter = await buried(stage.behind)
+    await draining_begins(stage)
+    counts, letters = await stage.behind.backend.counts(), await letters_of(stage.behind.backend)
+    assert [letter_id for letter_id, _ in letters] == [letter]
+    yield stage.backend.drain
+    assert await stage.backend.drain() == {}
+    assert await stage.backend.counts() == counts
+    assert await letters_of(stage.backend) == letters
+    await has_moved(stage)
+
+
 def test_there_is_a_scene_for_every_coroutine_of_a_backend() -> None:
     assert set(BACKEND) == public(Backend) | public(RedisBackend)
 
@@ -607,6 +671,19 @@ async def discarding_one(stage: EngineStage) -> AsyncGenerator[Call]:
     left = await stage.engine.dead_letter(letter)
     assert await stage.engine.discard(letter) == bool(left)
     assert await stage.engine.dead_letter(letter) is None
+
+
+@engine_scene("reshard")
+async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
+    letter = await buried(stage.behind)
+    await draining_begins(stage)
+    counts, letters = await stage.behind.backend.counts(), await letters_of(stage.behind.backend)
+    yield lambda: listed(stage.engine.reshard(4))
+    assert await listed(stage.engine.reshard(4)) == []
+    assert await stage.behind.backend.counts() == counts
+    assert await letters_of(stage.behind.backend) == letters
+    assert await stage.engine.dead_letter(letter)
+    await has_moved(stage)
 
 
 async def inspecting(

@@ -8,6 +8,8 @@
 local version = redis.call('HGET', KEYS[1], 'version')
 if not version or version == ARGV[1] then
   redis.call('HSET', KEYS[1], 'version', ARGV[2])
+  -- wake the sleeping workers, so that they serve the new shards from now on
+  redis.pcall('XADD', string.sub(KEYS[1], 1, -7) .. 'wake', 'MAXLEN', 1, '*', 'at', 0)
   return ARGV[2]
 end
 return version

@@ -10,12 +10,14 @@
 -- ARGV[10] 1 if these are its last
 -- then     records
 
+local moved = tag .. 'moved:' .. ARGV[3]
+if call('EXISTS', moved) > 0 then
+  return 1 -- it has been here, and may have been taken since
+end
 local letter, remains = tag .. 'letter:' .. ARGV[3], tag .. 'remains:' .. ARGV[3]
 local buried = tonumber(ARGV[6])
-if ARGV[9] == '0' then
-  call('UNLINK', remains)
-end
-for index = 11, #ARGV do
+local there, start = call('LLEN', remains), tonumber(ARGV[9])
+for index = 11 + math.max(0, there - start), #ARGV do
   call('RPUSH', remains, ARGV[index])
 end
 local left = math.max(1, buried + LETTER_TTL - now)
@@ -24,5 +26,7 @@ if ARGV[10] == '1' then
   call('HSET', letter, 'key', ARGV[4], 'reason', ARGV[5], 'buried', buried, 'attempt', ARGV[7], 'digest', ARGV[8])
   call('PEXPIRE', letter, left)
   call('ZADD', tag .. 'dead', buried, ARGV[3])
+  call('HSET', moved, 'at', now)
+  call('PEXPIRE', moved, 24 * HOUR)
 end
 return 1

@@ -1,0 +1,1162 @@
+"""Another number of shards for a namespace that is in use: nothing is lost, and nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias
+
+import pytest
+from cancelling import at_awaits
+from clusters import running_cluster
+from processes import Program, running
+from servers import PASSWORD, Proxy, Server, commands, running_server
+from stores import DAY, LEASE, MINUTE, NOW, records
+
+from aiodigest import (
+    JSON,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Draining,
+    Entry,
+    InvalidState,
+    Policy,
+    Reject,
+)
+from aiodigest.backend import SLICE, Add, Backend, Close, Closed, Lease, Letter, Move, RawLetter, Retired, Retry
+from aiodigest.codecs import JSONCodec
+from aiodigest.layout import Layout
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.wire import pack
+
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
+
+PATIENCE = 10.0  # seconds for what comes about by itself
+STARTED = 60.0  # and for what processes do, which a busy machine is slow to start
+VALUE = JSONCodec[JSON]().encode("v")
+LATER = Policy(initial_delay=1_500)  # what is added under it is not due while a test lasts
+AT_ONCE = Policy(minimum_delay=0, increment_delay=0, capacity=10_000)
+LIMITS = AT_ONCE.terms.limits
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
+
+_places = count(1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server for these tests alone: they look for what is left of a layout among all keys."""
+    with running_server() as running:
+        yield running
+
+
+# What the tests are made of
+
+
+def add_of(key: str, record: str, policy: Policy = AT_ONCE) -> Add:
+    return Add(key, pack(record.encode(), None, VALUE), policy.terms)
+
+
+@dataclass
+class Place:
+    """A namespace whose clock the test moves, and as many processes on it as a test wants."""
+
+    server: Server
+    namespace: str
+    stack: AsyncExitStack
+    now: int = NOW
+
+    async def process(self, shards: int | None = None, url: str = "") -> RedisBackend:
+        """What another process would know of the namespace."""
+        backend = RedisBackend(
+            url or self.server.url, namespace=self.namespace, shards=shards, now=lambda: self.now, timeout=20
+        )
+        self.stack.push_async_callback(backend.aclose)
+        await backend.connect()
+        return backend
+
+    def left_of(self, layout: Layout) -> list[bytes]:
+        """The keys of an old layout that would stay."""
+        root = f"{{{self.namespace}}}:layout".encode()
+        tags = [layout.tag(self.namespace, number) for number in range(layout.shards)]
+        with self.server.client() as client:
+            keys = [key for tag in tags for key in client.keys(f"{{{tag}}}:*")]
+            return [key for key in keys if key != root and client.pttl(key) < 0]
+
+    def versions(self, layout: Layout) -> list[bytes | None]:
+        with self.server.client() as client:
+            tags = [layout.tag(self.namespace, number) for number in range(layout.shards)]
+            return [client.hget(f"{{{tag}}}:layout", "version") for tag in tags]
+
+    def forget_tombstones(self, layout: Layout) -> None:
+        """Let a day go by after which a shard is retired."""
+        root = f"{{{self.namespace}}}:layout"
+        with self.server.client() as client:
+            keys = [f"{{{layout.tag(self.namespace, number)}}}:layout" for number in range(layout.shards)]
+            client.delete(*(key for key in keys if key != root))
+
+
+async def until(reached: Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
+    """Wait for what only a server can tell."""
+    async with asyncio.timeout(seconds):
+        while not await reached():  # noqa: ASYNC110  (no event tells it)
+            await asyncio.sleep(0.01)
+
+
+async def is_at_rest(engine: DigestEngine[Any]) -> bool:
+    """Whether no timeline holds anything."""
+    stats = await engine.stats()
+    return not (stats.waiting or stats.ready or stats.leased)
+
+
+@asynccontextmanager
+async def new_place(server: Server) -> AsyncGenerator[Place]:
+    async with AsyncExitStack() as stack:
+        yield Place(server, f"reshard-{next(_places)}", stack)
+
+
+@pytest.fixture
+async def place(server: Server) -> AsyncIterator[Place]:
+    async with new_place(server) as place:
+        yield place
+
+
+def server_time(server: Server) -> int:
+    """What an engine takes for now, in ms."""
+    with server.client() as client:
+        seconds, micros = client.time()
+        return seconds * 1_000 + micros // 1_000
+
+
+class Between:
+    """Drives a coroutine, and does something else, to its end, before the ``number``-th of its awaits is waited for."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, object], number: int, meanwhile: Work) -> None:
+        self._coroutine = coroutine
+        self._number = number
+        self._meanwhile = meanwhile
+        self.count = 0
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        thrown: BaseException | None = None
+        while True:
+            try:
+                waited = self._coroutine.send(None) if thrown is None else self._coroutine.throw(thrown)
+            except StopIteration as stop:
+                return stop.value
+            self.count += 1
+            if self.count == self._number:
+                yield from self._meanwhile().__await__()
+            try:
+                yield waited
+            except BaseException as error:
+                thrown = error
+            else:
+                thrown = None
+
+
+class Middle(Proxy):
+    """Can hold what goes to the server, and lose one of its replies."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.lose: int | None = None  # how many replies come before the one that is lost
+        self.held = asyncio.Event()
+
+    @property
+    def is_to_lose(self) -> bool:
+        return self.lose is not None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_unix_connection(self.server.socket)
+        back = asyncio.create_task(self._answer(server_reader, writer))
+        try:
+            while request := await reader.read(1 << 20):
+                if not self.gate.is_set():
+                    self.held.set()
+                await self.gate.wait()
+                server_writer.write(request)
+        except ConnectionError:
+            pass
+        finally:
+            back.cancel()
+            server_writer.close()
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while reply := await reader.read(1 << 20):
+            if self.lose is not None:
+                self.lose -= 1
+                if self.lose < 0:
+                    self.lose = None
+                    break
+            writer.write(reply)
+        writer.close()
+
+
+async def add(backend: Backend, key: str, *ids: str, policy: Policy = AT_ONCE) -> int:
+    """Add records in one call; the shard that took them."""
+    shard = backend.shard_of(key)
+    assert all(isinstance(answer, bool) for answer in await backend.add(shard, [add_of(key, id, policy) for id in ids]))
+    return shard
+
+
+async def claim(backend: Backend, shard: int, slots: int = 100) -> list[Lease]:
+    return [*(await backend.claim(shard, slots, LEASE, LIMITS)).leases]
+
+
+async def close(backend: Backend, shard: int, lease: Lease, *, cool_ms: int = 0, letter: str = "") -> None:
+    letters = [Letter(letter)] if letter else []
+    delivered = 0 if letter else lease.size
+    [closed] = await backend.close(
+        shard, [Close(lease, lease.size, delivered, cool_ms, LIMITS, LEASE, letters=letters)]
+    )
+    assert closed == Closed("closed")
+
+
+async def bury(backend: Backend, key: str, *ids: str) -> str:
+    """The id of a new dead letter."""
+    shard = await add(backend, key, *ids)
+    [lease] = await claim(backend, shard)
+    before = set(await backend.letters(shard, 0, SLICE))
+    await close(backend, shard, lease, letter=f"about {key}")
+    [letter] = set(await backend.letters(shard, 0, SLICE)) - before
+    return letter
+
+
+async def deliver(backend: Backend, key: str, *ids: str) -> None:
+    shard = await add(backend, key, *ids)
+    [lease] = await claim(backend, shard)
+    await close(backend, shard, lease)
+
+
+async def finish(backend: Backend) -> None:
+    """Drain what holds no timelines any more."""
+    async with asyncio.timeout(PATIENCE):
+        assert await backend.drain() == {}
+
+
+async def change(backend: Backend, shards: int) -> None:
+    """The whole of a change, of a namespace in which nothing waits."""
+    assert await backend.reshard(shards)
+    await finish(backend)
+
+
+async def letters_of(backend: Backend) -> list[RawLetter]:
+    """All dead letters, each as often as it is listed."""
+    ids = [id for shard in range(backend.shards) for id in await backend.letters(shard, 0, SLICE)]
+    found = [await backend.letter(id) for id in ids]
+    assert None not in found
+    return sorted([letter for letter in found if letter is not None], key=lambda letter: letter.id)
+
+
+async def counters(backend: Backend) -> dict[str, int]:
+    counts = await backend.counts()
+    return {name: counts.get(name, 0) for name in COUNTERS}
+
+
+async def held(backend: Backend, key: str) -> list[str]:
+    return [record for record, _ in records(await backend.entries(key))]
+
+
+# Under load, in processes
+
+
+@pytest.fixture(params=["server", "cluster"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One server, or a cluster of three."""
+    if request.param == "server":
+        with running_server() as server:
+            yield server.url
+    else:
+        with running_cluster(replicas=0) as cluster:
+            yield cluster.url
+
+
+@asynccontextmanager
+async def resharding(url: str, namespace: str, shards: int) -> AsyncGenerator[Process]:
+    """The command, while it runs."""
+    options = "--url", url, "--namespace", namespace, "--to", str(shards)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "aiodigest", "reshard", *options, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def first_line(process: Process) -> str:
+    """What the command says first, which is once another layout takes the adds."""
+    assert process.stderr is not None
+    async with asyncio.timeout(STARTED):
+        return (await process.stderr.readline()).decode()
+
+
+class Tally:
+    """What the producers have added, and what the workers have delivered."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.delivered: list[str] = []
+        self._changed = asyncio.Event()
+
+    async def collect(self, program: Program, ids: list[str]) -> None:
+        while line := await program.line(60):
+            ids.extend(line.split())
+            self._changed.set()
+
+    async def until(self, reached: Callable[[], bool], seconds: float = STARTED) -> None:
+        async with asyncio.timeout(seconds):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def goes_on(self, number: int = 100) -> None:
+        """So many more records are added, and so many delivered."""
+        added, delivered = len(self.added) + number, len(self.delivered) + number
+        await self.until(lambda: len(self.added) >= added and len(self.delivered) >= delivered)
+
+
+async def test_every_record_is_delivered_once_while_the_number_of_shards_changes_under_load(
+    url: str, namespace: str
+) -> None:
+    tally = Tally()
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        engine = DigestEngine(url, namespace=namespace, value_type=int, policy=LATER)
+        slow = await stack.enter_async_context(engine)
+        workers = [await stack.enter_async_context(running("reshard_worker.py", url, namespace, 60)) for _ in range(2)]
+        assert [await worker.line() for worker in workers] == ["ready", "ready"]
+        producers = [
+            await stack.enter_async_context(running("reshard_producer.py", url, namespace, name, 20)) for name in "abc"
+        ]
+        for programs, ids in ((producers, tally.added), (workers, tally.delivered)):
+            for program in programs:
+                group.create_task(tally.collect(program, ids))
+        for shards in (16, 4):
+            await tally.goes_on()
+            await slow.add("slow", 1, record_id=f"before-{shards}")  # keeps the old layout from being empty
+            tally.added.append(f"before-{shards}")
+            for _ in range(2):
+                async with resharding(url, namespace, shards) as killed:
+                    assert "goes over" in await first_line(killed)
+                    await tally.goes_on()
+                    killed.kill()
+            async with resharding(url, namespace, shards) as process:
+                assert "goes over" in await first_line(process)
+                await tally.goes_on()
+                assert await slow.flush("slow")
+                async with asyncio.timeout(STARTED):
+                    output, errors = await process.communicate()
+                assert (process.returncode, output.decode()) == (0, f"namespace '{namespace}' has {shards} shards\n")
+                assert b"Traceback" not in errors
+        await tally.goes_on()
+        for producer in producers:
+            producer.process.send_signal(signal.SIGTERM)
+        assert [await producer.process.wait() for producer in producers] == [0, 0, 0]
+        await tally.until(lambda: len(tally.delivered) >= len(tally.added))
+        for worker in workers:
+            worker.process.send_signal(signal.SIGTERM)
+        assert [await worker.process.wait() for worker in workers] == [0, 0]
+        stats = await slow.stats()
+    assert Counter(tally.delivered) == Counter(tally.added)
+    assert (stats.waiting, stats.ready, stats.leased, stats.dead) == (0, 0, 0, 0)
+    assert stats.delivered == len(tally.added)
+
+
+async def test_processes_that_stood_still_during_all_of_a_change_go_on_in_the_new_layout(
+    server: Server, namespace: str
+) -> None:
+    tally = Tally()
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        worker = await stack.enter_async_context(running("reshard_worker.py", server.url, namespace, 5))
+        producer = await stack.enter_async_context(running("reshard_producer.py", server.url, namespace, "a", 5))
+        group.create_task(tally.collect(worker, tally.delivered))
+        group.create_task(tally.collect(producer, tally.added))
+        await tally.goes_on(100)
+        tally.delivered.remove("ready")
+        async with DigestEngine(server.url, namespace=namespace, value_type=int) as engine:
+            producer.process.send_signal(signal.SIGSTOP)
+            await until(lambda: is_at_rest(engine))
+            worker.process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE):
+                assert [left async for left in engine.reshard(4)] == []
+            for program in (worker, producer):
+                program.process.send_signal(signal.SIGCONT)
+            try:
+                await tally.goes_on(200)
+                producer.process.send_signal(signal.SIGTERM)
+                assert await producer.process.wait() == 0
+                await tally.until(lambda: len(tally.delivered) >= len(tally.added))
+            finally:
+                for program in (worker, producer):
+                    if program.process.returncode is None:
+                        program.process.kill()
+            stats = await engine.stats()
+    assert Counter(tally.delivered) == Counter(tally.added)
+    assert (stats.waiting, stats.ready, stats.leased, stats.delivered) == (0, 0, 0, len(tally.added))
+    with server.client() as client:
+        assert not client.exists(*(f"{{{namespace}}}:{name}" for name in ("waiting", "ready", "leased")))
+
+
+# Engines that run go over by themselves
+
+
+class Box:
+    """A callback that keeps the digests that came, and may hold them."""
+
+    def __init__(self) -> None:
+        self.digests: list[Digest[JSON]] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self._changed = asyncio.Event()
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        self.digests.append(digest)
+        self._changed.set()
+        await self.go.wait()
+
+    async def digest(self, number: int = 1, seconds: float = PATIENCE) -> Digest[JSON]:
+        async with asyncio.timeout(seconds):
+            while len(self.digests) < number:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.digests[number - 1]
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.id for digest in self.digests for record in digest.records]
+
+
+def engine_of(server: Server, namespace: str, **options: Any) -> DigestEngine[JSON]:
+    url = options.pop("url", server.url)
+    return DigestEngine[JSON](url, namespace=namespace, policy=options.pop("policy", AT_ONCE), **options)
+
+
+async def all_looks(engine: DigestEngine[JSON], shards: int, seconds: float = PATIENCE) -> list[Draining]:
+    async with asyncio.timeout(seconds):
+        return [left async for left in engine.reshard(shards)]
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["under_way", "over"])
+async def test_an_engine_that_only_adds_goes_over_by_itself(server: Server, namespace: str, is_over: bool) -> None:
+    async with engine_of(server, namespace) as adder, engine_of(server, namespace, policy=LATER) as other:
+        await other.add("slow", 1)
+        await adder.stats()
+        looks = other.reshard(4)
+        assert await anext(looks) == Draining(waiting=1)
+        if is_over:
+            await other.delete("slow")
+            assert await all_looks(other, 4) == []
+        async with asyncio.timeout(PATIENCE):
+            await adder.add("k", 1, record_id="a")
+            await adder.add_many([Entry(f"k{number}", number) for number in range(20)])
+        with server.client() as client:
+            for key in ("k", *(f"k{number}" for number in range(20))):
+                assert not client.exists(f"{{{namespace}}}:log:{key}")
+        timeline = await other.peek("k")
+        assert timeline is not None
+        assert [record.id for record in timeline.records] == ["a"]
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["under_way", "over"])
+async def test_a_worker_that_is_idle_delivers_from_the_new_layout_as_soon_as_something_is_due(
+    server: Server, namespace: str, is_over: bool
+) -> None:
+    box = Box()
+    async with engine_of(server, namespace).delivering(box), engine_of(server, namespace) as other:
+        await other.add("first", 1, record_id="first")
+        await box.digest(1)
+        await until(lambda: is_at_rest(other))
+        if is_over:
+            assert await all_looks(other, 4) == []
+        else:
+            async with engine_of(server, namespace, policy=LATER) as slow:
+                await slow.add("slow", 1)
+            assert await anext(other.reshard(4)) == Draining(waiting=1)
+        await other.add("k", 1, record_id="a")
+        await box.digest(2)
+    assert box.ids == ["first", "a"]
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids=["from_one", "from_two"])  # of one, a worker has none at first
+async def test_a_worker_of_some_shards_serves_these_of_the_new_layout_and_drains_all_of_the_old(
+    server: Server, namespace: str, shards: int
+) -> None:
+    halves = {0, 2}, {1, 3}
+    boxes = Box(), Box()
+    async with engine_of(server, namespace, shards=shards) as first:
+        await first.add("k0", 1)
+    async with AsyncExitStack() as stack:
+        for box, half in zip(boxes, halves, strict=True):
+            await stack.enter_async_context(engine_of(server, namespace, lease_timeout=3).delivering(box, shards=half))
+        other = await stack.enter_async_context(engine_of(server, namespace))
+        await until(lambda: is_at_rest(other))
+        await all_looks(other, 4)
+        for box in boxes:
+            box.digests.clear()
+        keys = [f"k{number}" for number in range(40)]
+        await other.add_many([Entry(key, 1) for key in keys])
+        await until(lambda: is_at_rest(other))
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    for box, half in zip(boxes, halves, strict=True):
+        assert {backend.number_of(backend.shard_of(digest.key)) for digest in box.digests} == half
+    await backend.aclose()
+
+
+async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(server: Server, namespace: str) -> None:
+    box = Box()
+    async with (
+        engine_of(server, namespace, lease_timeout=1).delivering(box) as worker,
+        engine_of(server, namespace) as other,
+    ):
+        box.go.clear()
+        await other.add("k", 1, record_id="a")
+        await box.digest(1)
+        looks = other.reshard(4)
+        assert await anext(looks) == Draining(leased=1)
+        await worker.add("k", 2, record_id="b")  # in the new layout it is another timeline
+        await box.digest(2)
+        assert (await worker.stats()).leased == 2
+        assert await anext(looks) == Draining(leased=1)  # a lease and more has gone by
+        assert await anext(looks) == Draining(leased=1)
+        box.go.set()
+        async with asyncio.timeout(PATIENCE):
+            assert [left async for left in looks] in ([], [Draining(leased=1)])
+        assert (await other.stats()).delivered == 2
+    assert box.ids == ["a", "b"]
+    assert [digest.attempt for digest in box.digests] == [1, 1]
+
+
+async def test_timelines_that_wait_are_delivered_by_their_schedule_from_the_old_shards(place: Place) -> None:
+    old, new = await place.process(shards=2), await place.process()
+    retried = await add(old, "retried", "a")
+    [lease] = await claim(old, retried)
+    assert await old.retry(retried, [Retry(lease, 10 * MINUTE, "boo", LIMITS, lease.size, unknown=True)]) == [True]
+    cooled = await add(old, "cooled", "b")
+    [first] = await claim(old, cooled)
+    await close(old, cooled, first, cool_ms=20 * MINUTE)
+    await add(old, "cooled", "c")
+    assert await add(old, "delayed", "d", policy=Policy(initial_delay=1_800)) in (retried, cooled)
+
+    assert await new.reshard(8)
+    assert await new.drain() == {"waiting": 3}
+    await add(new, "retried", "e")
+    for backend in (old, new):  # the one was here before, the other as well
+        for key, due, ids in (("retried", 0, ["a", "e"]), ("cooled", 20, ["c"]), ("delayed", 30, ["d"])):
+            window = await backend.look(key)
+            assert window is not None
+            assert (window.due_ms - NOW, await held(backend, key)) == (due * MINUTE, ids)
+
+    came: list[tuple[int, str, str, int]] = []
+    for place.now in range(NOW + MINUTE, NOW + 31 * MINUTE, MINUTE):
+        for shard in {retried, cooled}:
+            for lease in await claim(old, shard):
+                [(record, _)] = records(lease.entries)
+                came.append(((place.now - NOW) // MINUTE, lease.key, record, lease.attempt))
+                await close(old, shard, lease)
+    assert came == [(10, "retried", "a", 2), (20, "cooled", "c", 1), (30, "delayed", "d", 1)]
+    await finish(new)
+    assert await held(new, "retried") == ["e"]
+
+
+async def test_add_many_over_a_change_stores_each_record_once(server: Server, namespace: str) -> None:
+    async with engine_of(server, namespace) as other:
+
+        async def chosen(key: str) -> Policy:
+            if key == "k1500":  # between two chunks, the second of which is made ready for the old layout
+                assert await anext(other.reshard(4)) == Draining(waiting=1_000)
+            return LATER
+
+        async with engine_of(server, namespace, policy=chosen) as adder:
+            entries = [Entry(f"k{number}", number, record_id=f"r{number}") for number in range(2_500)]
+            assert await adder.add_many(entries) == [False] * 2_500
+            found = [(timeline.key, timeline.size) async for timeline in adder.timelines()]
+    assert Counter(found) == Counter({(f"k{number}", 1): 1 for number in range(2_500)})
+
+
+async def test_a_call_of_adds_over_a_change_stores_each_record_once_or_says_that_it_is_to_be_sent_again(
+    server: Server,
+) -> None:
+    adds = [add_of(f"k{number}", f"r{number}") for number in range(600)]  # three calls to the server
+    moment = 0
+    while True:
+        moment += 1
+        async with new_place(server) as place:
+            adder, other = await place.process(), await place.process()
+            await deliver(adder, "first", "first")
+            answers: list[object] = []
+
+            async def call(adder: RedisBackend = adder, answers: list[object] = answers) -> None:
+                try:
+                    answers += await adder.add(0, adds)
+                except Retired as end:
+                    answers += [end] * len(adds)
+
+            steps = Between(call(), moment, lambda other=other: other.reshard(4))
+            await steps
+            for number in (0, 255, 256, 511, 512, 599):  # the first and the last of each call
+                stored = await held(adder, f"k{number}")
+                assert stored == ([] if isinstance(answers[number], Retired) else [f"r{number}"])
+            if steps.count < moment:
+                break
+    assert moment > 3
+
+
+async def test_adds_that_are_queued_while_the_layout_changes_go_to_the_new_shards(
+    server: Server, namespace: str
+) -> None:
+    async with Middle(server) as middle, engine_of(server, namespace) as other:
+        async with engine_of(server, namespace, url=middle.url, policy=LATER) as adder:
+            await adder.add("first", 1)
+            middle.gate.clear()
+            adds = [asyncio.create_task(adder.add(f"k{number}", 1, record_id="r")) for number in range(300)]
+            async with asyncio.timeout(PATIENCE):
+                await middle.held.wait()  # the first are on their way, the others wait for that
+            looks = other.reshard(4)
+            assert await anext(looks) == Draining(waiting=1)
+            middle.gate.set()
+            async with asyncio.timeout(PATIENCE):
+                assert await asyncio.gather(*adds) == [False] * 300
+        assert await anext(looks) == Draining(waiting=1)
+        sizes = Counter([timeline.size async for timeline in other.timelines()])
+    assert sizes == {1: 301}
+
+
+# Dead letters and counters
+
+
+async def test_dead_letters_move_whole_with_all_that_is_known_of_them(place: Place) -> None:
+    old, new = await place.process(shards=2), await place.process()
+    ids = [f"record-{number}-{'x' * 400}" for number in range(1_500)]  # pages are bound by their number and bytes
+    await bury(old, "large", *ids)
+    place.now += MINUTE
+    for number in range(5):
+        await bury(old, f"small{number}", "a", "b")
+    letters = await letters_of(old)
+    assert sorted(len(letter.entries) for letter in letters) == [2, 2, 2, 2, 2, 1_500]
+
+    await change(new, 4)
+    fresh = await place.process()
+    for backend in (new, fresh):
+        assert await letters_of(backend) == letters
+    at = {backend_shard for backend_shard in range(4) if await fresh.letters(backend_shard, 0, 10)}
+    assert at == {fresh.shard_of(letter.key) for letter in letters}
+    assert place.left_of(Layout(2)) == []
+    assert place.versions(Layout(2)) == [b"retired"] * 2
+
+
+async def test_letters_of_more_than_a_slice_move_and_the_oldest_comes_first_as_before(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    keys = [f"k{number}" for number in range(SLICE + 50)]
+    for place.now in range(NOW, NOW + len(keys), 150):  # as many as one claim opens, and some
+        some = keys[place.now - NOW : place.now - NOW + 150]
+        assert all(isinstance(a, bool) for a in await old.add(0, [add_of(key, "a") for key in some]))
+        while leases := await claim(old, 0):
+            closes = [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")]) for lease in leases]
+            assert set(await old.close(0, closes)) == {Closed("closed")}
+    await change(new, 4)
+    found = [await new.letter(id) for shard in range(new.shards) for id in await new.letters(shard, 0, SLICE)]
+    assert sorted(letter.key for letter in found if letter) == sorted(keys)
+    for shard in range(new.shards):
+        moments = [letter.buried_ms for letter in found if letter and new.shard_of(letter.key) == shard]
+        assert moments == sorted(moments)
+
+
+async def test_a_dead_letter_that_has_reached_its_30_days_does_not_hold_the_change_up(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    await bury(old, "expired", "a")
+    place.now += 20 * DAY
+    young = await bury(old, "young", "b")
+    place.now += 10 * DAY
+    await change(new, 4)
+    [letter] = await letters_of(new)
+    assert (letter.id, letter.buried_ms) == (young, NOW + 20 * DAY)
+    place.now += 20 * DAY
+    assert await letters_of(new) == []
+
+
+async def test_a_dead_letter_that_has_moved_can_be_replayed(server: Server, namespace: str) -> None:
+    async def refuse(digest: Digest[JSON]) -> None:
+        raise Reject("no such address")
+
+    done = asyncio.Event()
+    worker = engine_of(server, namespace, policy=Policy(initial_delay=1_500, capacity=10_000))
+    worker.observe(lambda delivery: done.set())
+    async with worker.delivering(refuse):
+        await worker.add_many([Entry("k", number, record_id=f"r{number}") for number in range(1_200)])
+        await worker.flush("k")  # one digest of all
+        async with asyncio.timeout(PATIENCE):
+            await done.wait()
+    box = Box()
+    async with engine_of(server, namespace).delivering(box) as engine:
+        [letter] = [letter async for letter in engine.dead_letters()]
+        await all_looks(engine, 4)
+        assert [letter async for letter in engine.dead_letters()] == [letter]
+        assert await engine.dead_letter(letter.id) == letter
+        await engine.replay(letter.id)
+        await box.digest(1)
+        assert await engine.dead_letter(letter.id) is None
+    assert sorted(box.ids) == sorted(record.id for record in letter.records)
+
+
+async def full_of_the_past(place: Place) -> tuple[dict[str, int], list[RawLetter]]:
+    """A namespace of two shards in which things have happened: its counters, and its dead letters."""
+    old = await place.process(shards=2)
+    for number in range(4):
+        await deliver(old, f"k{number}", "a", "b")
+    await bury(old, "k1", *(f"r{number}" for number in range(SLICE + 200)))
+    await bury(old, "k2", "c")
+    return await counters(old), await letters_of(old)
+
+
+async def is_carried_over(
+    place: Place, backend: Backend, shards: int, facts: tuple[dict[str, int], list[RawLetter]]
+) -> None:
+    """The change is over, and nothing came of it but another number of shards."""
+    for process in (backend, await place.process()):
+        assert await counters(process) == facts[0]
+        assert await letters_of(process) == facts[1]
+        assert await process.reshard(shards) is False
+    assert place.left_of(Layout(2)) == []
+    assert place.versions(Layout(2)) == [b"retired"] * 2
+
+
+async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_end_by_another_process(
+    server: Server,
+) -> None:
+    moment, was_cancelled = 0, True
+    while was_cancelled:
+        moment += 1
+        async with new_place(server) as place:
+            facts = await full_of_the_past(place)
+            killed = await place.process()
+            was_cancelled = (await at_awaits(change(killed, 5), moment, 1)).was_cancelled
+            await killed.aclose()
+            second = await place.process()
+            if await second.reshard(5):
+                await finish(second)
+            await is_carried_over(place, second, 5, facts)
+    assert moment > 10
+
+
+async def test_two_processes_that_make_the_same_change_at_once_both_end_well(server: Server) -> None:
+    moment, awaits = 0, 1
+    while moment <= awaits:
+        moment += 1
+        async with new_place(server) as place:
+            facts = await full_of_the_past(place)
+            first, second = await place.process(), await place.process()
+            steps = Between(see_to(first, 5), moment, lambda second=second: see_to(second, 5))
+            await steps
+            awaits = steps.count
+            if awaits >= moment:
+                await is_carried_over(place, first, 5, facts)
+    assert moment > 10
+
+
+async def see_to(backend: Backend, shards: int) -> None:
+    """Make a change, or see that it is made."""
+    if await backend.reshard(shards):
+        await finish(backend)
+
+
+async def test_a_reply_that_is_lost_during_a_change_makes_nothing_happen_twice(server: Server) -> None:
+    number, was_lost = 0, True
+    while was_lost:
+        number += 1
+        async with Middle(server) as middle, new_place(server) as place:
+            facts = await full_of_the_past(place)
+            backend = await place.process(url=middle.url)
+            await backend.look("k")
+            middle.lose = number - 1
+            await change(backend, 5)
+            await is_carried_over(place, backend, 5, facts)
+            was_lost = not middle.is_to_lose  # else there were fewer
+    assert number > 10
+
+
+@pytest.mark.parametrize("name", ["replay", "discard"])
+async def test_a_dead_letter_that_is_taken_while_it_moves_stays_away(server: Server, name: str) -> None:
+    moment, awaits = 0, 1
+    while moment <= awaits:
+        moment += 1
+        async with new_place(server) as place:
+            old, mover = await place.process(), await place.process()
+            letter = await bury(old, "k", "a", "b")
+            assert await mover.reshard(4)
+            user = await place.process()
+
+            async def take(user: RedisBackend = user, letter: str = letter) -> None:
+                if name == "replay":
+                    await user.replay(letter, LATER.terms, False)
+                else:
+                    assert await user.discard(letter)
+
+            steps = Between(mover.drain(), moment, take)
+            await steps
+            awaits = steps.count
+            if awaits >= moment:
+                assert await letters_of(user) == []
+                assert await held(user, "k") == (["a", "b"] if name == "replay" else [])
+
+
+async def test_counters_are_the_same_before_while_and_after_a_change_there_and_back(place: Place) -> None:
+    facts = await full_of_the_past(place)
+    backend = await place.process()
+    for shards in (5, 1, 2):
+        assert await backend.reshard(shards)
+        assert await counters(backend) == facts[0]
+        await finish(backend)
+        assert (await counters(backend), await letters_of(backend)) == facts
+    await deliver(backend, "k", "a")
+    assert (await counters(backend))["delivered"] == facts[0]["delivered"] + 1
+    assert place.left_of(Layout(2)) == place.left_of(Layout(5, 2)) == place.left_of(Layout(1, 3)) == []
+
+
+# By hand, while a timeline is in both layouts
+
+
+@dataclass
+class Both:
+    """An engine on a namespace in which the timeline "k" is in both layouts: "a" and "b" are old, "b" and "c" new."""
+
+    engine: DigestEngine[JSON]
+    other: DigestEngine[JSON]
+    server: Server
+    namespace: str
+
+    async def records(self) -> list[tuple[str, JSON | bytes]]:
+        timeline = await self.other.peek("k")
+        return [] if timeline is None else [(record.id, record.value) for record in timeline.records]
+
+
+@pytest.fixture
+async def both(server: Server, namespace: str) -> AsyncIterator[Both]:
+    async with (
+        engine_of(server, namespace, policy=LATER) as engine,
+        engine_of(server, namespace, policy=LATER) as other,
+    ):
+        await engine.add("k", "old", record_id="a", timestamp=1)
+        await engine.add("k", "old", record_id="b", timestamp=2)
+        assert await anext(other.reshard(4)) == Draining(waiting=1)
+        await engine.add("k", "new", record_id="b", timestamp=2)
+        await engine.add("k", "new", record_id="c", timestamp=3)
+        yield Both(engine, other, server, namespace)
+
+
+async def test_a_timeline_in_both_layouts_is_shown_as_one(both: Both) -> None:
+    timeline = await both.engine.peek("k")
+    assert timeline is not None
+    assert (timeline.key, timeline.state) == ("k", "waiting")
+    assert [(record.id, record.value) for record in timeline.records] == [("a", "old"), ("b", "new"), ("c", "new")]
+
+
+async def test_a_timeline_in_both_layouts_is_listed_once_a_layout(both: Both) -> None:
+    listed = [(timeline.key, timeline.state, timeline.size) async for timeline in both.engine.timelines()]
+    assert listed == [("k", "waiting", 2)] * 2
+    assert (await both.engine.stats()).waiting == 2
+
+
+async def test_a_flush_makes_a_timeline_due_in_both_layouts(both: Both) -> None:
+    assert await both.engine.flush("k")
+    assert [timeline.state async for timeline in both.engine.timelines()] == ["ready"] * 2
+    box = Box()
+    async with engine_of(both.server, both.namespace).delivering(box):
+        await box.digest(2)
+    assert sorted(box.ids) == ["a", "b", "b", "c"]
+    assert await all_looks(both.other, 4) == []
+
+
+async def test_a_delete_drops_a_timeline_in_both_layouts(both: Both) -> None:
+    assert await both.engine.delete("k")
+    assert await both.records() == []
+    assert [timeline async for timeline in both.engine.timelines()] == []
+    assert not await both.engine.delete("k")
+    assert await all_looks(both.other, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "left"),
+    [
+        ("a", [("b", "new"), ("c", "new")]),
+        ("b", [("a", "old"), ("c", "new")]),
+        ("c", [("a", "old"), ("b", "new")]),
+    ],
+)
+async def test_a_record_is_removed_wherever_it_is(both: Both, record: str, left: list[tuple[str, str]]) -> None:
+    assert await both.engine.remove("k", record)
+    assert await both.records() == left
+    assert not await both.engine.remove("k", record)
+
+
+async def test_a_reschedule_moves_a_timeline_in_both_layouts(both: Both) -> None:
+    due = await both.engine.reschedule("k", delay=60)
+    dues = [timeline.due async for timeline in both.engine.timelines()]
+    assert min(dues) == due
+    assert (max(dues) - due).total_seconds() < PATIENCE
+    by_policy = await both.engine.reschedule("k")
+    dues = [timeline.due async for timeline in both.engine.timelines()]
+    assert min(dues) == by_policy
+    assert 1_400 < (by_policy - due).total_seconds() + 60 < 1_600
+
+
+async def test_dead_letters_of_both_layouts_are_listed_once_each(place: Place) -> None:
+    place.now = server_time(place.server)
+    old, new = await place.process(), await place.process()
+    letters = {await bury(old, "old", "a")}
+    assert await new.reshard(4)
+    await add(new, "new", "b")
+    [lease] = await claim(new, new.shard_of("new"))
+    await close(new, new.shard_of("new"), lease, letter="no")
+    async with DigestEngine[JSON](place.server.url, namespace=place.namespace) as engine:
+        found = [letter async for letter in engine.dead_letters()]
+        assert sorted(letter.key for letter in found) == ["new", "old"]
+        assert letters < {letter.id for letter in found}
+        assert [await engine.dead_letter(letter.id) for letter in found] == found
+
+
+# A process that has not heard of a change yet
+
+Look: TypeAlias = Callable[[DigestEngine[JSON], str], Awaitable[object]]
+
+
+async def listed(items: AsyncIterator[Any]) -> list[str]:
+    return sorted([item.key async for item in items])
+
+
+async def replayed(engine: DigestEngine[JSON], letter: str) -> bool:
+    await engine.replay(letter)
+    return await engine.dead_letter(letter) is None
+
+
+async def rescheduled(engine: DigestEngine[JSON], _: str) -> bool:
+    await engine.reschedule("k", delay=60)
+    return True
+
+
+LOOKS: dict[str, Look] = {
+    "peek": lambda engine, _: engine.peek("k"),
+    "timelines": lambda engine, _: listed(engine.timelines()),
+    "stats": lambda engine, _: engine.stats(),
+    "dead_letters": lambda engine, _: listed(engine.dead_letters()),
+    "dead_letter": lambda engine, letter: engine.dead_letter(letter),
+}
+ACTIONS: dict[str, Look] = {
+    "flush": lambda engine, _: engine.flush("k"),
+    "delete": lambda engine, _: engine.delete("k"),
+    "remove": lambda engine, _: engine.remove("k", "a"),
+    "reschedule": rescheduled,
+    "replay": replayed,
+    "discard": lambda engine, letter: engine.discard(letter),
+}
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["under_way", "over"])
+@pytest.mark.parametrize("name", [*LOOKS, *ACTIONS])
+async def test_the_first_call_of_a_process_that_has_not_heard_of_a_change_finds_all_there_is(
+    place: Place, name: str, is_over: bool
+) -> None:
+    place.now = server_time(place.server)
+    old, new = await place.process(shards=2), await place.process()
+    letter = await bury(old, "dead", "x")
+    for key in ("slow0", "slow2"):
+        await add(old, key, "a", policy=LATER)  # in each of the old shards
+    idle, fresh = (DigestEngine[JSON](place.server.url, namespace=place.namespace, policy=LATER) for _ in range(2))
+    async with idle:
+        assert await new.reshard(4)
+        assert await new.drain() == {"waiting": 2}
+        await add(new, "k", "a", policy=LATER)
+        if is_over:
+            for key in ("slow0", "slow2"):
+                assert await new.delete(key)
+            await finish(new)
+        async with fresh, asyncio.timeout(PATIENCE):
+            expected = await LOOKS[name](fresh, letter) if name in LOOKS else True
+            assert expected
+            assert await {**LOOKS, **ACTIONS}[name](idle, letter) == expected
+
+
+async def test_a_process_that_heard_nothing_for_longer_than_what_is_left_of_the_old_shards_adds_to_the_new(
+    place: Place,
+) -> None:
+    old, new = await place.process(shards=2), await place.process()
+    await deliver(old, "k", "a")
+    await change(new, 4)
+    place.forget_tombstones(Layout(2))
+    with pytest.raises(Retired):
+        await add(old, "k", "b")
+    await add(old, "k", "b")
+    assert await held(new, "k") == ["b"]
+    assert place.left_of(Layout(2)) == []
+
+
+# What a change is refused for, and who may go on
+
+
+async def test_another_number_is_refused_by_name_until_a_change_is_over_and_the_same_goes_on(place: Place) -> None:
+    first, second = await place.process(), await place.process()
+    await add(first, "k", "a", policy=LATER)
+    assert await first.reshard(4)
+    for backend in (first, second):
+        for shards in (1, 8):
+            with pytest.raises(InvalidState, match=rf"from 1 to 4 shards: .* before it can have {shards}"):
+                await backend.reshard(shards)
+        assert await backend.reshard(4)
+        assert await backend.drain() == {"waiting": 1}
+    await second.delete("k")
+    await finish(second)
+    assert await first.reshard(8)  # the other one has ended the change before
+    await finish(first)
+    assert await second.reshard(8) is False
+
+
+async def test_two_changes_to_other_numbers_at_once_are_one_and_a_refusal(server: Server) -> None:
+    moment, awaits = 0, 1
+    while moment <= awaits:
+        moment += 1
+        async with new_place(server) as place:
+            first, second = await place.process(), await place.process()
+            await add(first, "k", "a", policy=LATER)
+            steps = Between(first.reshard(4), moment, lambda second=second: second.reshard(8))
+            try:
+                await steps
+                outcome = 4
+            except InvalidState:
+                outcome = 8
+            awaits = steps.count
+            if awaits >= moment:
+                assert (await place.process()).shard_of("k") < outcome
+                fresh = await place.process()
+                assert await fresh.reshard(outcome if await is_on_its_way(fresh, outcome) else 12 - outcome)
+                assert await held(fresh, "k") == ["a"]
+
+
+async def is_on_its_way(backend: Backend, shards: int) -> bool:
+    try:
+        return await backend.reshard(shards)
+    except InvalidState:
+        return False
+
+
+async def test_the_number_that_is_there_already_is_nothing_to_do(server: Server, namespace: str) -> None:
+    async with engine_of(server, namespace, shards=4, policy=LATER) as engine:
+        await engine.add("k", 1)
+        assert await all_looks(engine, 4) == []
+        assert (await engine.stats()).waiting == 1
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+async def test_a_namespace_that_does_not_exist_yet_gets_its_number(server: Server, namespace: str, shards: int) -> None:
+    async with engine_of(server, namespace, policy=LATER) as engine:
+        assert await all_looks(engine, shards) == []
+        await engine.add("k", 1)
+    async with engine_of(server, namespace, policy=LATER, shards=shards) as engine:
+        assert [timeline.key async for timeline in engine.timelines()] == ["k"]
+
+
+async def test_a_number_that_is_given_is_refused_by_name_at_the_next_start_when_it_is_another(
+    server: Server, namespace: str
+) -> None:
+    async with engine_of(server, namespace, shards=2, policy=LATER) as engine:
+        await engine.add("k", 1)
+        assert await anext(engine.reshard(4)) == Draining(waiting=1)
+        await engine.add("k", 2)  # one that runs goes on, whatever it was given
+        for _ in range(2):  # under way, and over
+            with pytest.raises(ConfigurationError, match=r"has 4 shards, not 2: give shards=4 or None"):
+                async with engine_of(server, namespace, shards=2):
+                    pass
+            async with engine_of(server, namespace, shards=4) as right:
+                await right.delete("k")
+            assert await all_looks(engine, 4) == []
+
+
+async def test_a_process_that_presumed_one_shard_goes_over_when_another_makes_the_namespace_with_four(
+    server: Server, namespace: str
+) -> None:
+    async with engine_of(server, namespace) as presuming:
+        await presuming.stats()
+        other = RedisBackend(server.url, namespace=namespace, shards=4)
+        await other.connect()
+        try:
+            await add(other, "k", "a")
+            async with asyncio.timeout(PATIENCE):
+                await presuming.add("k", 1, record_id="b")
+            assert await held(other, "k") == ["a", "b"]
+        finally:
+            await other.aclose()
+
+
+async def test_a_worker_that_presumed_one_shard_delivers_when_another_makes_the_namespace_with_four(
+    server: Server, namespace: str
+) -> None:
+    box = Box()
+    async with engine_of(server, namespace, lease_timeout=3).delivering(box):
+        async with engine_of(server, namespace, shards=None) as looking:
+            await looking.stats()
+        with server.client() as client:
+            client.delete(f"{{{namespace}}}:layout")  # the worker itself may have made it by now
+        async with engine_of(server, namespace, shards=4) as other:
+            await other.add_many([Entry(f"k{number}", 1) for number in range(20)])
+        await box.digest(20)
+
+
+async def test_a_process_that_was_given_one_shard_is_refused_by_name_when_another_makes_the_namespace_with_four(
+    place: Place,
+) -> None:
+    given, other = await place.process(shards=1), await place.process(shards=4)
+    await add(other, "k", "a")
+    for key in ("k", "another"):
+        with pytest.raises(ConfigurationError, match=r"has 4 shards, not 1: give shards=4 or None"):
+            await given.add(given.shard_of(key), [add_of(key, "b")])
+    assert await held(other, "another") == []
+
+
+# Users
+
+
+async def test_users_of_roles_go_on_over_a_change_with_both_key_patterns(server: Server, namespace: str) -> None:
+    keys = f"~{{{namespace}}}:*", f"~{{{namespace}:*}}:*"
+    roles = {"producer": ["producer"], "worker": ["worker"], "resharder": ["producer", "worker", "operator"]}
+    urls = {user: f"unix://{namespace}-{user}:{PASSWORD}@{server.socket}" for user in roles}
+    with server.client() as client:
+        for user, parts in roles.items():
+            server.allow(client, f"{namespace}-{user}", *keys, *commands(*parts))
+    box = Box()
+    async with (
+        engine_of(server, namespace, url=urls["producer"]) as producer,
+        engine_of(server, namespace, url=urls["worker"], lease_timeout=3).delivering(box),
+        engine_of(server, namespace, url=urls["resharder"]) as resharder,
+    ):
+        for number, shards in enumerate((4, 16, 1)):
+            await producer.add(f"before-{shards}", 1)
+            await box.digest(2 * number + 1)
+            await all_looks(resharder, shards)
+            await producer.add(f"after-{shards}", 1)
+            await box.digest(2 * number + 2)
+    keys_seen = [digest.key for digest in box.digests]
+    assert keys_seen == [f"{when}-{shards}" for shards in (4, 16, 1) for when in ("before", "after")]
+
+
+async def test_moves_by_policy_answer_for_the_layout_that_can_be_moved(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    await add(old, "k", "a")
+    [lease] = await claim(old, 0)  # under delivery in the old layout
+    assert await new.reshard(4)
+    await add(new, "k", "b", policy=LATER)
+    assert await new.reschedule("k", Move(LATER.terms, delay_ms=MINUTE)) == NOW + MINUTE
+    with pytest.raises(InvalidState, match="not waiting"):
+        await old.reschedule("nothing", Move(LATER.terms, delay_ms=MINUTE))
+    await close(old, 0, lease)

@@ -1,0 +1,266 @@
+"""``aiodigest reshard`` and ``aiodigest run --shards`` on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, TypeAlias
+
+import pytest
+from commandline import DEADLINE, aiodigest, environment, running
+from servers import Server, running_server
+
+from aiodigest import DigestEngine, Policy
+from aiodigest.commands import app
+from aiodigest.commands.run import chosen
+
+Command: TypeAlias = Callable[..., tuple[int, str, str]]
+
+LATER = Policy(initial_delay=1_500)
+OPTIONS = "--namespace", "mail"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, with one timeline that waits for long in the namespace ``mail``."""
+    with running_server() as server:
+
+        async def fill() -> None:
+            async with DigestEngine(server.url, namespace="mail", policy=LATER) as engine:
+                await engine.add("slow", 1)
+
+        asyncio.run(fill())
+        yield server
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
+        code = app.run()
+        printed = capfd.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
+    """Do something with the namespace ``mail``, as another process would."""
+
+    async def do() -> Any:
+        async with DigestEngine(server.url, namespace="mail", policy=LATER) as engine:
+            return await work(engine)
+
+    return asyncio.run(do())
+
+
+def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: Command) -> None:
+    manage(place, lambda engine: engine.delete("slow"))
+    code, output, errors = command("reshard", "--to", "16", *OPTIONS, "--url", place.url)
+    assert (code, output, errors) == (0, "namespace 'mail' has 16 shards\n", "")
+    code, output, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url, "--json")
+    assert (code, errors) == (0, "")
+    assert output == '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"done":true}\n'
+
+
+def test_the_number_that_is_there_is_nothing_to_do(place: Server, command: Command) -> None:
+    code, output, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url)
+    assert (code, output, errors) == (0, "namespace 'mail' has 1 shard\n", "")
+
+
+def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place: Server, tmp_path: Path) -> None:
+    with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url) as process:
+        begins = b"aiodigest: namespace 'mail' goes over to 4 shards: in the old ones "
+        assert process.error_line() == begins + b"1 waiting, 0 ready, 0 leased, 0 dead letters\n"
+        manage(place, lambda engine: engine.flush("slow"))
+        assert process.error_line() == begins + b"0 waiting, 1 ready, 0 leased, 0 dead letters\n"
+        manage(place, lambda engine: engine.delete("slow"))
+        assert process.end() == 0
+        assert process.output == b"namespace 'mail' has 4 shards\n"
+        assert process.errors.count(b"\n") == 2
+
+
+def test_in_json_each_look_is_an_object_a_line_and_nothing_else_is_said(place: Server, tmp_path: Path) -> None:
+    with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url, "--json") as process:
+        look = {"shards": 4, "waiting": 1, "ready": 0, "leased": 0, "dead": 0, "done": False}
+        assert [json.loads(process.read_line()) for _ in range(2)] == [look] * 2
+        manage(place, lambda engine: engine.delete("slow"))
+        assert process.end() == 0
+        assert json.loads(process.output.splitlines()[-1]) == {**look, "waiting": 0, "done": True}
+        assert process.errors == b""
+
+
+def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: Server, tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aiodigest", *arguments], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=end
+    )
+    os.close(end)
+    try:
+        shown = b""
+        for part in (b"1 waiting", b"1 ready"):
+            while part not in shown:
+                shown += os.read(terminal, 4096)
+            manage(place, lambda engine, part=part: engine.flush("slow") if b"w" in part else engine.delete("slow"))
+        output, _ = process.communicate(timeout=DEADLINE)
+        shown += os.read(terminal, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert (process.returncode, output) == (0, b"namespace 'mail' has 4 shards\n")
+    assert b"\n" not in shown
+    assert shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' goes over to 4 shards: ")
+    assert shown.endswith(b"\r\x1b[K")
+
+
+def test_ctrl_c_ends_it_with_130_and_says_that_it_goes_on_when_called_again(place: Server, tmp_path: Path) -> None:
+    arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url
+    with running(tmp_path, *arguments) as process:
+        assert b"1 waiting" in process.error_line()
+        assert process.interrupt() == 130
+        assert process.errors.splitlines()[1:] == [
+            b"aiodigest: interrupted: aiodigest reshard --namespace mail --to 4 goes on from here"
+        ]
+        assert process.output == b""
+    with running(tmp_path, *arguments) as process:
+        assert b"1 waiting" in process.error_line()
+        manage(place, lambda engine: engine.delete("slow"))
+        assert process.end() == 0
+
+
+def test_another_number_while_a_change_is_under_way_is_one_line_and_exit_code_1(
+    place: Server, tmp_path: Path, command: Command
+) -> None:
+    with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url) as process:
+        process.error_line()
+        code, output, errors = command("reshard", "--to", "8", *OPTIONS, "--url", place.url)
+    assert (code, output) == (1, "")
+    assert errors == (
+        "aiodigest: namespace 'mail' is on its way from 1 to 4 shards: that must end before it can have 8\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--to", "0"), "shards must be a whole number from 1 to 1,024, not 0"),
+        (("--to", "1025"), "shards must be a whole number from 1 to 1,024, not 1025"),
+        (("--to", "many"), "Invalid value for '--to'"),
+        ((), "Missing option '--to'"),
+    ],
+)
+def test_a_number_that_is_not_allowed_is_a_usage_error(
+    place: Server, command: Command, arguments: tuple[str, ...], told: str
+) -> None:
+    code, output, errors = command("reshard", *arguments, *OPTIONS, "--url", place.url)
+    assert (code, output) == (2, "")
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path, command: Command) -> None:
+    url = f"unix://{tmp_path}/nobody"
+    code, output, errors = command("reshard", "--to", "4", *OPTIONS, "--url", url, "--timeout", "1s")
+    assert (code, output, errors.count("\n")) == (69, "", 1)
+    assert "is unavailable" in errors
+
+
+def test_a_server_that_goes_away_meanwhile_is_one_line_and_exit_code_69(place: Server, tmp_path: Path) -> None:
+    arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url, "--timeout", "1s"
+    with running(tmp_path, *arguments) as process:
+        assert b"1 waiting" in process.error_line()
+        place.stop()
+        assert process.end() == 69
+        assert process.errors.count(b"\n") == 2
+        assert b"Traceback" not in process.errors
+
+
+# run --shards
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("3", {3}),
+        ("0-7", set(range(8))),
+        ("0-3,8", {0, 1, 2, 3, 8}),
+        (" 1 , 5-6 ", {1, 5, 6}),
+        ("7-7,0,7", {0, 7}),
+        ("1023", {1023}),
+    ],
+)
+def test_shards_are_chosen_by_numbers_and_ranges(text: str, numbers: set[int]) -> None:
+    assert chosen(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", ",", "a", "3-", "-3", "7-3", "0-1024", "1024", "1.5", "0-3,", "99999999999", "٣"])
+def test_a_choice_that_cannot_be_read_is_a_usage_error_that_says_what_is_allowed(command: Command, text: str) -> None:
+    code, output, errors = command("run", "mail:engine", f"--shards={text}")
+    assert (code, output) == (2, "")
+    assert "write 3, 0-7 or 0-3,8, with numbers from 0 to 1023" in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_service_of_some_shards_delivers_from_these_alone(place: Server, tmp_path: Path) -> None:
+    manage(place, lambda engine: engine.delete("slow"))
+    assert aiodigest(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url).returncode == 0
+    (tmp_path / "mail.py").write_text(
+        dedent(
+            f"""
+            from aiodigest import DigestEngine
+
+            engine = DigestEngine({place.url!r}, namespace="mail")
+
+            @engine.deliver
+            async def deliver(digest):
+                print(digest.key, flush=True)
+            """
+        )
+    )
+
+    async def fill(engine: DigestEngine) -> None:
+        for number in range(40):
+            await engine.add(f"k{number}", number)
+            await engine.flush(f"k{number}")
+
+    manage(place, fill)
+    keys: dict[str, set[str]] = {}
+    for choice in ("0,2-3", "1"):
+        with running(tmp_path, "run", "mail:engine", "--shards", choice, cwd=tmp_path) as service:
+            keys[choice] = set()
+            left = 40 - sum(map(len, keys.values()))
+            while left > len(keys[choice]) and (choice == "1" or not rests(place, {0, 2, 3})):
+                keys[choice].add(service.read_line().decode().strip())
+            assert service.interrupt(signal.SIGTERM) == 0
+            keys[choice] |= set(service.output.decode().split())
+    assert keys["1"]
+    assert keys["0,2-3"]
+    assert not keys["1"] & keys["0,2-3"]
+    assert keys["1"] | keys["0,2-3"] == {f"k{number}" for number in range(40)}
+    assert keys["1"] == {f"k{number}" for number in range(40) if shard_of(place, f"k{number}") == 1}
+
+
+def rests(server: Server, shards: set[int]) -> bool:
+    """Whether nothing is due or under delivery in these shards."""
+    with server.client() as client:
+        keys = [key for key in client.keys("*") if key.endswith((b":ready", b":leased"))]
+        return not any(key.startswith(f"{{mail:e2:{shard}:".encode()) for key in keys for shard in shards)
+
+
+def shard_of(server: Server, key: str) -> int:
+    """Where a timeline is, or was, by the number in its tag."""
+    with server.client() as client:
+        [meta] = [name for name in client.keys("*") if name.endswith(f":meta:{key}".encode()) and b":e2:" in name]
+        return int(meta.split(b":")[2])
