@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from chaos.cluster import Cluster
+from chaos.clusterfaults import ClusterFaults
 from chaos.evidence import load
-from chaos.faults import Faults
 from chaos.plan import plan
 from chaos.report import Run, markdown, text
+from chaos.serverfaults import ServerFaults
 from chaos.verdict import judge
-from chaos.world import World
+from chaos.world import Servers
 
 SECONDS = 120
 PROGRESS = 10.0
@@ -44,16 +46,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--records", type=whole, default=0, help="and until so many records were acknowledged")
     parser.add_argument("--faults", type=whole, default=0, help="and until so many faults were inflicted")
     parser.add_argument("--seed", type=whole, help="of the plan of faults (default: another one each time)")
+    parser.add_argument(
+        "--cluster", action="store_true", help="on a cluster, instead of one server and an embedded one"
+    )
     parser.add_argument("--report", type=Path, help="also write the report to this file, as Markdown")
     return parser.parse_args()
 
 
-async def play(world: World, goal: Goal, seed: int) -> None:
+async def play(world: Servers | Cluster, goal: Goal, seed: int) -> None:
     """Inflict the plan until the goal is reached, or SIGINT or SIGTERM comes; then let all end well."""
     began, stop = time.monotonic(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    faults = Faults(world)
+    faults = ClusterFaults(world) if isinstance(world, Cluster) else ServerFaults(world)
 
     def is_reached() -> bool:
         lasted = time.monotonic() - began
@@ -67,7 +72,7 @@ async def play(world: World, goal: Goal, seed: int) -> None:
         )
 
     async def inflict() -> None:
-        for planned in plan(seed):
+        for planned in plan(seed, world.kinds):
             await asyncio.sleep(planned.gap)
             await faults.begin(planned)
 
@@ -94,12 +99,12 @@ def main() -> int:
     seconds = given.seconds if given.seconds is not None else 0 if given.records or given.faults else SECONDS
     seed = given.seed if given.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}", flush=True)
-    world, began, start = World(), datetime.now(UTC), time.monotonic()
+    world, began, start = Cluster() if given.cluster else Servers(), datetime.now(UTC), time.monotonic()
     is_good = False
     try:
         asyncio.run(play(world, Goal(seconds, given.records, given.faults), seed))
         command = ["python", "-m", "chaos", *sys.argv[1:]]
-        run = Run(seed, command, world.server.version, began, time.monotonic() - start)
+        run = Run(seed, command, world.version, began, time.monotonic() - start)
         verdict = judge(load(world.folder))
         print("\n" + text(run, verdict))
         if given.report:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from chaos.journal import Line, read
 from chaos.plan import BLOCK
+from chaos.process import shard_of
 
 # what JSON holds is known to whoever wrote it
 Facts: TypeAlias = Any
@@ -50,6 +51,10 @@ class Call:
     told_at: float = inf
 
     @property
+    def shard(self) -> int | None:
+        return shard_of(self.process.store, self.key)
+
+    @property
     def order(self) -> tuple[int, float]:
         """The order in which the attempts of one digest were claimed, which a stopped worker may begin out of turn."""
         return self.attempt, self.begun
@@ -82,6 +87,7 @@ class Added:
     last: int
     at: float
     took: float
+    shards: Sequence[int] = ()  # of a cluster, to which they went
 
 
 @dataclass(slots=True, eq=False)
@@ -97,15 +103,27 @@ class Fault:
     begun: float
     over: float = inf
     idle: str = ""  # why nothing came of it
+    shards: frozenset[int] | None = None  # of a cluster; None: all
+    # when a primary was lost with what its replica had not heard yet, and when one came back that was none any more
+    forgot: list[float] = field(default_factory=list[float])
+    stale: list[float] = field(default_factory=list[float])
 
     def concerns(self, process: Process) -> bool:
         scope = (self.store, process.store), (self.path, process.path), (self.role, process.role)
         return all(own in (None, its) for own, its in (*scope, (self.slot, process.slot)))
 
+    def is_in(self, shard: int | None) -> bool:
+        return self.shards is None or shard in self.shards
+
+    def disturbs(self, call: Call) -> bool:
+        """Whether it concerns where a call came from."""
+        return self.concerns(call.process) and self.is_in(call.shard)
+
     def covers(self, other: Fault) -> bool:
         """Whether it concerns all whom the other one does."""
         scope = (self.store, other.store), (self.path, other.path), (self.role, other.role), (self.slot, other.slot)
-        return all(own in (None, its) for own, its in scope)
+        shards = self.shards is None or (other.shards is not None and self.shards >= other.shards)
+        return shards and all(own in (None, its) for own, its in scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +176,14 @@ def of_master(lines: Iterable[Line]) -> Evidence:
                 process.how, process.ended = how, ended / 1e9
             case "fault":
                 faults[facts[0]] = Fault(*facts, begun=at)
-            case "over":
-                faults[facts[0]].over, faults[facts[0]].idle = at, facts[1]
+            case "hit":  # it had to wait until it could be inflicted
+                faults[facts[0]].begun, faults[facts[0]].shards = at, frozenset(facts[1])
+            case "forgot":
+                faults[facts[0]].forgot.append(at)
+            case "stale":
+                faults[facts[0]].stale.append(at)
+            case "over":  # the first one counts: things may be put in order after it
+                faults[facts[0]].over, faults[facts[0]].idle = min(faults[facts[0]].over, at), facts[1]
             case "audit":
                 evidence.audits.append(Audit(*facts))
             case "stop":
@@ -185,7 +209,7 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
         kind, at, facts = line[0], line[1] / 1e9, line[2:]
         match kind:
             case "stored" | "no" | "unknown":
-                evidence.added.append(Added(process, kind, facts[0], facts[1], at, facts[2]))
+                evidence.added.append(Added(process, kind, facts[0], facts[1], at, *facts[2:]))
             case "begin":
                 number, key, digest, attempt, records = facts
                 call = calls[number] = Call(process, key, digest, attempt, tuple(records), at)

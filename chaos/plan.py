@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -11,8 +11,10 @@ LEASE = 2.0  # seconds; of every worker
 BLOCK = 1.3 * LEASE  # for how long a callback blocks the loop
 SHORTEST_GAP, LONGEST_GAP = 0.2, 1.1
 
+AT_ONCE = "slot: at once and back"  # which only Valkey 9 and newer can
+
 # how long each kind lasts, in seconds
-KINDS: dict[str, tuple[float, float]] = {
+PROCESSES: dict[str, tuple[float, float]] = {
     "worker: kill -9": (0.0, 0.5),
     "worker: SIGTERM": (0.0, 0.5),
     "worker: SIGSTOP past its lease": (1.2 * LEASE, 2 * LEASE),
@@ -22,6 +24,9 @@ KINDS: dict[str, tuple[float, float]] = {
     "callbacks raise": (0.5, 1.5),
     "callbacks hang": (0.5, 1.5),
     "callback blocks the loop": (0.0, 0.0),
+}
+KINDS: dict[str, tuple[float, float]] = {
+    **PROCESSES,
     "server: kill -9": (0.1, 1.0),
     "server: CLIENT PAUSE": (0.2, 2.5),
     "server: CLIENT KILL": (0.0, 0.0),
@@ -36,6 +41,18 @@ KINDS: dict[str, tuple[float, float]] = {
     "embedded: file cannot be written": (0.5, 1.5),
     "embedded: server kill -9": (0.0, 0.0),
     "embedded: keeper kill -9": (0.0, 0.0),
+}
+# on a cluster; of a kill or a stop it is what comes after the replica's promotion, of a slot how long it is away
+CLUSTER_KINDS: dict[str, tuple[float, float]] = {
+    **PROCESSES,
+    "primary: kill -9": (0.1, 1.5),
+    "primary: SIGSTOP until it is none": (0.1, 1.0),
+    "primary: CLUSTER FAILOVER": (0.0, 0.0),
+    "primary: CLIENT PAUSE": (0.2, 2.5),
+    "primary: CLIENT KILL": (0.0, 0.0),
+    "primary: SCRIPT FLUSH": (0.0, 0.0),
+    "slot: key by key and back": (0.2, 1.5),
+    AT_ONCE: (0.2, 1.5),
 }
 
 
@@ -53,11 +70,11 @@ class Planned:
     choice: float
 
 
-def plan(seed: int) -> Iterator[Planned]:
+def plan(seed: int, kinds: Mapping[str, tuple[float, float]] = KINDS) -> Iterator[Planned]:
     """Rounds of all kinds, each round in an order of its own, so that none is rare and any may follow any."""
     random = Random(seed)
     numbers = count(1)
     while True:
-        for kind in random.sample(sorted(KINDS), len(KINDS)):
+        for kind in random.sample(sorted(kinds), len(kinds)):
             gap = random.uniform(SHORTEST_GAP, LONGEST_GAP)
-            yield Planned(next(numbers), kind, gap, random.uniform(*KINDS[kind]), random.random())
+            yield Planned(next(numbers), kind, gap, random.uniform(*kinds[kind]), random.random())

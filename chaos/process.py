@@ -9,6 +9,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from aiodigest import BackoffMode, DigestEngine, Policy, RetryPolicy
 from aiodigest.backoff import DecorrelatedJitter
@@ -17,6 +18,8 @@ from chaos.journal import Journal
 from chaos.plan import LEASE
 
 NAMESPACE = "chaos"
+CLUSTER = "cluster"  # the store that is one
+SHARDS = 16  # of a cluster
 TIMEOUT = 2.0
 TIMELINES = 200
 SPAN = 10**10  # record ids are numbers: those of producer 7 are 70000000000 and so on
@@ -51,8 +54,14 @@ class Role:
         return Journal(self.folder / f"{self.incarnation}.journal")
 
 
-def engine(url: str) -> DigestEngine:
+def shard_of(store: str, key: str) -> int | None:
+    """The shard of a timeline on a cluster, whose faults are those of some shards; None on a single server."""
+    return crc32(key.encode()) % SHARDS if store == CLUSTER else None
+
+
+def engine(store: str, url: str) -> DigestEngine:
     """The engine of all of them, producers and workers."""
+    on_cluster = store == CLUSTER
     return DigestEngine(
         url,
         namespace=NAMESPACE,
@@ -64,6 +73,8 @@ def engine(url: str) -> DigestEngine:
         delivery_timeout=0.75 * LEASE,
         drain_timeout=1,
         timeout=TIMEOUT,
+        shards=SHARDS if on_cluster else None,
+        wait_replicas=1 if on_cluster else 0,
     )
 
 

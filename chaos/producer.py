@@ -12,13 +12,14 @@ from typing import Literal
 from aiodigest import BackendUnavailable, DigestEngine, Entry, PartialAdd
 from chaos.board import STORED, Board
 from chaos.journal import Journal
-from chaos.process import SPAN, TIMELINES, Role, engine, run
+from chaos.process import SPAN, TIMELINES, Role, engine, run, shard_of
 
 Told = Literal["stored", "no", "unknown"]
 
 HOT_SHARE = 0.15  # of the records go to one timeline
 MOST_HELD = 20_000  # in all timelines; a store that is down takes nothing anyway
-PACE = {"main": (200, 20, 0.1), "embedded": (10, 3, 0.1)}  # records of an add_many, adds at once, seconds between
+# records of an add_many, adds at once, seconds between
+PACE = {"main": (200, 20, 0.1), "embedded": (10, 3, 0.1), "cluster": (100, 10, 0.1)}
 
 
 class Producer:
@@ -27,7 +28,7 @@ class Producer:
         self._incarnation = role.incarnation
         self._board: Board = role.board()
         self._journal = journal
-        self._engine: DigestEngine = engine(role.url)
+        self._engine: DigestEngine = engine(role.store, role.url)
         self._random = Random(role.incarnation)
         self._next = role.incarnation * SPAN
         self._stop = asyncio.Event()
@@ -81,7 +82,10 @@ class Producer:
         first = int(entries[0].record_id or 0)
         for what, run_of in groupby(range(len(told)), key=told.__getitem__):
             places = list(run_of)
-            self._journal.write(what, first + places[0], first + places[-1], round(took, 3))
+            shards = sorted(
+                {shard for place in places if (shard := shard_of(self._store, entries[place].key)) is not None}
+            )
+            self._journal.write(what, first + places[0], first + places[-1], round(took, 3), shards)
         self._board.count(self._incarnation, STORED, told.count("stored"))
 
 

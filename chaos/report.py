@@ -23,6 +23,7 @@ class Run:
 
 
 def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+    sharded = verdict.shard_silence > 0
     faults = sum(recovery.count - len(recovery.idle) for recovery in verdict.recoveries.values())
     return [
         ("faults", f"{faults:,}"),
@@ -35,13 +36,14 @@ def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         ("adds told as not stored", f"{verdict.refused:,}"),
         ("adds of unknown outcome", f"{verdict.unknown:,}, of which {verdict.unknown_delivered:,} came"),
         ("longest add", f"{verdict.longest_add:.1f} s"),
-        ("longest time without a callback", f"{verdict.silence:.1f} s{during(verdict)}"),
+        ("longest time without a callback", during(verdict.silence, verdict.silence_during)),
+        *([("the same of a shard", during(verdict.shard_silence, verdict.shard_silence_during))] if sharded else []),
     ]
 
 
-def during(verdict: Verdict) -> str:
-    kinds = list(dict.fromkeys(verdict.silence_during))
-    return f" ({', '.join(kinds)})" if kinds else ""
+def during(lasted: float, faults: Iterable[str]) -> str:
+    kinds = list(dict.fromkeys(faults))
+    return f"{lasted:.1f} s" + (f" ({', '.join(kinds)})" if kinds else "")
 
 
 def explained(verdict: Verdict) -> list[tuple[str, str]]:

@@ -17,6 +17,12 @@ ANSWER = 1.0  # how long a server may take to answer
 UNLIMITED = resource.RLIM_INFINITY
 
 
+def version() -> str:
+    """What the servers are, as they say themselves."""
+    words = subprocess.run([server_binary(), "--version"], capture_output=True, text=True, check=True).stdout.split()
+    return " ".join([words[0], *(word.removeprefix("v=") for word in words if word.startswith("v="))])
+
+
 async def ask(path: Path, command: str) -> str:
     """The first line of a server's answer, '' if there is none; by hand, as nothing here may be repeated or pooled."""
     try:
@@ -61,14 +67,6 @@ class Server:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
-
-    @property
-    def version(self) -> str:
-        """What it is, as it says itself."""
-        words = subprocess.run(
-            [server_binary(), "--version"], capture_output=True, text=True, check=True
-        ).stdout.split()
-        return " ".join([words[0], *(word.removeprefix("v=") for word in words if word.startswith("v="))])
 
     async def start(self) -> None:
         """Start it, on the files of the one before, and wait until it stores."""

@@ -3,7 +3,7 @@
 A record is lost if its add was acknowledged, and no callback that got it has returned (or raised a PartialFailure that
 spared it), and it is in no dead letter. A record is duplicated if two calls have completed or rejected it; that is
 explained if both were of the same digest id, and the store cannot have learned how the earlier one ended, for a reason
-that is found in the journals.
+that is found in the journals. Only of what a lost primary of a cluster was told at its very end may the id be another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 from chaos.evidence import Call, Evidence, Fault, Process
 from chaos.plan import LEASE
@@ -22,7 +23,12 @@ from chaos.process import SPAN
 KNOWN = {"delivered", "rejected", "buried", "empty"}  # the store has closed the digest
 SHOWN = 10
 EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
+LAG = 0.5  # how far from the loss of a primary something may come of what it was told, and its replica never heard
 REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
+
+
+Times: TypeAlias = "dict[tuple[Process, int | None], array[float]]"
+"""When something happened in each process: in all, and in each shard of a cluster."""
 
 
 @dataclass(slots=True)
@@ -58,6 +64,8 @@ class Verdict:
     longest_add: float = 0.0
     silence: float = 0.0
     silence_during: list[str] = field(default_factory=list[str])
+    shard_silence: float = 0.0  # of one shard of a cluster
+    shard_silence_during: list[str] = field(default_factory=list[str])
 
     @property
     def is_good(self) -> bool:
@@ -150,6 +158,7 @@ def explain_duplicates(evidence: Evidence, verdict: Verdict, again: dict[tuple[C
     for pair, records in again.items():
         first, second = sorted(pair, key=lambda call: call.order)
         reason = "" if first.digest != second.digest else explanation(evidence, first, second, attempts[first.digest])
+        reason = reason or forgotten(evidence, *pair)
         verdict.duplicates[reason or "unexplained"] += len(records)
         if not reason:
             unexplained.append(f"{named(records[0])} and {len(records) - 1} more came again: {told(first)}, then "
@@ -164,7 +173,7 @@ def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Ca
     if first.told == "timeout":
         return "delivery_timeout"
     if first.told == "partial":
-        return "kept whole after an unknown outcome before" if is_frozen(first, attempts) else ""
+        return "kept whole after an unknown outcome before" if is_frozen(evidence, first, attempts) else ""
     process = first.process
     since = min(first.begun, second.begun) - EARLIER
     until = max(first.over if first.told_at > 1e17 else first.told_at, second.begun)
@@ -175,17 +184,48 @@ def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Ca
     broken = [
         fault
         for fault in evidence.faults
-        if fault.begun < until and fault.over > since and fault.concerns(process) and not fault.role
+        if fault.begun < until and fault.over > since and fault.disturbs(first) and not fault.role
     ]
     # several may have: the one that left the least time to tell the store
     worst = max(broken, key=lambda fault: min(fault.over, until) - max(fault.begun, first.over), default=None)
     return worst.kind if worst is not None else ""
 
 
-def is_frozen(call: Call, attempts: list[Call]) -> bool:
+def forgotten(evidence: Evidence, first: Call, second: Call) -> str:
+    """How a failover of a cluster accounts for a second call: of what a replica had not heard it knows nothing."""
+    first, second = sorted((first, second), key=lambda call: call.begun)
+    if first.digest == second.digest and (reason := forgotten_end(evidence, first)):
+        return reason
+    for fault in evidence.faults:
+        if fault.disturbs(first):
+            if is_near(first.begun, fault.forgot):
+                return "a failover forgot the claim"
+            if is_near(first.begun, fault.stale) or is_near(second.begun, fault.stale):
+                return "an old primary gave it"
+    return ""
+
+
+def forgotten_end(evidence: Evidence, call: Call) -> str:
+    """How a failover accounts for that the store knows of a call, and not how it ended, though it was told."""
+    for fault in evidence.faults:
+        if fault.disturbs(call):
+            if is_near(call.told_at, fault.forgot):
+                return "a failover forgot the close"
+            if is_near(call.told_at, fault.stale):
+                return "an old primary took the close"
+    return ""
+
+
+def is_near(time: float, moments: Iterable[float]) -> bool:
+    return any(abs(time - moment) < LAG for moment in moments)
+
+
+def is_frozen(evidence: Evidence, call: Call, attempts: list[Call]) -> bool:
     """Whether an attempt before this one had an unknown outcome, or was claimed by a worker that never heard of it."""
     before = [each for each in attempts if each.order < call.order]
-    return any(each.told in ("", "timeout", "lost") for each in before) or len(before) < call.attempt - 1
+    return len(before) < call.attempt - 1 or any(
+        each.told in ("", "timeout", "lost") or forgotten_end(evidence, each) for each in before
+    )
 
 
 def compare_contents(evidence: Evidence, verdict: Verdict) -> None:
@@ -213,8 +253,9 @@ def find_overlaps(evidence: Evidence, verdict: Verdict) -> None:
         for other in under_way:
             end = min(other.over, call.over)
             stood = stood_still(other.process, call.begun, end) or stood_still(call.process, call.begun, end)
-            verdict.overlaps["a worker stood still" if stood else "unexplained"] += 1
-            if not stood:
+            reason = "a worker stood still" if stood else forgotten(evidence, other, call)
+            verdict.overlaps[reason or "unexplained"] += 1
+            if not reason:
                 unexplained.append(f"{call.key!r} was with two workers for {end - call.begun:.3f} s: {told(other)}, "
                                    f"and {told(call)}")  # fmt: skip
         under_way.append(call)
@@ -232,14 +273,16 @@ def stood_still(process: Process, since: float, until: float) -> bool:
 
 
 def measure(evidence: Evidence, verdict: Verdict) -> None:
-    adds: dict[Process, array[float]] = defaultdict(lambda: array("d"))
-    callbacks: dict[Process, array[float]] = defaultdict(lambda: array("d"))
+    adds: Times = defaultdict(lambda: array("d"))
+    callbacks: Times = defaultdict(lambda: array("d"))
     for added in evidence.added:
         verdict.longest_add = max(verdict.longest_add, added.took)
         if added.told == "stored":
-            adds[added.process].append(added.at)
+            for shard in (None, *added.shards):
+                adds[added.process, shard].append(added.at)
     for call in evidence.calls:
-        callbacks[call.process].append(call.begun)
+        for shard in {None, call.shard}:
+            callbacks[call.process, shard].append(call.begun)
     for fault in evidence.faults:
         recovery = verdict.recoveries[fault.kind]
         recovery.count += 1
@@ -253,20 +296,29 @@ def measure(evidence: Evidence, verdict: Verdict) -> None:
     for kind, recovery in verdict.recoveries.items():
         if len(recovery.idle) == recovery.count > 2:
             verdict.findings.append(f"the fault {kind!r} had no effect, ever: {recovery.idle[0]}")
-    begun = [call.begun for call in evidence.calls if call.begun < evidence.stopped]
-    for before, after in pairwise(begun):
-        if after - before > verdict.silence:
-            verdict.silence = after - before
-            verdict.silence_during = [
-                fault.kind for fault in evidence.faults if fault.begun < after and fault.over > before
-            ]
+    verdict.silence, verdict.silence_during = silence(evidence)
+    shards = {call.shard for call in evidence.calls} - {None}
+    for lasted, during in (silence(evidence, shard) for shard in shards):
+        if lasted > verdict.shard_silence:
+            verdict.shard_silence, verdict.shard_silence_during = lasted, during
 
 
-def first_after(fault: Fault, times: dict[Process, array[float]], until: float) -> list[float]:
+def silence(evidence: Evidence, shard: int | None = None) -> tuple[float, list[str]]:
+    """The longest time between two callbacks, of one shard if one is named, and the faults that it met."""
+    longest, since, until = 0.0, 0.0, 0.0
+    begun = [call.begun for call in evidence.calls if shard is None or call.shard == shard]
+    for before, after in pairwise(time for time in begun if time < evidence.stopped):
+        if after - before > longest:
+            longest, since, until = after - before, before, after
+    met = [fault for fault in evidence.faults if fault.begun < until and fault.over > since]
+    return longest, [fault.kind for fault in met if shard is None or fault.is_in(shard)]
+
+
+def first_after(fault: Fault, times: Times, until: float) -> list[float]:
     """How long after a fault the first of some events came in a process that it had concerned; none if none did."""
     first: list[float] = []
-    for process, moments in times.items():
-        if fault.concerns(process):
+    for (process, shard), moments in times.items():
+        if fault.concerns(process) and (shard is None if fault.shards is None else fault.is_in(shard)):
             index = bisect_right(moments, fault.over)
             if index < len(moments) and moments[index] < until:
                 first.append(moments[index] - fault.over)

@@ -23,7 +23,7 @@ class Worker:
         self._incarnation = role.incarnation
         self._board: Board = role.board()
         self._journal = journal
-        self._engine: DigestEngine = engine(role.url)
+        self._engine: DigestEngine = engine(role.store, role.url)
         self._calls = 0
 
     async def run(self) -> None:

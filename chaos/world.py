@@ -11,17 +11,17 @@ import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from aiodigest import BackendUnavailable
 from chaos.board import DELIVERED, STORED, Board
 from chaos.evidence import MASTER
 from chaos.journal import Journal
+from chaos.plan import KINDS
 from chaos.process import Role, engine
 from chaos.proxy import Proxy
-from chaos.server import Embedded, Server
+from chaos.server import Embedded, Server, version
 
-STORES = ("main", "embedded")
 PROXIES = 2
 STARTING = 60.0  # for the server, and then for all other processes
 LEAVING = 15.0  # for a process to end on SIGTERM: its drain, its calls' timeouts, and a slow machine
@@ -44,17 +44,25 @@ class Slot:
     ending: bool = False  # it was told to end, or killed
 
 
+class Place(NamedTuple):
+    """Where processes work: at a store, by a path, which is a URL."""
+
+    store: str
+    path: str
+    url: str
+
+
 class World:
-    def __init__(self) -> None:
+    """The processes of a run, and what they work with: ``_begin`` starts the servers of the stores."""
+
+    def __init__(self, *stores: str) -> None:
         # the path of a unix socket must be short
         self.folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.journal = Journal(self.folder / f"{MASTER}.journal")
-        self.boards = {store: Board(self.folder / f"{store}.board") for store in STORES}
-        for store in STORES:
+        self.boards = {store: Board(self.folder / f"{store}.board") for store in stores}
+        for store in stores:
             (self.folder / store).mkdir()
-        self.server = Server(self.folder / "main")
-        self.embedded = Embedded(self.folder / "embedded")
-        self.proxies = [Proxy(self.server.port) for _ in range(PROXIES)]
+        self.kinds = KINDS
         self.slots: list[Slot] = []
         self._started = 0
         self._watchers: set[asyncio.Task[None]] = set()
@@ -62,16 +70,8 @@ class World:
 
     async def __aenter__(self) -> Self:
         try:
-            self._stack.callback(self.embedded.end)
-            self._stack.push_async_callback(self.server.kill)
-            async with asyncio.timeout(STARTING):
-                await self.server.start()
-            for proxy in self.proxies:
-                await self._stack.enter_async_context(proxy)
+            places = await self._begin(self._stack)
             self._stack.callback(self._kill_all)
-            places = [("main", "socket", f"unix://{self.server.socket}")]
-            places += [("main", f"proxy {number}", proxy.url) for number, proxy in enumerate(self.proxies)]
-            places += [("embedded", "embedded", f"embedded://{self.embedded.folder}")] * 2
             kinds: tuple[Kind, ...] = ("worker", "producer")
             self.slots = [Slot(kind, number, *place) for kind in kinds for number, place in enumerate(places)]
             async with asyncio.timeout(STARTING):
@@ -83,6 +83,14 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _begin(self, stack: AsyncExitStack) -> list[Place]:
+        raise NotImplementedError
+
+    @property
+    def version(self) -> str:
+        """What the servers are."""
+        return version()
 
     def remove(self) -> None:
         """Remove the journals, the servers' files, and all else."""
@@ -189,13 +197,13 @@ class World:
         """End the producers, let the workers deliver all that is held, look at what the stores say, and end them."""
         self.journal.write("stop")
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("producer")))
-        await asyncio.gather(*(self._audit(store) for store in STORES))
+        await asyncio.gather(*(self._audit(store) for store in self.boards))
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("worker")))
 
     async def _audit(self, store: str) -> None:
         """Wait until a store holds nothing any more, and write down what it still holds and what it has counted."""
         url = next(slot.url for slot in self.slots if slot.store == store)
-        async with engine(url) as looker:
+        async with engine(store, url) as looker:
             deadline = time.monotonic() + DRAINING
             while True:
                 try:
@@ -214,3 +222,24 @@ class World:
             given_up = {"dropped": stats.dropped, "aged": stats.aged, "expired": stats.expired}
             given_up |= {"dropped with a dead letter": stats.letters_dropped}
             self.journal.write("audit", store, letters, [int(record.id) for record in held], given_up)
+
+
+class Servers(World):
+    """One server, partly behind proxies, and an embedded one."""
+
+    def __init__(self) -> None:
+        super().__init__("main", "embedded")
+        self.server = Server(self.folder / "main")
+        self.embedded = Embedded(self.folder / "embedded")
+        self.proxies = [Proxy(self.server.port) for _ in range(PROXIES)]
+
+    async def _begin(self, stack: AsyncExitStack) -> list[Place]:
+        stack.callback(self.embedded.end)
+        stack.push_async_callback(self.server.kill)
+        async with asyncio.timeout(STARTING):
+            await self.server.start()
+        for proxy in self.proxies:
+            await stack.enter_async_context(proxy)
+        places = [Place("main", "socket", f"unix://{self.server.socket}")]
+        places += [Place("main", f"proxy {number}", proxy.url) for number, proxy in enumerate(self.proxies)]
+        return places + [Place("embedded", "embedded", f"embedded://{self.embedded.folder}")] * 2

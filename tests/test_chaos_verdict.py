@@ -9,7 +9,7 @@ import pytest
 from chaos.evidence import Evidence, of_master, of_process
 from chaos.journal import Line
 from chaos.plan import KINDS, LONGEST_GAP, plan
-from chaos.process import SPAN
+from chaos.process import SPAN, shard_of
 from chaos.verdict import Verdict, judge
 
 PRODUCER, WORKER, OTHER = 1, 2, 3
@@ -283,3 +283,57 @@ def test_faults_last_as_long_as_their_kind_allows() -> None:
     for planned in islice(plan(1), 500):
         shortest, longest = KINDS[planned.kind]
         assert shortest <= planned.lasts <= longest
+
+
+# A cluster
+
+
+def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_slot: bool = True) -> Verdict:
+    """A record that a worker got, and then another one, while the primary of its shard was lost at 120 ms."""
+    shards = [shard_of("cluster", "timeline")] if at_slot else []
+    loss = [
+        line("fault", 50, 1, "primary: SIGSTOP until it is none", "cluster", None, None, None),
+        line("hit", 120, 1, shards),
+        line("forgot", 120, 1),
+        line("over", 1_500, 1, ""),
+        line("stale", 2_000, 1),
+    ]
+    starts = [
+        line("start", 0, number, role, 0, "cluster", "cluster")
+        for number, role in ((PRODUCER, "producer"), (WORKER, "worker"), (OTHER, "worker"))
+    ]
+    facts = of_master([*starts, *loss, line("stop", 60_000)])
+    second = [
+        begin(second_at, 1, digest, [FIRST], attempt=2),
+        end(second_at + 10, 1),
+        told(second_at + 11, digest, attempt=2),
+    ]
+    for incarnation, lines in {PRODUCER: [stored(1)], WORKER: first, OTHER: second}.items():
+        of_process(facts, incarnation, lines)
+    facts.calls.sort(key=lambda call: call.begun)
+    return judge(facts)
+
+
+KNOWN = [*RETURNED, told(112, "d1")]
+
+
+def test_a_close_that_a_lost_primary_was_told_at_its_end_may_be_forgotten() -> None:
+    assert clustered(KNOWN, "d1").duplicates == {"a failover forgot the close": 1}
+
+
+def test_a_claim_that_a_lost_primary_gave_at_its_end_may_be_forgotten() -> None:
+    assert clustered(KNOWN, "d2").duplicates == {"a failover forgot the claim": 1}
+
+
+def test_a_primary_that_comes_back_may_give_what_was_delivered() -> None:
+    early = [begin(900, 1, "d1", [FIRST]), end(910, 1), told(911, "d1")]
+    assert clustered(early, "d2", second_at=2_050).duplicates == {"an old primary gave it": 1}
+
+
+def test_what_was_told_long_before_a_failover_is_not_forgotten() -> None:
+    early = [begin(900, 1, "d1", [FIRST]), end(910, 1), told(911, "d1")]
+    assert clustered(early, "d1", second_at=4_000).unexplained == 1
+
+
+def test_the_loss_of_another_primary_explains_nothing() -> None:
+    assert clustered(KNOWN, "d1", at_slot=False).unexplained == 1
