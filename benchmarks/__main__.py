@@ -10,7 +10,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
-from benchmarks import adding, backlog, costs, delivering, importing, overload, waiting
+from benchmarks import adding, backlog, costs, delivering, importing, overload, scaling, waiting
 from benchmarks.peers.environments import Peers
 from benchmarks.programs import in_short
 from benchmarks.report import Report, Row, machine
@@ -35,6 +35,7 @@ ONCE: Mapping[str, Compare] = {
     "one": overload.one_timeline,
     "idle": waiting.idleness,
     "import": importing.compare,
+    "scaling": scaling.compare,
 }
 FOLDER = Path(".bench")
 
@@ -54,7 +55,7 @@ async def on_a_fresh_server(
     async with fresh_server(options.disk) as (server, port):
         report.facts["server"] = server
         url = f"redis://127.0.0.1:{port}/0"
-        setting = Setting(url, port, loop, options.rounds, options.scale, peers)
+        setting = Setting(url, port, loop, options.rounds, options.scale, peers, options.disk)
         async for row in compare(setting):
             report.rows.append(row)
             print("  ".join(cell for cell in row.cells() if cell), flush=True)

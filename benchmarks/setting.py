@@ -43,6 +43,7 @@ class Setting:
     rounds: int
     scale: float  # 1: as much as the figures ask for
     peers: Peers = field(default_factory=Peers)
+    on_disk: bool = False  # what the server does, and a comparison's own ones are to do
 
     @property
     def found(self) -> Sequence[Peer]:
