@@ -326,9 +326,10 @@ class DigestEngine(Management[T]):
         if len(given) > most:
             raise LimitExceeded(f"one add_many may have at most {most:,} entries: this one has more")
         results: list[bool | AiodigestError] = []
-        for start in range(0, len(given), CHUNK):
-            some = given[start : start + CHUNK]
-            down = next((error for error in results[-CHUNK:] if isinstance(error, BackendUnavailable)), None)
+        step = CHUNK * session.breadth
+        for start in range(0, len(given), step):
+            some = given[start : start + step]
+            down = next((error for error in results[-step:] if isinstance(error, BackendUnavailable)), None)
             if down is None:
                 results += await self._add_some(session, some)
             else:
@@ -343,6 +344,8 @@ class DigestEngine(Management[T]):
         results: list[bool | AiodigestError] = [False] * len(entries)
         adds: dict[int, Add] = {}
         for index, entry in enumerate(entries):
+            if index % CHUNK == CHUNK - 1:
+                await asyncio.sleep(0)
             try:
                 record = entry.record_id if entry.record_id is not None else new_id()
                 adds[index] = await self._encode(entry.key, entry.value, record, entry.timestamp)

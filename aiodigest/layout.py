@@ -30,13 +30,17 @@ class Layout:
         return f"{self.version}:draining"
 
     def tag(self, namespace: str, number: int) -> str:
-        """The hash tag of a shard's keys; several shards have each its own part of a cluster's slots."""
+        """The hash tag of a shard's keys, whose slot lies in the middle of the shard's own part of a cluster's slots.
+
+        In the middle, since a part in which one primary's slots end and another's begin would fall to either.
+        """
         name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}"
         if self.shards == 1:
             return name
         from redis.crc import key_slot  # not needed by most
 
-        low, high = SLOTS * number // self.shards, SLOTS * (number + 1) // self.shards
+        eighth = SLOTS / self.shards / 8
+        low, high = int(eighth * (8 * number + 3)), int(eighth * (8 * number + 5))
         salt = 0
         while not low <= key_slot(f"{name}:{number}:{salt}".encode()) < high:
             salt += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
@@ -21,6 +22,7 @@ from aiodigest.policy import Limits, milliseconds
 
 logger = logging.getLogger(__name__)
 
+BRIEF = 0.25  # seconds: a claim that takes longer keeps no slots from other shards, since it may hang
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
 
 Observer: TypeAlias = Callable[[Delivery], None]
@@ -64,7 +66,9 @@ class Scheduler:
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._chores: list[asyncio.Task[None]] = []
-        self._reserved = 0
+        self._claims: dict[Lane, tuple[int, float]] = {}  # on their way: how many digests they may bring, since when
+        self._turn = asyncio.Lock()
+        self._gate = asyncio.Semaphore(concurrency)  # more leases than slots, if a slow claim brings some after all
         self._paused_until = 0.0
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -153,26 +157,35 @@ class Scheduler:
             await self._hang_up(lane)
 
     async def _slots(self) -> int:
-        """Wait for free slots; 0 when there will be none, since this worker stops."""
+        """Wait for free slots; 0 when there will be none, since this worker stops.
+
+        The shards take turns, in the order in which they began to wait: a claim of many digests costs little more than
+        one of a few, so they do not share what is free among them.
+        """
+        async with self._turn:
+            return await self._free_slots()
+
+    async def _free_slots(self) -> int:
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             self._changed.clear()
             now = loop.time()
             rest = max(self._paused_until, self._backoff.resumes_at or 0.0) - now
             allowed = self._backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
-            lanes = self._lanes.values()
-            free = min(allowed, self._concurrency) - self._reserved - sum(lane.busy for lane in lanes)
+            # while one delivery at a time is let through, each counts
+            brief = BRIEF if allowed >= self._concurrency else inf
+            promised = sum(digests for digests, since in self._claims.values() if now < since + brief)
+            busy = sum(lane.busy for lane in self._lanes.values())
+            free = min(allowed, self._concurrency) - promised - busy
             if free > 0:
-                live = sum(not lane.retired for lane in lanes)
-                share = -(-free // max(1, live))  # rounded up: a shard with a backlog leaves slots to the others
-                return min(share, CLAIM)
-            await elapse(self._changed, rest if rest > 0 else None)
+                return min(free, CLAIM)
+            await elapse(self._changed, rest if rest > 0 else BRIEF if promised else None)
         return 0
 
     async def _claim(self, lane: Lane, slots: int) -> Claims | None:
         loop = asyncio.get_running_loop()
         sent = loop.time()
-        self._reserved += slots
+        self._claims[lane] = slots, sent
         try:
             if lane.holds and lane.away:  # else this claim might recover what this worker holds
                 await lane.renew()
@@ -184,7 +197,7 @@ class Scheduler:
             lane.failed(error, lane.claiming)
             return None
         finally:
-            self._reserved -= slots
+            del self._claims[lane]
             self._changed.set()  # another shard may wait for the slots that this one did not need
         self._outage.answered(lane.claiming)
         lane.marked = sent
@@ -242,12 +255,13 @@ class Scheduler:
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
         try:
             while not self._stopping.is_set():
-                attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
-                if self._stopping.is_set():
-                    break
-                if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
-                    raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
-                outcome, delivery = await self._call(lane, hold, attempt)
+                async with self._gate:
+                    attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
+                    if self._stopping.is_set():
+                        break
+                    if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
+                        raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
+                    outcome, delivery = await self._call(lane, hold, attempt)
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
                     delivery = replace(delivery, result=closed.status)

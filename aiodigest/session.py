@@ -120,6 +120,11 @@ class Session:
             message += f" ({reason})"
         return BackendUnavailable(message, record_id=record_id, stored=error.stored)
 
+    @property
+    def breadth(self) -> int:
+        """How many times as many adds as for one shard are enough for full calls; 4 at the most."""
+        return 1 if self._backend is None else min(self._backend.shards, 4)
+
     async def add(self, add: Add) -> bool:
         """Send an add with the others of this turn; True if it made its timeline ready."""
         began = asyncio.get_running_loop().time()

@@ -135,7 +135,9 @@ async def server_time(setting: Setting, one: Place, many: Place) -> AsyncGenerat
 
         return Row(what, beside, "us", of(many), of(one), bound)
 
-    yield beside_one(f"{what}: server time a record", attrgetter("scripts"), adding, delivering, bound=1.15)
+    # On a machine with fewer cores than servers the time of scripts is mostly that of others, so the bound is of the core
+    yield beside_one(f"{what}: the servers' core a record", attrgetter("computed"), adding, delivering, bound=1.15)
+    yield beside_one("the same, time of scripts on the wall clock", attrgetter("scripts"), adding, delivering)
     for phase, parts in phases.items():
         yield beside_one(f"server time a record of these, {phase}", attrgetter("scripts"), parts)
         yield beside_one(f"the servers' core a record of these, {phase}", attrgetter("computed"), parts)

@@ -102,8 +102,8 @@ async def settle() -> None:
 class WatchedBackend(ReferenceBackend):
     """Counts calls, and lets them fail.
 
-    ``down`` maps a call to the error that it raises, of every shard or of those in ``down_shards``. ``lost`` counts
-    the next calls of a kind that are carried out, and whose answers are lost. ``gates`` hold calls until they are set.
+    ``down`` maps a call to the error that it raises, and ``gates`` hold calls until they are set, of every shard or of
+    those in ``down_shards``. ``lost`` counts the next calls of a kind that are carried out, and whose answers are lost.
     """
 
     def __init__(self, shards: int = 1) -> None:
@@ -137,7 +137,7 @@ class WatchedBackend(ReferenceBackend):
     async def ask(self, call: str, shard: int, items: int = 1) -> None:
         self.calls.append((call, shard, now(), items))
         await asyncio.sleep(0)
-        if call in self.gates:
+        if call in self.gates and shard in self.down_shards:
             await self.gates[call].wait()
         if call in self.down and shard in self.down_shards:
             raise self.down[call]

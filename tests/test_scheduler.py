@@ -312,6 +312,39 @@ async def test_a_shard_with_a_backlog_leaves_slots_to_the_others() -> None:
         assert ["other"] in inbox.values
 
 
+def hanging(shard: int) -> WatchedBackend:
+    """A store of two shards, one of which does not answer claims for now."""
+    backend = WatchedBackend(shards=2)
+    backend.down_shards = {shard}
+    backend.gates["claim"] = asyncio.Event()
+    return backend
+
+
+@virtual_time
+async def test_claims_that_hang_at_one_shard_leave_the_slots_to_the_others() -> None:
+    inbox, backend = Inbox(), hanging(0)
+    async with delivering(inbox, backend, concurrency=1):
+        await backend.put(keys_in(backend, 1)[0], "other")
+        await inbox.digest()
+        assert now() < 1
+        backend.gates["claim"].set()
+
+
+@virtual_time
+async def test_digests_of_a_slow_claim_wait_for_a_free_slot() -> None:
+    inbox, backend = Inbox(*[lasting(10)] * 2), hanging(0)
+    await backend.put(keys_in(backend, 0)[0], "slow")
+    await backend.put(keys_in(backend, 1)[0], "other")
+    async with delivering(inbox, backend, concurrency=1):
+        await inbox.digest()
+        backend.gates["claim"].set()
+        await asyncio.sleep(5)
+        assert inbox.values == [["other"]]
+        await inbox.digest(2)
+        assert inbox.values == [["other"], ["slow"]]
+        assert 10 <= now() < 11
+
+
 @virtual_time
 async def test_a_huge_concurrency_is_allowed() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)

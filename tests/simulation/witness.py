@@ -126,9 +126,8 @@ class Witness:
         if now < conduct.silent_until - 1e-6:
             self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
         shards = self.store.shards
-        sure = 1 if self.store.moved_at else shards  # its share depends on how many it knows
-        if slots > -(-conduct.setup.concurrency // sure):
-            self.broken(f"{process} claims {slots} digests for one of {shards} shards")
+        if slots > conduct.setup.concurrency:
+            self.broken(f"{process} claims {slots} digests, and may deliver {conduct.setup.concurrency}")
         if conduct.away and shards == 1 and self._running(process):
             self.broken(f"{process} claims before it has renewed what it holds")
         conduct.away = False
@@ -202,6 +201,9 @@ class Witness:
         if now > spared and any(other.began > spared for other in self._running(process)):
             self.broken(f"{process} delivers two at once to a receiver that fails")
         self.receipts.append(receipt)
+        under_way = [other for other in self._running(process) if not other.stubborn]
+        if len(under_way) > conduct.setup.concurrency:
+            self.broken(f"{process} delivers {len(under_way)} digests at once")
         self.begun_at[digest.key] = now
         return receipt
 
