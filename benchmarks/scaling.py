@@ -135,7 +135,7 @@ async def server_time(setting: Setting, one: Place, many: Place) -> AsyncGenerat
 
         return Row(what, beside, "us", of(many), of(one), bound)
 
-    # On a machine with fewer cores than servers the time of scripts is mostly that of others, so the bound is of the core
+    # where servers share cores, the time of scripts is mostly that of others, so the bound is of the core
     yield beside_one(f"{what}: the servers' core a record", attrgetter("computed"), adding, delivering, bound=1.15)
     yield beside_one("the same, time of scripts on the wall clock", attrgetter("scripts"), adding, delivering)
     for phase, parts in phases.items():

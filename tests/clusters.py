@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -51,6 +52,8 @@ class Node:
     port: int
     options: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
+    binary: str = ""
+    tls_port: int = 0
 
     def client(self) -> Any:
         return redis.Redis(port=self.port, socket_timeout=10)
@@ -79,11 +82,22 @@ class Node:
         settings = (
             "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
             "--appendonly", "no", "--loglevel", "warning", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
-            "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0", *self.options,
+            "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0",
+            "--repl-ping-replica-period", "1", *self.options,
         )  # fmt: skip
-        self.process = subprocess.Popen(
-            [server_binary(), *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-        )
+        if self.tls_port:
+            settings += "--tls-port", str(self.tls_port), "--tls-cluster", "yes", "--tls-replication", "yes"
+        binary = self.binary or server_binary()
+        self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+
+    def freeze(self) -> None:
+        """Stop it where it is, with its connections open."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -113,12 +127,35 @@ class Cluster:
 
     def primary_of(self, key: str) -> Node:
         """Who has a key's slot, by what the others say too."""
-        slot = key_slot(key.encode())
+        return self.holders()[key_slot(key.encode())]
+
+    def holders(self) -> dict[int, Node]:
+        """Who has each slot, by its own words."""
+        found: dict[int, Node] = {}
         for node in self.primaries:
             for first, last, (_, port, *_), *_ in node.ask("CLUSTER", "SLOTS"):
-                if first <= slot <= last and port == node.port:
-                    return node
-        raise RuntimeError(f"nobody has slot {slot}")
+                if port == node.port:
+                    found |= dict.fromkeys(range(first, last + 1), node)
+        return found
+
+    def replica_of(self, primary: Node) -> Node:
+        """A replica that is linked to its primary."""
+        for node in self.alive:
+            role, *where = node.ask("ROLE")
+            if role == b"slave" and where[1:3] == [primary.port, b"connected"]:
+                return node
+        raise RuntimeError(f"the server on port {primary.port} has no replica")
+
+    def another(self, node: Node) -> Node:
+        """Another primary."""
+        return next(other for other in self.primaries if other is not node)
+
+    def agree_on(self, slot: int, node: Node) -> bool:
+        """Whether all nodes say that a slot is a node's."""
+        return all(
+            any(first <= slot <= last and port == node.port for first, last, (_, port, *_), *_ in told)
+            for told in (other.ask("CLUSTER", "SLOTS") for other in self.alive)
+        )
 
     def client(self) -> Any:
         """A client that may do all."""
@@ -128,7 +165,7 @@ class Cluster:
         """Make one cluster of the nodes: the first ones get the slots, the others are their replicas."""
         first, *others = self.nodes
         for node in others:
-            first.ask("CLUSTER", "MEET", "127.0.0.1", node.port)
+            first.ask("CLUSTER", "MEET", "127.0.0.1", node.tls_port or node.port)
         for index, node in enumerate(self.nodes[:primaries]):
             slots = range(SLOTS * index // primaries, SLOTS * (index + 1) // primaries)
             node.ask("CLUSTER", "ADDSLOTS", *slots)
@@ -136,20 +173,109 @@ class Cluster:
             primary = self.nodes[index % primaries].id
             until(lambda node=node, primary=primary: knows(node, primary), "the nodes have met")
             node.ask("CLUSTER", "REPLICATE", primary)
-        until(lambda: all(self.is_whole(node) for node in self.nodes), "all nodes see the whole cluster")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until every node that is alive sees the whole cluster."""
+        until(lambda: all(self.is_whole(node) for node in self.alive), "all nodes see the whole cluster")
+
+    def restart(self, *nodes: Node) -> None:
+        """Start nodes that were killed; they remember whom they know, and what they have if they write it down."""
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            until(node.is_up, f"the server on port {node.port} answers")
+            self.allow_suite(node)
+
+    def mend(self) -> None:
+        """Bring all back that was frozen or killed."""
+        for node in self.alive:
+            node.thaw()
+        self.restart(*(node for node in self.nodes if node.process is None))
+        self.settle()
 
     def is_whole(self, node: Node) -> bool:
         """Whether a node sees every slot served, and every replica linked to its primary."""
         if b"cluster_state:ok" not in info(node):
             return False
-        servers = [len(rest) for _, _, *rest in node.ask("CLUSTER", "SLOTS")]
+        servers = {port for _, _, *rest in node.ask("CLUSTER", "SLOTS") for _, port, *_ in rest}
         linked = node.is_primary or node.ask("ROLE")[3] == b"connected"
-        return linked and sum(servers) == len(self.alive)
+        return linked and len(servers) == len(self.alive)
 
     def allow(self, user: str, *rule: str) -> None:
         """Make a user on every node."""
         for node in self.alive:
-            node.ask("ACL", "SETUSER", user, "reset", "resetchannels", "on", f">{PASSWORD}", *rule)
+            allow(node, user, *rule)
+
+    def allow_suite(self, *nodes: Node) -> None:
+        """Make the user of all tests, on some nodes or all."""
+        rule = "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"), "+cluster|slots"
+        for node in nodes or self.alive:
+            allow(node, USER, *rule)
+
+    def move_at_once(self, slot: int, source: Node, target: Node) -> bool:
+        """Move a slot whole, as Valkey does from version 9 on; False if the server cannot."""
+        try:
+            source.ask("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", target.id)
+        except redis.ResponseError as error:
+            if "unknown subcommand" not in str(error).lower():
+                raise
+            return False
+        until(lambda: "failed" in jobs(source) or self.agree_on(slot, target), "the slot has moved")
+        return self.agree_on(slot, target)
+
+
+@dataclass
+class Move:
+    """A slot that is moved from one primary to another, key by key."""
+
+    cluster: Cluster
+    slot: int
+    source: Node
+    target: Node
+
+    def begin(self) -> None:
+        self.target.ask("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.source.id)
+        self.source.ask("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.target.id)
+
+    def left(self) -> list[bytes]:
+        """The keys that have not moved yet."""
+        return sorted(self.source.ask("CLUSTER", "GETKEYSINSLOT", self.slot, 1_000_000))
+
+    def carry(self, *keys: bytes) -> None:
+        """Move some keys."""
+        if keys:
+            self.source.ask("MIGRATE", "127.0.0.1", self.target.port, "", 0, 10_000, "KEYS", *keys)
+
+    def end(self) -> None:
+        """Move what is left, and give the slot to its new primary."""
+        self.carry(*self.left())
+        for node in (self.target, self.source):
+            node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", self.target.id)
+        until(lambda: self.cluster.agree_on(self.slot, self.target), "all nodes know where the slot is")
+
+    def contents(self) -> dict[tuple[int, bytes], bytes]:
+        """All that both primaries hold of the slot: of each one's keys the value, and when it ends."""
+        found: dict[tuple[int, bytes], bytes] = {}
+        for node in (self.source, self.target):
+            with node.client() as client, client.pipeline(transaction=False) as pipe:
+                keys = sorted(client.execute_command("CLUSTER", "GETKEYSINSLOT", self.slot, 1_000_000))
+                for key in keys:
+                    for command in ("DUMP", "PEXPIRETIME"):
+                        pipe.execute_command("ASKING")
+                        pipe.execute_command(command, key)
+                replies = pipe.execute()
+                for key, value, ends in zip(keys, replies[1::4], replies[3::4], strict=True):
+                    found[node.port, key] = value + b" until %d" % ends
+        return found
+
+
+def allow(node: Node, user: str, *rule: str) -> None:
+    node.ask("ACL", "SETUSER", user, "reset", "resetchannels", "on", f">{PASSWORD}", *rule)
+
+
+def jobs(node: Node) -> str:
+    return str(node.ask("CLUSTER", "GETSLOTMIGRATIONS"))
 
 
 def info(node: Node) -> bytes:
@@ -162,21 +288,23 @@ def knows(node: Node, other: str) -> bool:
 
 
 @contextmanager
-def running_cluster(*options: str, primaries: int = 3, replicas: int = 1) -> Generator[Cluster]:
-    """A cluster with options of its own for its servers."""
+def running_cluster(
+    *options: str, primaries: int = 3, replicas: int = 1, binary: str = "", tls: bool = False
+) -> Generator[Cluster]:
+    """A cluster with options of its own for its servers; with ``tls`` they speak it beside plain TCP."""
     root = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
     cluster = Cluster()
     try:
         for number in range(primaries * (1 + replicas)):
             folder = root / str(number)
             folder.mkdir()
-            node = Node(folder, node_port(), options)
+            node = Node(folder, node_port(), options, binary=binary, tls_port=node_port() if tls else 0)
             node.start()
             cluster.nodes.append(node)
         for node in cluster.nodes:
             until(node.is_up, f"the server on port {node.port} answers")
         cluster.form(primaries)
-        cluster.allow(USER, "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"), "+cluster|slots")
+        cluster.allow_suite()
         yield cluster
     finally:
         for node in cluster.nodes:
