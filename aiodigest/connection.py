@@ -234,15 +234,18 @@ class Link:
             return await self._connected()
 
     async def check_version(self, key: str) -> None:
-        """Refuse a server that is too old; one that may not tell is taken as it is."""
+        """Refuse a server that is too old, or one of a cluster's as the only one; who may not ask takes it as it is."""
         try:
             info = await self.command(key, "INFO", "server")
         except ConfigurationError:
             return  # the user may not ask; a password that is wrong will be told by the next command
-        found = re.search(rb"redis_version:(\d+)\.(\d+)", info) if isinstance(info, bytes) else None
+        told = info if isinstance(info, bytes) else b""
+        found = re.search(rb"redis_version:(\d+)\.(\d+)", told)
         if found and (int(found[1]), int(found[2])) < OLDEST:
             version = found[0].decode().partition(":")[2]
             raise ConfigurationError(f"{self.target.url} is version {version}; 6.2 is the oldest that works")
+        if b"_mode:cluster" in told and not self.target.nodes:
+            raise ConfigurationError(f"{self.target.url} is part of a cluster: give redis+cluster://host:port")
 
 
 def wrote(reply: object) -> bool:
