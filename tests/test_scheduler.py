@@ -35,7 +35,7 @@ from aiodigest import (
     RetryPolicy,
     dispatch,
 )
-from aiodigest.backend import Claims, Lease
+from aiodigest.backend import Claims, Lease, Retired
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
 from aiodigest.scheduler import CLAIM
@@ -310,6 +310,36 @@ async def test_a_shard_with_a_backlog_leaves_slots_to_the_others() -> None:
         await backend.put(keys_in(backend, 1)[0], "other")
         await asyncio.sleep(2.5)
         assert ["other"] in inbox.values
+
+
+class Relocated(WatchedBackend):
+    """A store in which shard 0 is gone when it is claimed from, and 1 has its timelines."""
+
+    def __init__(self) -> None:
+        self._moved = False
+        super().__init__(shards=2)
+
+    @property
+    def shards(self) -> int:
+        return 2 if self._moved else 1
+
+    def shard_of(self, key: str) -> int:
+        return 1
+
+    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+        if shard == 0:
+            self._moved = True
+            raise Retired("shard 0 is no more")
+        return await super().claim(shard, slots, lease_ms, limits)
+
+
+@virtual_time
+async def test_a_worker_whose_shards_are_gone_serves_those_that_took_their_place() -> None:
+    inbox, backend = Inbox(), Relocated()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        assert now() < 1
 
 
 def hanging(shard: int) -> WatchedBackend:

@@ -1,0 +1,1061 @@
+"""Real clusters: what leads to them, and what goes on, and how, while primaries change, die, or give slots away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import trustme
+from clusters import Cluster, Move, Node, info, running_cluster
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.crc import key_slot
+from replicas import Relay, free_ports, server_on, until
+from servers import PASSWORD, USER, server_binary
+from storestate import check_invariants, redis_state
+
+from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
+from aiodigest import backend as store
+from aiodigest.lane import Lane
+from aiodigest.layout import Layout
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.scripts import COMMANDS, load_script
+from aiodigest.wire import pack
+
+NO_GAP = Policy(minimum_delay=0, increment_delay=0)
+LATER = Policy(initial_delay=3600, maximum_delay=3600)
+SHARDS = 16
+SOON = 2.0  # seconds within which all goes on
+SLACK = 2.0  # for a machine that is busy with other things
+
+
+# Clusters
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three primaries, each with a replica, for tests that leave all of them alive."""
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Cluster]:
+    """Three primaries, each with two replicas, so that one is left for the next primary."""
+    with running_cluster(replicas=2) as running:
+        yield running
+
+
+@pytest.fixture
+def fragile(mortal: Cluster) -> Cluster:
+    """The same, mended, for tests that kill."""
+    mortal.mend()
+    return mortal
+
+
+@pytest.fixture(scope="module")
+def lonely() -> Iterator[Cluster]:
+    """Three primaries without replicas, each of which goes on without the others, and writes down what it has."""
+    options = "--cluster-require-full-coverage", "no", "--appendonly", "yes", "--appendfsync", "always"
+    with running_cluster(*options, replicas=0) as running:
+        yield running
+
+
+@pytest.fixture
+def bare(lonely: Cluster) -> Cluster:
+    """The same, mended, for tests that kill."""
+    lonely.mend()
+    return lonely
+
+
+def login(*ports: int, path: str = "") -> str:
+    return f"redis+cluster://{USER}:{PASSWORD}@{','.join(f'127.0.0.1:{port}' for port in ports)}{path}"
+
+
+def client_of(*ports: int, **options: Any) -> Any:
+    """A client that is not connected; engines take its settings."""
+    nodes = [ClusterNode("127.0.0.1", port) for port in ports]
+    settings: dict[str, Any] = {"username": USER, "password": PASSWORD, **options}
+    return RedisCluster(startup_nodes=nodes, **settings)
+
+
+def tag_of(namespace: str, shard: int) -> str:
+    """The beginning of the keys of a shard."""
+    return f"{{{Layout(SHARDS).tag(namespace, shard)}}}:"
+
+
+def key_in(shard: int, number: int = 0) -> str:
+    """A timeline of a shard."""
+    found = (key for key in (f"t{each}" for each in range(100_000)) if crc32(key.encode()) % SHARDS == shard)
+    return [next(found) for _ in range(number + 1)][-1]
+
+
+KEYS = [key_in(shard) for shard in range(SHARDS)]
+
+
+def shards_of(cluster: Cluster, namespace: str, node: Node) -> list[int]:
+    holders = cluster.holders()
+    return [shard for shard in range(SHARDS) if holders[slot_of(namespace, shard)] is node]
+
+
+def slot_of(namespace: str, shard: int) -> int:
+    return key_slot(tag_of(namespace, shard).encode())
+
+
+def check_shards(cluster: Cluster, namespace: str) -> None:
+    """All that is left of a namespace is where it belongs, and there is nothing that no set knows of."""
+    holders = cluster.holders()
+    for node in cluster.primaries:
+        with node.client() as client:
+            for shard in range(SHARDS):
+                slot = slot_of(namespace, shard)
+                if holders[slot] is node:
+                    check_invariants(redis_state(client, tag_of(namespace, shard)[1:-2]))
+                else:
+                    assert client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10) == []
+
+
+# Work
+
+
+class Inbox:
+    """A callback, and what it got: of each record the digests it came in, and when it came first."""
+
+    def __init__(self) -> None:
+        self.digests: defaultdict[str, list[str]] = defaultdict(list)
+        self.times: dict[str, float] = {}
+        self.order: list[str] = []  # of timelines
+
+    async def __call__(self, digest: Digest[int]) -> None:
+        self.order.append(digest.key)
+        for record in digest.records:
+            self.digests[record.id].append(digest.id)
+            self.times.setdefault(record.id, time.monotonic())
+
+    async def got(self, *records: str, within: float = 20) -> None:
+        await until(lambda: self.digests.keys() >= set(records), within)
+
+    @property
+    def twice(self) -> set[str]:
+        """The records that came in digests with different ids."""
+        return {record for record, digests in self.digests.items() if len(set(digests)) > 1}
+
+
+def engine_to(source: Any, namespace: str, **options: Any) -> DigestEngine[int]:
+    settings: dict[str, Any] = {"policy": NO_GAP, "shards": SHARDS, "timeout": 2, "lease_timeout": 2}
+    return DigestEngine(source, namespace=namespace, value_type=int, drain_timeout=5, **{**settings, **options})
+
+
+class Traffic:
+    """A producer that adds to every shard, one record of each after the other, and a worker."""
+
+    def __init__(self, source: Any, namespace: str, *, wait_replicas: int = 0) -> None:
+        self.producer = engine_to(source, namespace, wait_replicas=wait_replicas)
+        self.worker = engine_to(source, namespace)
+        self.acknowledged: list[list[str]] = [[] for _ in range(SHARDS)]
+        self.refused: list[list[tuple[float, BackendUnavailable]]] = [[] for _ in range(SHARDS)]
+        self.inbox = Inbox()
+
+    async def _produce(self, shard: int) -> None:
+        number = 0
+        while True:
+            record = f"{shard}-{number}"
+            try:
+                await self.producer.add(KEYS[shard], number, record_id=record)
+                self.acknowledged[shard].append(record)
+            except BackendUnavailable as error:
+                self.refused[shard].append((time.monotonic(), error))
+            number += 1
+            await asyncio.sleep(0.01)  # some of two cores is for the servers
+
+    @asynccontextmanager
+    async def flowing(self) -> AsyncGenerator[None]:
+        """Both at work until the block ends; then all that was acknowledged comes."""
+        async with self.worker.delivering(self.inbox), self.producer:
+            producing = [asyncio.create_task(self._produce(shard)) for shard in range(SHARDS)]
+            try:
+                await self.goes_on()
+                yield
+                for task in producing:
+                    assert not task.done(), task
+            finally:
+                for task in producing:
+                    task.cancel()
+                await asyncio.wait(producing)
+            await self.inbox.got(*(record for records in self.acknowledged for record in records))
+
+    async def goes_on(self, shards: Sequence[int] = range(SHARDS)) -> None:
+        """Return when records that are added from now on to each of the shards have been acknowledged and delivered."""
+        goals = {shard: len(self.acknowledged[shard]) + 3 for shard in shards}
+
+        def reached() -> bool:
+            return all(
+                len(records := self.acknowledged[shard]) > goal and records[goal] in self.inbox.digests
+                for shard, goal in goals.items()
+            )
+
+        await until(reached)
+
+    async def begins(self, shards: Sequence[int], within: float) -> None:
+        """See that timelines which nobody has leased go on in time: what was claimed when a primary died, and whose
+        answer was lost, waits until its lease has ended."""
+        ends = time.monotonic() + within
+
+        async def add(shard: int) -> str:
+            record = f"fresh-{shard}"
+            while isinstance((await outcome(self.producer.add(key_in(shard, 1), 1, record_id=record)))[0], Exception):
+                assert time.monotonic() < ends
+            return record
+
+        await self.inbox.got(*await asyncio.gather(*map(add, shards)))
+        assert time.monotonic() < ends
+
+    def errors(self, shards: Sequence[int] = range(SHARDS), since: float = 0) -> list[BackendUnavailable]:
+        return [error for shard in shards for when, error in self.refused[shard] if when >= since]
+
+    def outage(self, shard: int) -> float:
+        """From the first to the last failed add of a shard."""
+        times = [when for when, _ in self.refused[shard]]
+        return max(times) - min(times) if times else 0.0
+
+
+# 1. What leads to a cluster
+
+
+@pytest.fixture
+def hole() -> Iterator[int]:
+    """A port that is connected to, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough(cluster: Cluster, namespace: str, hole: int) -> None:
+    inbox = Inbox()
+    url = login(*free_ports(1), hole, cluster.nodes[4].port, *free_ports(1))
+    async with engine_to(url, namespace).delivering(inbox) as engine:
+        for shard in range(SHARDS):
+            assert await engine.add(KEYS[shard], 1, record_id=f"r{shard}")
+        await inbox.got(*(f"r{shard}" for shard in range(SHARDS)))
+
+
+async def test_a_single_host_leads_to_all_nodes_be_it_a_replica(cluster: Cluster, namespace: str) -> None:
+    replica = cluster.replica_of(cluster.primaries[0])
+    async with engine_to(login(replica.port), namespace) as engine:
+        assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_without_a_host_that_answers_it_is_unavailable_in_time(namespace: str, hole: int, hangs: bool) -> None:
+    url = login(*free_ports(2), *([hole] * 3 if hangs else []))
+    began = time.monotonic()
+    async with engine_to(url, namespace, timeout=1) as engine:
+        assert time.monotonic() - began < 1 + SLACK
+        began = time.monotonic()
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("key", 1, record_id="mine")
+        assert time.monotonic() - began < 1 + SLACK
+    assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
+    assert PASSWORD not in str(caught.value)
+
+
+async def test_a_server_that_is_no_cluster_is_told_from_one(namespace: str) -> None:
+    [port] = free_ports(1)
+    with server_on(port), pytest.raises(ConfigurationError, match="is no cluster: give redis://host:port"):
+        await engine_to(f"redis+cluster://127.0.0.1:{port}", namespace).__aenter__()
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["whose slot another node has", "whose slot it has"])
+async def test_a_plain_url_of_a_node_is_refused_with_the_one_to_give(
+    cluster: Cluster, namespace: str, here: bool
+) -> None:
+    node = cluster.primary_of(f"{{{namespace}}}:")
+    port = (node if here else cluster.another(node)).port
+    with pytest.raises(ConfigurationError, match=r"part of a cluster: give redis\+cluster://") as caught:
+        async with engine_to(f"redis://{USER}:{PASSWORD}@127.0.0.1:{port}/0", namespace, shards=1) as engine:
+            await engine.add("key", 1)
+    assert PASSWORD not in str(caught.value)
+
+
+async def test_a_cluster_has_no_other_database_than_0(cluster: Cluster, namespace: str) -> None:
+    port = cluster.nodes[0].port
+    for path in ("/1", "/0?db=1", "?db=1"):
+        with pytest.raises(ConfigurationError, match="a cluster has one database, 0") as caught:
+            engine_to(login(port, path=path), namespace)
+        assert PASSWORD not in str(caught.value)
+    for path in ("", "/", "/0", "?db=0"):
+        async with engine_to(login(port, path=path), namespace) as engine:
+            await engine.add("key", 1)
+
+
+async def test_a_wrong_password_is_a_configuration_error_that_does_not_show_it(
+    cluster: Cluster, namespace: str
+) -> None:
+    url = login(cluster.nodes[0].port).replace(PASSWORD, "not-the-one")
+    engine = engine_to(url, namespace)
+    assert "not-the-one" not in f"{engine!r} {engine.url}"
+    with pytest.raises(ConfigurationError, match="refuses access") as caught:
+        await engine.__aenter__()
+    assert "not-the-one" not in str(caught.value)
+
+
+async def test_a_client_lends_its_user_and_nothing_is_sent_by_it(cluster: Cluster, namespace: str) -> None:
+    given = client_of(cluster.nodes[0].port)
+    async with engine_to(given, namespace) as engine:
+        await engine.add_many([Entry(key, 1) for key in KEYS])
+        for node in cluster.primaries:
+            with node.client() as client:
+                assert [each["user"] for each in client.client_list() if each["id"] != str(client.client_id())]
+        assert PASSWORD not in f"{engine!r} {engine.url}"
+    wrong = client_of(cluster.nodes[0].port, password="not-the-one")
+    with pytest.raises(ConfigurationError, match="refuses access") as caught:
+        await engine_to(wrong, namespace).__aenter__()
+    assert "not-the-one" not in str(caught.value)
+
+
+def connections(cluster: Cluster, user: str = USER) -> list[dict[str, str]]:
+    """Those of a user to all primaries."""
+    found: list[dict[str, str]] = []
+    for node in cluster.primaries:
+        with node.client() as client:
+            found += [each for each in client.client_list() if each["user"] == user]
+    return found
+
+
+async def test_engines_with_the_same_client_share_its_connections(cluster: Cluster, namespace: str) -> None:
+    cluster.allow("sharer", "~*", "+@all")
+    given = client_of(cluster.nodes[0].port, username="sharer")
+    async with engine_to(given, namespace) as first, engine_to(given, f"{namespace}-other") as second:
+        for key in KEYS:  # one after the other, so that each node needs one connection
+            await first.add(key, 1)
+            await second.add(key, 1)
+        assert len(connections(cluster, "sharer")) <= 4  # one may have been of a primary that was asked who has what
+    await until(lambda: not connections(cluster, "sharer"))
+
+
+@asynccontextmanager
+async def relayed(cluster: Cluster) -> AsyncGenerator[tuple[Any, dict[int, Relay]]]:
+    """A client that comes to every node by a relay, and the relays by the nodes' ports."""
+    async with AsyncExitStack() as stack:
+        relays = {node.port: await stack.enter_async_context(Relay(node.port)) for node in cluster.nodes}
+        ports = {port: int(relay.url.rpartition(":")[2].partition("/")[0]) for port, relay in relays.items()}
+
+        def remap(address: tuple[str, int]) -> tuple[str, int]:
+            return address[0], ports[address[1]]
+
+        yield client_of(*ports.values(), address_remap=remap), relays
+
+
+async def test_a_client_s_remap_of_addresses_is_used_for_every_node(cluster: Cluster, namespace: str) -> None:
+    inbox = Inbox()
+    async with relayed(cluster) as (given, relays), engine_to(given, namespace).delivering(inbox) as engine:
+        for shard in range(SHARDS):
+            await engine.add(KEYS[shard], 1, record_id=f"r{shard}")
+        await inbox.got(*(f"r{shard}" for shard in range(SHARDS)))
+        passed = sum(relay.connections for relay in relays.values())
+        assert len(connections(cluster)) <= passed
+        assert all(relays[node.port].connections > 3 for node in cluster.primaries)
+
+
+def tls_binary() -> str:
+    """The first server that speaks TLS; '' if there is none."""
+    found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))
+    return next((binary for binary in found if b"SSL_CTX_new" in Path(binary).read_bytes()), "")
+
+
+@pytest.mark.parametrize("binary", [tls_binary()] if tls_binary() else [])
+async def test_a_cluster_that_speaks_tls_is_spoken_to_in_it(namespace: str, tmp_path: Path, binary: str) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate, key, trusted = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(trusted)
+    options = (
+        "--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(trusted),
+        "--tls-auth-clients", "no",
+    )  # fmt: skip
+    inbox = Inbox()
+    with running_cluster(*options, replicas=0, binary=binary, tls=True) as cluster:
+        url = login(cluster.nodes[0].tls_port).replace("redis+", "rediss+")
+        async with engine_to(f"{url}?ssl_ca_certs={trusted}", namespace, shards=4, timeout=5).delivering(
+            inbox
+        ) as engine:
+            await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
+            await inbox.got(*KEYS)
+        async with engine_to(url, namespace, shards=4, timeout=1) as engine:  # without the authority
+            with pytest.raises(BackendUnavailable, match="certificate"):
+                await engine.add("key", 1)
+
+
+# 2. Sixteen shards
+
+
+async def test_many_adds_over_all_shards_are_each_delivered_once(cluster: Cluster, namespace: str) -> None:
+    inbox = Inbox()
+    entries = [Entry(f"k{number % 400}", number, record_id=f"r{number}") for number in range(4000)]
+    async with engine_to(cluster.url, namespace).delivering(inbox) as engine:
+        assert len(await engine.add_many(entries[:2000])) == 2000
+        await asyncio.gather(
+            *(engine.add(entry.key, entry.value, record_id=entry.record_id) for entry in entries[2000:])
+        )
+        await inbox.got(*(f"r{number}" for number in range(4000)))
+        await until(lambda: len(inbox.digests) == 4000)
+    assert inbox.twice == set()
+    assert all(len(digests) == 1 for digests in inbox.digests.values())
+    assert all(shards_of(cluster, namespace, node) for node in cluster.primaries)
+    check_shards(cluster, namespace)
+
+
+async def test_an_add_of_another_engine_wakes_an_idle_worker_at_once_in_every_shard(
+    cluster: Cluster, namespace: str
+) -> None:
+    inbox = Inbox()
+    cluster.allow("idler", "~*", "+@all")
+    url = cluster.url.replace(USER, "idler")
+    worker, other = engine_to(url, namespace, lease_timeout=60), engine_to(cluster.url, namespace)
+    async with worker.delivering(inbox), other:
+        await until(lambda: sum(each["cmd"] == "xread" for each in connections(cluster, "idler")) == SHARDS)
+        for shard in range(SHARDS):
+            assert await other.add(KEYS[shard], 1, record_id=f"r{shard}")
+            await inbox.got(f"r{shard}", within=1)
+
+
+# 3. A call a shard
+
+
+def calls_of(cluster: Cluster, command: str) -> int:
+    return sum(
+        node.ask("INFO", "commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"] for node in cluster.primaries
+    )
+
+
+async def test_adds_of_one_turn_go_out_as_one_call_a_shard(cluster: Cluster, namespace: str) -> None:
+    async with engine_to(cluster.url, namespace) as engine:
+        await engine.add_many([Entry(key, 1) for key in KEYS])
+        before = calls_of(cluster, "evalsha")
+        await asyncio.gather(*(engine.add(f"k{number}", 1) for number in range(500)))
+        assert calls_of(cluster, "evalsha") - before <= 2 * SHARDS  # the first may go alone
+        before = calls_of(cluster, "evalsha")
+        await engine.add_many([Entry(f"k{number}", 1) for number in range(500)])
+        assert calls_of(cluster, "evalsha") - before == SHARDS
+
+
+async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
+    """What came of a call, and how long it took."""
+    began = time.monotonic()
+    try:
+        result = await awaitable
+    except (BackendUnavailable, PartialAdd) as error:
+        result = error
+    return result, time.monotonic() - began
+
+
+async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_the_others_do_not_wait(
+    bare: Cluster, namespace: str
+) -> None:
+    inbox = Inbox()
+    node = bare.primaries[0]
+    dead = shards_of(bare, namespace, node)
+    timeout = 1.0
+    async with engine_to(bare.url, namespace, timeout=timeout).delivering(inbox) as engine:
+        await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
+        await inbox.got(*KEYS)
+        await until(lambda: not any(is_leased(bare, namespace, shard) for shard in dead))
+        node.kill()
+        calls = [(shard, turn) for shard in range(SHARDS) for turn in range(5)]
+        outcomes = await asyncio.gather(
+            *(outcome(engine.add(KEYS[shard], 1, record_id=f"a{shard}-{turn}")) for shard, turn in calls)
+        )
+        for (shard, _), (result, took) in zip(calls, outcomes, strict=True):
+            assert isinstance(result, BackendUnavailable) == (shard in dead), result
+            assert took < (timeout + SLACK if shard in dead else timeout / 2), shard in dead
+        result, took = await outcome(engine.add_many([Entry(key, 1, record_id=f"b{key}") for key in KEYS]))
+        assert took < timeout + SLACK
+        assert isinstance(result, PartialAdd)
+        failed = {shard for shard, each in enumerate(result.results) if isinstance(each, BackendUnavailable)}
+        assert failed == set(dead)
+        alive = set(range(SHARDS)) - failed
+        await inbox.got(*(f"a{shard}-4" for shard in alive), *(f"b{KEYS[shard]}" for shard in alive), within=timeout)
+        bare.mend()
+        back = time.monotonic()
+        while isinstance(
+            (await outcome(engine.add_many([Entry(KEYS[shard], 1, record_id="c") for shard in dead])))[0], PartialAdd
+        ):
+            assert time.monotonic() - back < SOON
+        await until(lambda: len(inbox.digests["c"]) >= len(dead))
+        assert time.monotonic() - back < SOON
+    check_shards(bare, namespace)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
+async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on_with_the_other_shards(
+    bare: Cluster, namespace: str, frozen: bool
+) -> None:
+    inbox, gone, held = Inbox(), asyncio.Event(), list[str]()
+    node = bare.primaries[0]
+    dead = shards_of(bare, namespace, node)
+    [alive, *_] = set(range(SHARDS)) - set(dead)
+    stuck = [key_in(dead[0], number) for number in range(3)]
+
+    async def deliver(digest: Digest[int]) -> None:
+        if digest.key in stuck:
+            held.append(digest.key)
+            await gone.wait()
+        await inbox(digest)
+
+    timeout = 2.0
+    engine = engine_to(bare.url, namespace, timeout=timeout, concurrency=len(stuck))
+    async with engine.delivering(deliver):
+        await engine.add_many([Entry(key, 1, record_id=key) for key in stuck])
+        await until(lambda: len(held) == len(stuck))
+        await engine.add(KEYS[alive], 1, record_id="waits")
+        node.freeze() if frozen else node.kill()
+        gone.set()
+        await inbox.got("waits", within=timeout + SLACK)
+        lanes = lanes_of(engine)
+        await until(lambda: all(lanes[shard].away for shard in dead))
+        began = time.monotonic()
+        for number in range(5):  # while all calls to the dead one hang
+            await engine.add(KEYS[alive], 2, record_id=f"r{number}")
+            await inbox.got(f"r{number}")
+        assert time.monotonic() - began < timeout
+        bare.mend()
+        await until(lambda: not is_leased(bare, namespace, dead[0]))
+    check_shards(bare, namespace)
+
+
+def lanes_of(engine: DigestEngine[int]) -> dict[int, Lane]:
+    """What an engine's worker knows of each shard."""
+    assert engine._session is not None
+    assert engine._session._scheduler is not None
+    return engine._session._scheduler._lanes
+
+
+def is_leased(cluster: Cluster, namespace: str, shard: int) -> bool:
+    """Whether something is leased in a shard."""
+    tag = tag_of(namespace, shard)
+    return bool(cluster.primary_of(tag).ask("ZCARD", f"{tag}leased"))
+
+
+# 4. Failover
+
+
+async def test_when_a_primary_is_killed_its_shards_go_on_with_a_replica_and_nothing_that_was_acknowledged_is_lost(
+    fragile: Cluster, namespace: str
+) -> None:
+    old = fragile.primaries[0]
+    dead = shards_of(fragile, namespace, old)
+    sha = load_script("add").sha
+    others = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == old.port]
+    for node in others:
+        node.ask("SCRIPT", "FLUSH")
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    async with traffic.flowing():
+        killed = time.monotonic()
+        old.kill()
+        await until(lambda: any(node.is_primary for node in others))
+        promoted = time.monotonic()
+        await traffic.begins(dead, within=SOON)
+        [new] = [node for node in others if node.is_primary]
+        assert new.ask("SCRIPT", "EXISTS", sha) == [True]
+        await traffic.goes_on()
+        fragile.mend()
+        await traffic.goes_on()
+    unsure = {record for record, when in traffic.inbox.times.items() if killed - 0.5 < when < promoted}
+    assert traffic.inbox.twice <= unsure
+    check_shards(fragile, namespace)
+
+
+async def test_a_primary_that_froze_and_comes_back_when_it_is_none_takes_nothing_with_it(
+    fragile: Cluster, namespace: str
+) -> None:
+    old = fragile.primaries[0]
+    dead = shards_of(fragile, namespace, old)
+    others = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == old.port]
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    async with traffic.flowing():
+        frozen = time.monotonic()
+        old.freeze()
+        await until(lambda: any(node.is_primary for node in others))
+        promoted = time.monotonic()
+        await traffic.begins(dead, within=SOON + 2)  # the call that hangs meanwhile takes a timeout
+        old.thaw()
+        fragile.settle()
+        await traffic.goes_on()
+    unsure = {record for record, when in traffic.inbox.times.items() if frozen - 0.5 < when < promoted + 2}
+    assert traffic.inbox.twice <= unsure
+    check_shards(fragile, namespace)
+
+
+async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a_replica_fails_no_add(
+    fragile: Cluster, namespace: str
+) -> None:
+    inbox = Inbox()
+    old = fragile.primaries[0]
+    others = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == old.port]
+    producer, worker = engine_to(fragile.url, namespace), engine_to(fragile.url, namespace)
+    async with producer:
+        await producer.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
+        old.kill()
+        await until(lambda: any(node.is_primary for node in others))
+        fragile.mend()
+        assert not old.is_primary
+        await asyncio.gather(*(producer.add(key, 2, record_id=f"b{key}") for key in KEYS))
+        async with worker.delivering(inbox):
+            await inbox.got(*(f"{turn}{key}" for turn in "ab" for key in KEYS))
+    check_shards(fragile, namespace)
+
+
+async def test_two_primaries_that_die_one_after_the_other_lose_nothing(fragile: Cluster, namespace: str) -> None:
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    first = fragile.primaries[0]
+    heirs = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == first.port]
+    async with traffic.flowing():
+        began = time.monotonic()
+        first.kill()
+        await until(lambda: any(node.is_primary for node in heirs))
+        await traffic.goes_on()
+        [second] = [node for node in heirs if node.is_primary]  # has the same shards
+        [third] = [node for node in heirs if node is not second]
+        second.kill()
+        await until(lambda: third.is_primary)
+        ended = time.monotonic()
+        fragile.mend()
+        await traffic.goes_on()
+    unsure = {record for record, when in traffic.inbox.times.items() if began - 0.5 < when < ended}
+    assert traffic.inbox.twice <= unsure
+    check_shards(fragile, namespace)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "there and back"])
+async def test_when_a_primary_hands_over_nothing_is_lost_and_no_add_fails_for_longer_than_a_moment(
+    cluster: Cluster, namespace: str, times: int
+) -> None:
+    traffic = Traffic(cluster.url, namespace)
+    node = cluster.primaries[0]
+    async with traffic.flowing():
+        for _ in range(times):
+            heir = cluster.replica_of(node)
+            heir.ask("CLUSTER", "FAILOVER")
+            await until(lambda heir=heir: heir.is_primary)
+            if times == 1:
+                await traffic.goes_on()
+            await until(lambda: all(cluster.is_whole(each) for each in cluster.alive))
+            node = heir
+        await traffic.goes_on()
+    assert max(map(traffic.outage, range(SHARDS))) < 1
+    assert [str(error) for error in traffic.errors() if error.stored != "no"] == []
+    assert traffic.inbox.twice == set()
+    check_shards(cluster, namespace)
+
+
+# 5. Slots that move key by key
+
+LIMITS = Policy().terms.limits
+LEASE = 60_000
+Verb = Callable[["Held"], Awaitable[object]]
+
+
+class Held:
+    """A namespace of one shard with timelines in every state, a digest under delivery, and a dead letter."""
+
+    def __init__(self, backend: RedisBackend) -> None:
+        self.backend = backend
+        self.leases: dict[str, store.Lease] = {}
+        self.letter = ""
+
+    def entry(self, key: str, record: str, policy: Policy = NO_GAP) -> store.Add:
+        return store.Add(key, pack(record.encode(), None, b"1"), policy.terms)
+
+    async def fill(self) -> None:
+        backend = self.backend
+        for key in ("leased", "retry", "buried", "released"):
+            await backend.add(0, [self.entry(key, f"{key}-{number}") for number in range(3)])
+        claims = await backend.claim(0, 10, LEASE, LIMITS)
+        self.leases = {lease.key: lease for lease in claims.leases}
+        buried = self.leases["buried"]
+        await backend.close(0, [store.Close(buried, 3, 0, 300_000, LIMITS, LEASE, letters=[store.Letter("bad")])])
+        await backend.retry(0, [store.Retry(self.leases["retry"], 3_600_000, "boo", LIMITS, 3)])
+        await backend.add(0, [self.entry("leased", "leased-new"), self.entry("ready", "r")])
+        await backend.add(0, [self.entry("waiting", f"w{number}", LATER) for number in range(3)])
+        [self.letter] = await backend.letters(0, 0, 10)
+
+    def closing(self) -> store.Close:
+        lease = self.leases["leased"]
+        return store.Close(lease, lease.size, lease.size, 300_000, LIMITS, LEASE)
+
+    def retrying(self) -> store.Retry:
+        lease = self.leases["leased"]
+        return store.Retry(lease, 1_000, "boo", LIMITS, lease.size)
+
+
+VERBS: dict[str, Verb] = {
+    "add": lambda held: held.backend.add(
+        0, [held.entry(key, "x") for key in ("waiting", "ready", "leased", "retry", "new")]
+    ),
+    "claim": lambda held: held.backend.claim(0, 10, LEASE, LIMITS),
+    "open": lambda held: held.backend.open(0, "ready", LEASE, LIMITS),
+    "renew": lambda held: held.backend.renew(0, [held.leases["leased"]], 2 * LEASE),
+    "close": lambda held: held.backend.close(0, [held.closing()]),
+    "retry": lambda held: held.backend.retry(0, [held.retrying()]),
+    "release": lambda held: held.backend.release(0, [held.leases["released"]], True),
+    "schedule": lambda held: held.backend.schedule(4_000_000_000_000),
+    "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
+    "flush": lambda held: held.backend.flush("waiting"),
+    "delete": lambda held: held.backend.delete("waiting"),
+    "remove": lambda held: held.backend.remove("waiting", b"w1", LIMITS),
+    "reschedule": lambda held: held.backend.reschedule("waiting", store.Move(LATER.terms, delay_ms=1)),
+    "replay": lambda held: held.backend.replay(held.letter, NO_GAP.terms, False),
+    "discard": lambda held: held.backend.discard(held.letter),
+    "look": lambda held: held.backend.look("waiting"),
+    "read": lambda held: held.backend.read(0, held.leases["leased"], 0, 10),
+    "counts": lambda held: held.backend.counts(),
+    "letter": lambda held: held.backend.letter(held.letter),
+    "letters": lambda held: held.backend.letters(0, 0, 10),
+    # those of a change of the layout
+    "keep": lambda held: held.backend._call("keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
+    "carry": lambda held: held.backend._call("carry", 0, "1:1:1:0", "delivered", 5),
+    "retire": lambda held: held.backend._call("retire", 0, ""),
+}
+
+STAGES: dict[str, Callable[[bytes], bool]] = {  # by what has moved of a shard: the ends of its keys
+    "nothing": lambda _: False,
+    "the layout": lambda key: key == b"layout",
+    "all but the layout": lambda key: key != b"layout",
+    "the waiting": lambda key: key == b"waiting",
+    "the ready": lambda key: key == b"ready",
+    "the leased": lambda key: key == b"leased",
+    "the dead": lambda key: key == b"dead",
+    "the doorbell": lambda key: key == b"wake",
+    "all sets": lambda key: key in (b"waiting", b"ready", b"leased", b"dead"),
+    "all but the sets": lambda key: key not in (b"waiting", b"ready", b"leased", b"dead"),
+    "logs": lambda key: key.startswith(b"log:"),
+    "open digests": lambda key: key.startswith(b"open:"),
+    "metas": lambda key: key.startswith(b"meta:"),
+    "letters": lambda key: key.startswith((b"letter:", b"remains:")),
+    "everything": lambda _: True,
+}
+
+
+def test_the_verbs_are_all_that_scripts_can_do() -> None:
+    assert VERBS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_afterwards_all_is_there(
+    cluster: Cluster, namespace: str, stage: str
+) -> None:
+    prefix = f"{{{namespace}}}:".encode()
+    source = cluster.primary_of(prefix.decode())
+    move = Move(cluster, key_slot(prefix), source, cluster.another(source))
+    backend = RedisBackend(cluster.url, namespace=namespace, timeout=2)
+    await backend.connect()
+    try:
+        held = Held(backend)
+        await held.fill()
+        with source.client() as client:
+            full = redis_state(client, namespace)
+        move.begin()
+        try:
+            move.carry(*(key for key in move.left() if STAGES[stage](key.removeprefix(prefix))))
+            before = move.contents()
+            for name, verb in VERBS.items():
+                with pytest.raises(BackendUnavailable, match="slots are being moved") as caught:
+                    await verb(held)
+                assert caught.value.stored == "no", name
+            assert move.contents() == before
+        finally:
+            move.end()
+        assert source.ask("CLUSTER", "GETKEYSINSLOT", move.slot, 10) == []
+        with move.target.client() as client:
+            moved = redis_state(client, namespace)
+            assert moved == full
+            check_invariants(moved)
+        kept = await backend.renew(0, [held.leases["leased"], held.leases["released"]], LEASE)
+        assert kept == [True, True]
+        [closed] = await backend.close(0, [held.closing()])
+        assert isinstance(closed, store.Closed)
+        assert closed.status == "closed"
+        leases = (await backend.claim(0, 10, LEASE, LIMITS)).leases
+        assert [lease.key for lease in leases] == ["ready"]
+        assert await backend.flush("retry")
+    finally:
+        await backend.aclose()
+
+
+async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_on_and_nothing_is_lost_or_comes_twice(
+    cluster: Cluster, namespace: str
+) -> None:
+    traffic = Traffic(cluster.url, namespace)
+    shard = 5
+    tag = tag_of(namespace, shard)
+    source = cluster.primary_of(tag)
+    move = Move(cluster, key_slot(tag.encode()), source, cluster.another(source))
+    others = [each for each in range(SHARDS) if each != shard]
+    async with traffic.flowing():
+        move.begin()
+        keys = move.left()
+        for key in keys[: len(keys) // 2]:
+            move.carry(key)
+            refused = len(traffic.refused[shard])
+            await until(lambda refused=refused: len(traffic.refused[shard]) > refused + 1)
+        await traffic.goes_on(others)
+        assert {error.stored for error in traffic.errors([shard])} == {"no"}
+        assert move.left() == keys[len(keys) // 2 :]
+        move.end()
+        ended = time.monotonic()
+        await traffic.goes_on([shard])
+        assert time.monotonic() - ended < SOON
+        await traffic.goes_on()
+    assert traffic.errors(others) == []
+    assert traffic.inbox.twice == set()
+    check_shards(cluster, namespace)
+
+
+# before Valkey 8, the replica of a primary does not know that a slot moves, and is none to go on with
+KNOWING = ["target", *(["source"] if Path(server_binary()).name.startswith("valkey") else [])]
+
+
+@pytest.mark.parametrize("end", KNOWING)
+async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_while_its_slot_moves(
+    fragile: Cluster, namespace: str, end: str
+) -> None:
+    inbox = Inbox()
+    prefix = f"{{{namespace}}}:"
+    source = fragile.primary_of(prefix)
+    move = Move(fragile, key_slot(prefix.encode()), source, fragile.another(source))
+    dying = source if end == "source" else move.target
+    heirs = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == dying.port]
+    async with engine_to(fragile.url, namespace, shards=1) as engine:
+        records = [f"r{number}" for number in range(20)]
+        await engine.add_many([Entry(record, 1, record_id=record) for record in records])
+        move.begin()
+        moved = [key for key in move.left() if not key.endswith((b"layout", b"ready"))]
+        move.carry(*moved)
+        await asyncio.to_thread(lambda: [dying.ask("WAIT", 2, 5000), dying.kill()])
+        await until(lambda: any(node.is_primary for node in heirs))
+        [heir] = [node for node in heirs if node.is_primary]
+        await until(lambda: b"cluster_state:ok" in info(heir))
+        for _ in range(5):
+            result, _ = await outcome(engine.add("new", 1, record_id="new"))
+            assert isinstance(result, BackendUnavailable)
+        move = Move(
+            fragile, move.slot, heir if dying is source else source, heir if dying is not source else move.target
+        )
+        assert len(move.left()) == 2
+        assert move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) == len(moved)
+        fragile.mend()
+        move.begin()
+        move.end()
+        async with engine_to(fragile.url, namespace, shards=1).delivering(inbox):
+            await inbox.got(*records)
+    assert inbox.digests.keys() == set(records)
+    assert inbox.twice == set()
+
+
+# 6. Slots that move at once
+
+
+async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing(
+    cluster: Cluster, namespace: str
+) -> None:
+    traffic = Traffic(cluster.url, namespace)
+    shard = 7
+    tag = tag_of(namespace, shard)
+    slot = key_slot(tag.encode())
+    async with traffic.flowing():
+        for _ in range(2):  # there, and somewhere else
+            source = cluster.primary_of(tag)
+            target = cluster.another(source)
+            if not await asyncio.to_thread(cluster.move_at_once, slot, source, target):
+                move = Move(cluster, slot, source, target)
+                move.begin()
+                move.end()
+            moved = time.monotonic()
+            await traffic.goes_on([shard])
+            assert time.monotonic() - moved < SOON
+        await traffic.goes_on()
+    assert {error.stored for error in traffic.errors()} <= {"no"}
+    assert traffic.errors([each for each in range(SHARDS) if each != shard]) == []
+    assert traffic.inbox.twice == set()
+    check_shards(cluster, namespace)
+
+
+# 7. A cluster that is down
+
+
+def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records if record.name == "aiodigest.outage")
+
+
+async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_and_is_back_soon_after_them(
+    bare: Cluster, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    inbox = Inbox()
+    left, *lost = bare.primaries
+    async with engine_to(bare.url, namespace).delivering(inbox) as engine:
+        await engine.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
+        await inbox.got(*(f"a{key}" for key in KEYS))
+        for node in lost:
+            node.kill()
+        await until(lambda: b"cluster_state:fail" in info(left))
+        results: Sequence[tuple[object, float]] = []
+        for turn in range(2):
+            results = await asyncio.gather(*(outcome(engine.add(key, 2, record_id=f"b{turn}{key}")) for key in KEYS))
+            for result, took in results:
+                assert isinstance(result, BackendUnavailable)
+                assert result.stored == "no"
+                assert took < 2 + SLACK
+        assert any("cluster is down" in str(result) for result, _ in results)
+        await until(lambda: told(caplog, "is unavailable") == 1)
+        bare.mend()
+        back = time.monotonic()
+        await engine.add_many([Entry(key, 3, record_id=f"c{key}") for key in KEYS])
+        await inbox.got(*(f"c{key}" for key in KEYS))
+        assert time.monotonic() - back < SOON
+        await until(lambda: told(caplog, "is available again") == 1)
+    assert told(caplog, "is unavailable") == 1
+    assert not any(record.startswith("b") for record in inbox.digests)
+
+
+# 8. An idle worker
+
+
+async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_a_handful_besides(
+    cluster: Cluster, namespace: str
+) -> None:
+    cluster.allow("quiet", "~*", "+@all")
+    async with engine_to(cluster.url.replace(USER, "quiet"), namespace).delivering(Inbox()):
+        await until(lambda: sum(each["cmd"] == "xread" for each in connections(cluster, "quiet")) == SHARDS)
+        open_now = connections(cluster, "quiet")
+        blocked = [each for each in open_now if "b" in each["flags"]]
+        assert len(blocked) == SHARDS
+        assert len(open_now) - len(blocked) <= 24  # a few to each primary, left from when all shards began at once
+
+
+async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each_shard(
+    cluster: Cluster, namespace: str
+) -> None:
+    sent: list[tuple[float, str]] = []
+    claim = load_script("claim").sha
+
+    async def watch(node: Node, ready: asyncio.Event) -> None:
+        async with Redis(port=node.port) as client, client.monitor() as monitor:
+            ready.set()
+            async for each in monitor.listen():
+                if each["client_type"] != "lua":
+                    sent.append((each["time"], each["command"]))  # noqa: PERF401 (it never ends)
+
+    def of(shard: int) -> list[tuple[float, str]]:
+        return [(when, command) for when, command in sent if tag_of(namespace, shard) in command]
+
+    def claims(shard: int) -> list[float]:
+        return [when for when, command in of(shard) if claim in command]
+
+    async with engine_to(cluster.url, namespace, lease_timeout=2).delivering(Inbox()) as engine:
+        await engine.add_many([Entry(key, 1) for key in KEYS])
+        ready = [asyncio.Event() for _ in range(3)]
+        watching = [
+            asyncio.create_task(watch(node, is_ready)) for node, is_ready in zip(cluster.primaries, ready, strict=True)
+        ]
+        await asyncio.gather(*(each.wait() for each in ready))
+        await until(lambda: all(len(claims(shard)) > 4 for shard in range(SHARDS)))
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
+    for shard in range(SHARDS):
+        first, last = claims(shard)[1], claims(shard)[4]  # a lease, after the deliveries have ended
+        assert last - first > 1.5
+        assert sum(first <= when < last for when, _ in of(shard)) <= 8
+    assert len(sent) == sum(len(of(shard)) for shard in range(SHARDS))
+
+
+# 9. Workers that share shards
+
+
+async def test_digests_of_other_shards_are_not_held_back_behind_a_backlog_by_workers_with_few_slots(
+    cluster: Cluster, namespace: str
+) -> None:
+    busy, backlog = 3, 240
+    inbox = Inbox()
+
+    async def deliver(digest: Digest[int]) -> None:
+        await asyncio.sleep(0.01)  # what a callback takes
+        await inbox(digest)
+
+    keys = [key for key in (f"t{number}" for number in range(8 * backlog)) if crc32(key.encode()) % 8 == busy]
+    options: dict[str, Any] = {"shards": 8, "concurrency": 4}
+    async with engine_to(cluster.url, namespace, shards=8) as producer:
+        await producer.add_many([Entry(key, 1, record_id=key) for key in keys])
+        first, second = (engine_to(cluster.url, namespace, **options) for _ in range(2))
+        async with first.delivering(deliver), second.delivering(deliver):
+            others = [key for key in (f"o{number}" for number in range(64)) if crc32(key.encode()) % 8 != busy]
+            await until(lambda: len(inbox.order) > 8)
+            await producer.add_many([Entry(key, 1, record_id=key) for key in others])
+            began = len(inbox.order)
+            await inbox.got(*others, *keys)
+    meanwhile = max(inbox.order.index(key) for key in others) - began
+    assert meanwhile < len(others) * 3  # so every third delivery at least was one of theirs
+    assert len(inbox.order) == len(set(inbox.order)) == len(keys) + len(others)
+
+
+async def test_workers_may_divide_the_shards_among_them(cluster: Cluster, namespace: str) -> None:
+    low, high = Inbox(), Inbox()
+    first, second = (engine_to(cluster.url, namespace) for _ in range(2))
+    keys = [f"t{number}" for number in range(200)]
+    below = {key for key in keys if crc32(key.encode()) % SHARDS < 8}
+    async with first.delivering(low, shards=range(8)):
+        await first.add_many([Entry(key, 1, record_id=key) for key in keys])
+        await low.got(*below)
+        async with second.delivering(high, shards=range(8, 16)):
+            await high.got(*(set(keys) - below))
+            await second.add_many([Entry(key, 2, record_id=f"again-{key}") for key in keys])
+            await low.got(*(f"again-{key}" for key in below))
+            await high.got(*(f"again-{key}" for key in set(keys) - below))
+    assert set(low.order) == below
+    assert set(high.order) == set(keys) - below
+
+
+# A network that fails
+
+
+async def test_a_primary_behind_a_black_hole_holds_up_no_other_and_no_call_for_longer_than_its_timeout(
+    cluster: Cluster, namespace: str
+) -> None:
+    timeout = 2.0
+    inbox = Inbox()
+    node = cluster.primaries[1]
+    lost = shards_of(cluster, namespace, node)
+    async with relayed(cluster) as (given, relays):
+        engine = engine_to(given, namespace, timeout=timeout)
+        async with engine.delivering(inbox):
+            await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
+            await inbox.got(*KEYS)
+            await until(lambda: not any(is_leased(cluster, namespace, shard) for shard in lost))
+            relays[node.port].swallow()
+            for turn in range(2):
+                outcomes = await asyncio.gather(
+                    *(outcome(engine.add(key, 1, record_id=f"a{turn}{key}")) for key in KEYS)
+                )
+                for shard, (result, took) in enumerate(outcomes):
+                    assert isinstance(result, BackendUnavailable) == (shard in lost), result
+                    assert took < (timeout + SLACK if shard in lost else timeout / 2), (shard in lost, took)
+                alive = [f"a{turn}{KEYS[shard]}" for shard in range(SHARDS) if shard not in lost]
+                await inbox.got(*alive, within=timeout)
+            relays[node.port].mode = "pass"
+            back = time.monotonic()
+            while isinstance((await outcome(engine.add(KEYS[lost[0]], 1, record_id="back")))[0], BackendUnavailable):
+                assert time.monotonic() - back < timeout + SOON
+            await inbox.got("back")
+            assert time.monotonic() - back < timeout + SOON
