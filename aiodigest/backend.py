@@ -181,6 +181,11 @@ class Backend(Protocol):
         """How many schedules there are; known once connected. There may be more of them later, never fewer."""
         ...
 
+    @property
+    def takers(self) -> int:
+        """How many of the shards take adds."""
+        return self.shards
+
     def number_of(self, shard: int) -> int | None:
         """A shard's number in the namespace's layout; None: that has changed, and the shard is being drained."""
         return shard

@@ -15,9 +15,10 @@ from redis.crc import key_slot
 from aiodigest.connection import Link, Moved
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.layout import SLOTS
+from aiodigest.outage import retrieve
 from aiodigest.scripts import Argument
 from aiodigest.target import Target
-from aiodigest.transport import Address
+from aiodigest.transport import Address, place
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class ClusterLink:
         self.target = target
         self._timeout = timeout
         self._links: dict[Address, Link] = {}
+        self._former: set[Link] = set()  # to primaries that are none any more, on which calls may be under way
         self._slots: list[Address | None] = [None] * SLOTS
         self._known = list(target.nodes)  # who was asked last comes last
         self._suspects: set[Address] = set()
@@ -47,7 +49,7 @@ class ClusterLink:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
-        for link in self._links.values():
+        for link in [*self._links.values(), *self._former]:
             await link.close()
 
     async def run(
@@ -109,6 +111,7 @@ class ClusterLink:
             return address
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(retrieve)
         asking = self._asking
         await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
         if not asking.done() or asking.cancelled():
@@ -130,8 +133,10 @@ class ClusterLink:
             until = asyncio.get_running_loop().time() + share
             try:
                 reply = await self._link(node).command("", "CLUSTER", "SLOTS", until=until)
-                await self._learn(node, cast("list[list[object]]", reply))
-                return
+                if reply:
+                    await self._learn(node, cast("list[list[object]]", reply))
+                    return
+                problems.append(f"{place(*node)} knows of no slots")
             except ConfigurationError as error:
                 refusals += 1
                 problems.append(str(error))
@@ -156,7 +161,9 @@ class ClusterLink:
         self._suspects.clear()
         primaries = set(slots)
         for address in [address for address in self._links if address not in primaries]:
-            await self._links.pop(address).close()
+            link = self._links.pop(address)
+            self._former = {former for former in self._former if former.is_busy} | {link}
+            await link.retire()
 
     def _seen(self, address: Address) -> Address:
         """Where a node is from here, if it knows itself under another address."""

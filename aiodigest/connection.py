@@ -49,6 +49,8 @@ class Link:
         self._idle: list[Wire] = []
         self._busy: set[Wire] = set()
         self._ears: dict[str, Wire] = {}
+        self._listening: set[Wire] = set()
+        self._retired = False  # its server is no primary any more
         self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
 
     def _open(self) -> asyncio.Semaphore:
@@ -62,6 +64,18 @@ class Link:
         self._room = None
         await self.hang_up()
         for wire in list(self._busy):
+            await drop(wire)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are under way."""
+        return bool(self._busy)
+
+    async def retire(self) -> None:
+        """Close what no call is under way on; those that are have their answers first, within their time."""
+        self._retired = True
+        await self.hang_up()
+        for wire in list(self._listening):
             await drop(wire)
 
     async def run(
@@ -196,7 +210,7 @@ class Link:
     async def _put(self, wire: Wire) -> None:
         """Keep a connection for the next call, if there may be one."""
         self._busy.discard(wire)
-        if self._room is not None and wire.is_connected:
+        if self._room is not None and not self._retired and wire.is_connected:
             self._idle.append(wire)
         else:
             await drop(wire)
@@ -211,6 +225,7 @@ class Link:
         try:
             wire = await self._ear(stream)
             command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
+            self._listening.add(wire)
             try:
                 self._open()
                 async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
@@ -218,10 +233,13 @@ class Link:
             except BaseException:
                 await self._discard(wire)
                 raise
+            finally:
+                self._listening.discard(wire)
         except (exceptions.RedisError, OSError) as error:
             raise self._explained(error) from error
         self._busy.discard(wire)
-        if self._room is None or self._ears.setdefault(stream, wire) is not wire:  # another listened, too
+        over = self._room is None or self._retired
+        if over or self._ears.setdefault(stream, wire) is not wire:  # another listened, too
             await drop(wire)
         return reply[0][1][0][0].decode() if reply else last
 
@@ -234,7 +252,10 @@ class Link:
             return await self._connected()
 
     async def check_version(self, key: str) -> None:
-        """Refuse a server that is too old, or one of a cluster's as the only one; who may not ask takes it as it is."""
+        """Refuse a server that is too old, and a node of a cluster given as a single server.
+
+        Where the user may not ask, nothing is checked.
+        """
         try:
             info = await self.command(key, "INFO", "server")
         except ConfigurationError:
@@ -249,8 +270,9 @@ class Link:
 
 
 def wrote(reply: object) -> bool:
-    """Whether the answer of a script has the number of an item that was stored, and not only texts of errors."""
-    return isinstance(reply, list) and any(isinstance(status, int) for status in cast("list[object]", reply))
+    """Whether a script's answer is a number, or has that of an item that was stored, and not only texts of errors."""
+    statuses = cast("list[object]", reply) if isinstance(reply, list) else [reply]
+    return any(isinstance(status, int) for status in statuses)
 
 
 async def converse(wire: Wire, command: Sequence[Argument], source: str = "") -> object:

@@ -207,6 +207,8 @@ class DigestEngine(Management[T]):
         if chosen is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
         require(callable(chosen), "the callback", "an async function", chosen)
+        numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
+        require(numbers, "shards", "a range or a set of numbers", shards)
         await self._enter(chosen, shards)
         try:
             yield self

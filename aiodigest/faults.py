@@ -44,7 +44,7 @@ CODES: Sequence[tuple[type[Exception], str]] = (
     (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
 )
 CLUSTERED = {"MOVED", "CROSSSLOT"}
-MOVING = "access a non local key"  # what prelude.lua looks for first; Redis and Valkey begin the sentence differently
+MOVING = "access a non local key"  # so is the first read of prelude.lua refused; Redis and Valkey begin differently
 
 
 def code_of(error: Exception | str) -> str:

@@ -61,8 +61,10 @@ class Lane:
         self.holds: dict[Hold, None] = {}  # a set, in the order of the claims
         self.closes = Coalescer[Close, Closed](close, timeout)
         self.retries = Coalescer[Retry, bool](retry, timeout)
+        self.chores: list[asyncio.Task[None]] = []
         self.listener: asyncio.Task[str | None] | None = None
         self.retired = False  # the shard is no more
+        self.failing = False  # the last claim failed: the next one is for a single digest
         self.failures = 0  # calls that failed
         self.forgiven = 0  # how many had, when the renewal was sent that was answered last
         self.deaf = 0  # how often in a row the doorbell could not be heard
@@ -75,8 +77,11 @@ class Lane:
 
     @property
     def busy(self) -> int:
-        """How many slots it takes. While its store does not answer, what only waits to be reported takes none of them:
-        or one shard's outage would end the deliveries of all."""
+        """How many slots it takes.
+
+        While its store does not answer, what only waits to be reported takes none, so that one shard's outage does not
+        end the deliveries of all.
+        """
         if not self.away:
             return len(self.holds)
         return sum(hold.stage != "reporting" for hold in self.holds)
@@ -87,9 +92,15 @@ class Lane:
         self._outage.failed(error, call)
         self._changed.set()  # what waits to be reported leaves its slots to others
 
+    def end(self) -> None:
+        """Send and renew nothing more."""
+        for chore in self.chores:
+            chore.cancel()
+
     def retire(self, end: Retired) -> None:
         """End it: its shard is no more."""
-        logger.info("%s", end)
+        if not self.retired:
+            logger.info("%s", end)
         self.retired = True
         self._outage.answered(self.claiming)
         self._outage.answered(self.leasing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import count
 
 from aiodigest.errors import ConfigurationError
 
@@ -41,10 +42,9 @@ class Layout:
 
         eighth = SLOTS / self.shards / 8
         low, high = int(eighth * (8 * number + 3)), int(eighth * (8 * number + 5))
-        salt = 0
-        while not low <= key_slot(f"{name}:{number}:{salt}".encode()) < high:
-            salt += 1
-        return f"{name}:{number}:{salt}"
+        return next(
+            tag for tag in (f"{name}:{number}:{salt}" for salt in count()) if low <= key_slot(tag.encode()) < high
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 from aiodigest.faults import DEMOTED, code_of, explain
 from aiodigest.layout import MAX_SHARDS, Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
-from aiodigest.scripts import COMMANDS, Argument, text
+from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
 from aiodigest.target import Source, find_target
 
 RETIRED = "retired"  # the version of a shard that was drained and is no more
@@ -70,6 +70,7 @@ class Namespace:
         self._current = Layout(shards or 1)
         self._drained: list[Layout] = []
         self._homes = [Home(self._current, number) for number in range(shards or 0)]
+        self._first = {self._current: 0} if shards else dict[Layout, int]()  # shard of each layout
         self._now = now
         self._nonce = nonce
         self._tags: dict[Home, str] = {}
@@ -99,6 +100,10 @@ class Namespace:
             raise ConfigurationError("how many shards there are is known once the backend is connected")
         return len(self._homes)
 
+    @property
+    def takers(self) -> int:
+        return self._current.shards
+
     def shard_of(self, key: str) -> int:
         return self._home(self._current) + crc32(key.encode()) % self._current.shards
 
@@ -108,7 +113,7 @@ class Namespace:
 
     def _home(self, layout: Layout) -> int:
         """The first shard of a layout."""
-        return self._homes.index(Home(layout, 0))
+        return self._first[layout]
 
     def _homes_of(self, key: str) -> list[int]:
         """The shards in which a timeline may be, the one that takes its adds first."""
@@ -135,7 +140,7 @@ class Namespace:
             await self._look_up(link)
             if self._replicas:
                 await self._check_wait(link)
-            self._denied = await self._missing(link)
+            self._denied = await self._ask_permits(link)
             self._known = True  # not before all is known: a call looks again until then
         except BackendUnavailable:
             raise  # stays open: the next call looks again
@@ -149,7 +154,10 @@ class Namespace:
         reply = await link.command(self._root, "HMGET", self._root, "current", "version", "drains")
         current, version, drains = [text(name) if name else "" for name in cast("list[bytes | None]", reply)]
         stored = current or version
-        layout = read_layout(stored, self.namespace) if stored else Layout(self._wanted or 1)
+        if stored:
+            layout = read_layout(stored, self.namespace)
+        else:  # a new namespace, or a server that was emptied
+            layout = self._current if self._known else Layout(self._wanted or 1)
         fixed = not self._known or layout.epoch == self._current.epoch  # else it was changed while this ran
         if fixed and self._wanted not in (None, layout.shards):
             raise ConfigurationError(
@@ -161,8 +169,10 @@ class Namespace:
         drained = [read_layout(drains, self.namespace)] if drains else []
         if not self._known:
             self._homes.clear()
-        for each in (layout, *drained):
-            if Home(each, 0) not in self._homes:
+            self._first.clear()
+        for each in (*drained, layout):  # in this order, whoever looks through all misses no letter that moves
+            if each not in self._first:
+                self._first[each] = len(self._homes)
                 self._homes += [Home(each, number) for number in range(each.shards)]
         self._current, self._drained = layout, drained
 
@@ -175,7 +185,7 @@ class Namespace:
         except AiodigestError:
             pass  # a replica has no WAIT, and is told from a primary by the first write
 
-    async def _missing(self, link: AnyLink) -> frozenset[str]:
+    async def _ask_permits(self, link: AnyLink) -> frozenset[str]:
         """The commands of scripts that the user may not run."""
         asked = sorted(frozenset[str]().union(*COMMANDS.values()))
         down: BackendUnavailable | None = None
@@ -194,7 +204,7 @@ class Namespace:
         """Refuse a script in which a command would be refused, before it does anything."""
         needed = COMMANDS.get(name, frozenset())
         if needed & self._denied:
-            self._denied = await self._missing(link)  # its rule may have been mended
+            self._denied = await self._ask_permits(link)  # its rule may have been mended
             if missing := needed & self._denied:
                 commands = " ".join(f"+{command.lower()}" for command in sorted(missing))
                 raise ConfigurationError(f"{self.url} refuses access: to {name}, its user needs {commands} too")
@@ -228,9 +238,12 @@ class Namespace:
         link = await self._connected()
         await self._permit(link, name)
         key, now = self._key(shard, "layout"), self._time() if now is None else now
-        replicas = self._replicas if name == "add" else 0
+        replicas = self._replicas if name in REPLICATED else 0
         for _ in range(3):
             layout = self._homes[shard].layout
+            if layout.epoch > self._current.epoch:  # an old answer came after a newer one
+                await self._look_up(link)
+                continue
             draining = layout in self._drained
             if layout != self._current and (name == "add" or settled or not draining):
                 raise Retired(f"shard {shard} of namespace {self.namespace!r} has moved")

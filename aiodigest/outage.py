@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from typing import Any
 
 from aiodigest.backoff import DecorrelatedJitter
 from aiodigest.errors import AiodigestError
@@ -49,6 +50,12 @@ class Outage:
     async def pause(self, call: str = "") -> None:
         """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""
         await elapse(self._answered[call], BACKOFF(self._tries.get(call, 0)))
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at how a task ended, although everybody who waited for it may have given up."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def elapse(event: asyncio.Event, timeout: float | None) -> bool:

@@ -41,7 +41,8 @@ class Relocation(Namespace):
             return False
         old, new = self._current, Layout(shards, self._current.epoch + 1)
         await link.run("layout", self._root, ["current", old.version], repeat=True)  # if it is new
-        begun = await link.run("reshard", self._root, [old.version, new.version], repeat=True)
+        change = [old.version, new.version]
+        begun = await link.run("reshard", self._root, change, repeat=True, replicas=self._replicas)
         await self._look_up(link)
         if begun != 1 and self._current != new:
             raise InvalidState(f"the layout of namespace {self.namespace!r} was changed by another at this moment")
@@ -86,23 +87,28 @@ class Relocation(Namespace):
             pass
         return Counter()
 
-    async def _move(self, shard: int, letter_id: str, *, always: bool = True) -> None:
-        """Give a dead letter to the shard in which its timeline is now."""
+    async def _move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
+        """Give a dead letter to the shard in which its timeline is now.
+
+        The id of a letter whose facts have ended is dropped too, or whoever moves all of them would meet it for ever.
+        """
         start, found = 0, False
         while reply := await self._call("letter", shard, letter_id, start):
             found = True
             *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
             end = start + len(page)
             target = self.shard_of(text(facts[0]))
-            await self._call("keep", target, letter_id, *facts, start, int(end >= size), *page)
+            if not await self._call("keep", target, letter_id, *facts, start, int(end >= size), *page):
+                start = 0
+                continue
             if end >= size or not page:
                 break
             start = end
-        if found or always:
+        if found or forget_missing:
             await self._call("discard", shard, letter_id)
 
     async def _bring(self, letter_id: str) -> None:
         """Move a dead letter if it is still in an old shard."""
         for shard in self._live(*self._drained):
             with suppress(Retired):
-                await self._move(shard, letter_id, always=False)
+                await self._move(shard, letter_id, forget_missing=False)

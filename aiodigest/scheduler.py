@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, TypeAlias
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
-from aiodigest.backoff import BackoffMode, ConsumerBackoff
+from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.lane import Hold, Lane
 from aiodigest.models import Delivery
 from aiodigest.outage import BACKOFF, Outage, elapse
 from aiodigest.policy import Limits, milliseconds
+from aiodigest.slots import Slots
 
 logger = logging.getLogger(__name__)
-
-BRIEF = 0.25  # seconds: a claim that takes longer keeps no slots from other shards, since it may hang
-CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
 
 Observer: TypeAlias = Callable[[Delivery], None]
 
@@ -52,8 +48,6 @@ class Scheduler:
         self._backend = backend
         self._dispatcher = dispatcher
         self._limits = limits
-        self._backoff = ConsumerBackoff(backoff_mode)
-        self._concurrency = concurrency
         self._lease_timeout = lease_timeout
         self._lease_ms = milliseconds(lease_timeout)
         self._drain_timeout = drain_timeout
@@ -65,20 +59,16 @@ class Scheduler:
         self._seen = 0  # shards of which it is known whether they are served
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
-        self._chores: list[asyncio.Task[None]] = []
-        self._claims: dict[Lane, tuple[int, float]] = {}  # on their way: how many digests they may bring, since when
-        self._turn = asyncio.Lock()
-        self._gate = asyncio.Semaphore(concurrency)  # more leases than slots, if a slow claim brings some after all
-        self._paused_until = 0.0
-        self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._slots = Slots(self._lanes, concurrency, backoff_mode, self._stopping)
         self._hurry = asyncio.Event()
+        self._idle = False  # there is no shard to serve, and it has been said
         self._ended = False
 
     def stop(self, at_once: bool = False) -> None:
         """Claim nothing more, and let ``run`` end; ``at_once``: without waiting for what is under way."""
         self._stopping.set()
-        self._changed.set()
+        self._slots.changed.set()
         if at_once:
             self._hurry.set()
         for lane in self._lanes.values():
@@ -101,8 +91,8 @@ class Scheduler:
                     else:
                         await self._look_for_shards()
                 await self._drain()
-                for chore in self._chores:
-                    chore.cancel()
+                for lane in self._lanes.values():
+                    lane.end()
         finally:
             self._ended = True
             for lane in self._lanes.values():
@@ -115,10 +105,17 @@ class Scheduler:
 
     async def _look_for_shards(self) -> None:
         """Learn of a change of the layout while there is no shard to serve, whose loop would."""
+        if not self._idle:
+            logger.error("none of the chosen shards is there: nothing is delivered")
+        self._idle = True
         await elapse(self._stopping, self._lease_timeout / 3)
         if not self._stopping.is_set():
-            with suppress(AiodigestError):
+            try:
                 await self._backend.connect()
+            except Exception as error:
+                self._outage.failed(error)
+            else:
+                self._outage.answered()
             self._serve()
 
     def _serve(self) -> None:
@@ -130,19 +127,18 @@ class Scheduler:
             self._seen += 1
             if self._numbers is None or number is None or number in self._numbers:  # what is drained is everybody's
                 lane = self._lanes[shard] = Lane(
-                    shard, self._backend, self._outage, self._changed, self._timeout, self._lease_timeout
+                    shard, self._backend, self._outage, self._slots.changed, self._timeout, self._lease_timeout
                 )
                 chores = lane.closes.run(), lane.retries.run(), lane.keep()
-                self._chores += [self._group.create_task(chore) for chore in chores]
+                lane.chores = [self._group.create_task(chore) for chore in chores]
+                self._idle = False
                 self._loops.append(self._group.create_task(self._loop(lane)))
-        if not self._lanes:
-            logger.error("none of the chosen shards is among the %d that there are: nothing is delivered", self._seen)
 
     # Claiming
 
     async def _loop(self, lane: Lane) -> None:
         try:
-            while slots := await self._slots():
+            while slots := await self._slots.free(lane):
                 lane.woken.clear()
                 claims = await self._claim(lane, slots)
                 if claims is None:
@@ -152,55 +148,30 @@ class Scheduler:
                     await self._sleep(lane, claims)
         except Retired as end:
             lane.retire(end)
+            if not lane.holds:
+                lane.end()
+                del self._lanes[lane.shard]
             self._serve()  # others have its timelines
         finally:
             await self._hang_up(lane)
 
-    async def _slots(self) -> int:
-        """Wait for free slots; 0 when there will be none, since this worker stops.
-
-        The shards take turns, in the order in which they began to wait: a claim of many digests costs little more than
-        one of a few, so they do not share what is free among them.
-        """
-        async with self._turn:
-            return await self._free_slots()
-
-    async def _free_slots(self) -> int:
-        loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
-            self._changed.clear()
-            now = loop.time()
-            rest = max(self._paused_until, self._backoff.resumes_at or 0.0) - now
-            allowed = self._backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
-            # while one delivery at a time is let through, each counts
-            brief = BRIEF if allowed >= self._concurrency else inf
-            promised = sum(digests for digests, since in self._claims.values() if now < since + brief)
-            busy = sum(lane.busy for lane in self._lanes.values())
-            free = min(allowed, self._concurrency) - promised - busy
-            if free > 0:
-                return min(free, CLAIM)
-            await elapse(self._changed, rest if rest > 0 else BRIEF if promised else None)
-        return 0
-
     async def _claim(self, lane: Lane, slots: int) -> Claims | None:
         loop = asyncio.get_running_loop()
         sent = loop.time()
-        self._claims[lane] = slots, sent
         try:
-            if lane.holds and lane.away:  # else this claim might recover what this worker holds
-                await lane.renew()
-                return Claims(wait_ms=0)  # much may have happened meanwhile: count the free slots anew
-            claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
+            with self._slots.promise(lane, slots):
+                if lane.holds and lane.away:  # else this claim might recover what this worker holds
+                    await lane.renew()
+                    return Claims(wait_ms=0)  # much may have happened meanwhile: count the free slots anew
+                claims = await self._backend.claim(lane.shard, slots, self._lease_ms, self._limits)
         except Retired:
             raise
         except Exception as error:
             lane.failed(error, lane.claiming)
+            lane.failing = True
             return None
-        finally:
-            del self._claims[lane]
-            self._changed.set()  # another shard may wait for the slots that this one did not need
         self._outage.answered(lane.claiming)
-        lane.marked = sent
+        lane.marked, lane.failing = sent, False
         self._serve()
         for key, reason in claims.broken:
             logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
@@ -255,7 +226,7 @@ class Scheduler:
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
         try:
             while not self._stopping.is_set():
-                async with self._gate:
+                async with self._slots.gate:
                     attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
                     if self._stopping.is_set():
                         break
@@ -282,7 +253,7 @@ class Scheduler:
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
         del lane.holds[hold]
-        self._changed.set()
+        self._slots.changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
         """The entries of the digest, or of its next part; what did not fit into the claim is paged."""
@@ -308,14 +279,14 @@ class Scheduler:
         outcome = await self._dispatcher.deliver(attempt)
         hold.stage = "reporting"
         if lane.away:
-            self._changed.set()
+            self._slots.changed.set()
         ended = loop.time()
         if outcome.success is True:
-            self._backoff.succeeded(lease.key, ended, started=started)
+            self._slots.backoff.succeeded(lease.key, ended, started=started)
         elif outcome.success is False:
-            self._backoff.failed(lease.key, ended, started=started)
+            self._slots.backoff.failed(lease.key, ended, started=started)
         if outcome.pause:
-            self._paused_until = max(self._paused_until, ended + outcome.pause)
+            self._slots.paused_until = max(self._slots.paused_until, ended + outcome.pause)
         late, took = max(0.0, started - hold.due), ended - started
         facts = (lease.key, lease.digest_id, lease.attempt, outcome.result, outcome.records, late, took)
         return outcome, Delivery(*facts)

@@ -30,6 +30,7 @@ SHARED: Mapping[str, Sequence[str]] = {
 }
 # what begins a namespace; the others find an empty one where there is none
 CREATES = {"add", "claim", "renew", "keep", "carry"}
+REPLICATED = {"add", "keep", "carry"}  # waited for by `wait_replicas`: what must not be forgotten once it was answered
 # What each script may call: if the user may not, it is not begun. A refusal that is met half-way leaves it half done.
 SCHEDULES = "ZADD ZCARD ZRANGE ZREM"
 SAVES = "HDEL HSET PEXPIRE"

@@ -15,7 +15,7 @@ from anyio import CancelScope
 from aiodigest.backend import Add, Backend, Retired
 from aiodigest.coalesce import LEFT, Coalescer, batches
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.outage import BACKOFF, Outage, elapse
+from aiodigest.outage import BACKOFF, Outage, elapse, retrieve
 
 if TYPE_CHECKING:
     from aiodigest.scheduler import Scheduler
@@ -85,7 +85,7 @@ class Session:
             raise BackendUnavailable("the engine was left before it was connected")
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
-            self._connecting.add_done_callback(_retrieve)
+            self._connecting.add_done_callback(retrieve)
         connecting = self._connecting
         await asyncio.wait([connecting], timeout=self._timeout)
         if not connecting.done():
@@ -102,13 +102,13 @@ class Session:
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
         """A timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
         shard = backend.shard_of(key)
-        return shard, 0 if backend.shards > 1 else crc32(key.encode()) % CALLS
+        return shard, 0 if backend.takers > 1 else crc32(key.encode()) % CALLS
 
     def _new_coalescer(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
         if self._stopping.is_set():
             raise BackendUnavailable(LEFT)
-        queues = CALLS if backend.shards == 1 else 1  # several shards have several calls as it is
-        coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.shards)
+        queues = CALLS if backend.takers == 1 else 1  # several shards have several calls as it is
+        coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.takers)
         self._chores.append(self._group.create_task(coalescer.run()))
         self._adds[shard] = coalescer
         return coalescer
@@ -122,8 +122,8 @@ class Session:
 
     @property
     def breadth(self) -> int:
-        """How many times as many adds as for one shard are enough for full calls; 4 at the most."""
-        return 1 if self._backend is None else min(self._backend.shards, 4)
+        """By how much larger a slice of ``add_many`` fills the calls of all shards; 4 at the most."""
+        return 1 if self._backend is None else min(self._backend.takers, 4)
 
     async def add(self, add: Add) -> bool:
         """Send an add with the others of this turn; True if it made its timeline ready."""
@@ -245,9 +245,3 @@ class Session:
     def _ended(self, main: asyncio.Task[None]) -> None:
         if not main.cancelled() and main.exception() is not None:
             logger.critical("a fault of aiodigest has ended its background task", exc_info=main.exception())
-
-
-def _retrieve(connecting: asyncio.Task[Backend]) -> None:
-    """Look at how connecting ended, although everybody who waited for it may have given up."""
-    if not connecting.cancelled():
-        connecting.exception()

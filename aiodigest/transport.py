@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from ssl import SSLContext
 from typing import Any, Protocol, TypeAlias, cast
 
 import hiredis
@@ -13,6 +15,9 @@ from aiodigest.errors import ConfigurationError
 from aiodigest.scripts import Argument
 
 Address: TypeAlias = tuple[str, int]
+
+MANY = 16  # sets of certificates
+_contexts: dict[object, SSLContext] = {}
 
 TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_ciphers", "ssl_min_version")
 
@@ -42,16 +47,34 @@ async def drop(wire: Wire) -> None:
 
 
 def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
-    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that."""
+    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that.
+
+    Reading certificates takes a tenth of a second, in which nothing else is done: connections share what came of it,
+    for as long as the files are the same.
+    """
     wire = make(**settings)
     context = getattr(wire, "ssl_context", None)
     try:
         if context is not None:
-            context.get()  # redis-py keeps it for connecting
+            tls = {name: value for name, value in settings.items() if name.startswith("ssl_")}
+            facts = (make, *sorted((name, repr(value), _changed_at(value)) for name, value in tls.items()))
+            if facts not in _contexts:
+                if len(_contexts) >= MANY:
+                    _contexts.clear()
+                _contexts[facts] = context.get()
+            context.context = _contexts[facts]  # which redis-py keeps for connecting
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
         raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
     return wire
+
+
+def _changed_at(path: object) -> int:
+    """When a file was changed last; 0 for what is none."""
+    try:
+        return os.stat(path).st_mtime_ns if isinstance(path, str) and os.sep in path else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def place(host: object, port: object) -> str:

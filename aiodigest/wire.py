@@ -15,8 +15,8 @@ from aiodigest.errors import CodecError
 VERSION = 1
 UNSTAMPED = 0x10  # the server fills in the time of arrival
 HEADER = struct.Struct(">BqH")
-SIZE = HEADER.size
-_unpack_header = HEADER.unpack_from
+HEADER_SIZE = HEADER.size
+_unpack_header = HEADER.unpack_from  # looked up once, and not for each record
 
 
 class RawRecord(NamedTuple):
@@ -43,11 +43,11 @@ def stamp(entry: bytes, now_ms: int) -> bytes:
 
 def unpack(entry: bytes) -> RawRecord:
     """Take an entry apart; ``CodecError`` if another version of aiodigest, or another program, wrote it."""
-    if len(entry) >= SIZE:
+    if len(entry) >= HEADER_SIZE:
         flags, timestamp, length = _unpack_header(entry)
-        end = SIZE + length
+        end = HEADER_SIZE + length
         if flags & 0x0F == VERSION and len(entry) >= end:
-            return RawRecord(timestamp, entry[SIZE:end], entry[end:])
+            return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[end:])
     raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
 
 

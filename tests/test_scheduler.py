@@ -38,7 +38,7 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease, Retired
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
-from aiodigest.scheduler import CLAIM
+from aiodigest.slots import CLAIM
 
 LEASE = 60.0
 MINUTE = 60.0

@@ -9,6 +9,7 @@
 -- ARGV[9]  number of its first record here, from 0
 -- ARGV[10] 1 if these are its last
 -- then     records
+-- Returns  1, or 0 if the records before these are not here (a failover may forget them): it must be begun again
 
 local moved = tag .. 'moved:' .. ARGV[3]
 if call('EXISTS', moved) > 0 then
@@ -17,6 +18,9 @@ end
 local letter, remains = tag .. 'letter:' .. ARGV[3], tag .. 'remains:' .. ARGV[3]
 local buried = tonumber(ARGV[6])
 local there, start = call('LLEN', remains), tonumber(ARGV[9])
+if there < start then
+  return 0 -- what came before is gone
+end
 for index = 11 + math.max(0, there - start), #ARGV do
   call('RPUSH', remains, ARGV[index])
 end

@@ -1,7 +1,8 @@
--- Shared helpers, put before every script but layout.lua.
+-- Shared helpers, put before every script of timelines (SHARED in scripts.py).
 --
 -- KEYS[1]  the shard's layout, "{tag}:layout"; every other key is made from its tag, so that all are in one slot
--- ARGV[1]  the version of the layout that the caller knows, "SCHEMA:SHARDS:EPOCH"
+-- ARGV[1]  the version of the layout that the caller knows, "SCHEMA:SHARDS:EPOCH", and ":draining" after it if
+--          another one takes the adds
 -- ARGV[2]  now in milliseconds, or '' for the server's clock
 --
 -- Where the layout is another one, a script does nothing and answers the error "LAYOUT" with what is stored. Where there

@@ -20,7 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("aiodigest", "tests", "examples", "docs", "pyproject.toml", "README.md")
-SIMULATED = ("coalesce.py", "dispatch.py", "engine.py", "lane.py", "outage.py", "scheduler.py", "session.py")
+SIMULATED = (
+    "coalesce.py",
+    "dispatch.py",
+    "engine.py",
+    "lane.py",
+    "outage.py",
+    "scheduler.py",
+    "session.py",
+    "slots.py",
+)
 SEEDS = int(os.environ.get("AIODIGEST_TEST_SEEDS", "1000"))
 TIME_LIMIT = 60  # seconds a test: one that hangs shows nothing, and should have a deadline of its own
 

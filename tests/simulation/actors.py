@@ -144,7 +144,7 @@ class Actor:
 
     def _backs_off(self) -> bool:
         session = self.engine._session
-        return session is not None and session._scheduler is not None and session._scheduler._backoff.level > 0
+        return session is not None and session._scheduler is not None and session._scheduler._slots.backoff.level > 0
 
     def leave(self) -> None:
         """Ask it to leave, as SIGTERM does."""
