@@ -38,7 +38,7 @@ chaos: $(VENV)/.dev
 soak: $(VENV)/.dev
 	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-# all comparisons, some fifteen minutes on a quiet machine; ONLY="adding import" some of them, ROUNDS=9 more often
+# all comparisons, some twenty minutes on a quiet machine; ONLY="adding import" some of them, ROUNDS=9 more often
 bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS))
 

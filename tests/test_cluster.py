@@ -26,10 +26,12 @@ from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
 from aiodigest import backend as store
+from aiodigest.cluster import ClusterLink
 from aiodigest.lane import Lane
 from aiodigest.layout import Layout
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.scripts import COMMANDS, load_script
+from aiodigest.target import find_target
 from aiodigest.wire import pack
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
@@ -353,6 +355,19 @@ async def relayed(cluster: Cluster) -> AsyncGenerator[tuple[Any, dict[int, Relay
             return address[0], ports[address[1]]
 
         yield client_of(*ports.values(), address_remap=remap), relays
+
+
+async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:
+    first, second, *_ = cluster.primaries
+    key = next(f"list-{number}" for number in range(1_000) if cluster.primary_of(f"list-{number}") is first)
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{first.port}"), 5)
+    call = asyncio.create_task(link.command(key, "BLPOP", key, 1))
+    address = "127.0.0.1", first.port
+    await until(lambda: address in link._links and link._links[address].is_busy)
+    await link._learn(address, [[0, 16_383, [b"127.0.0.1", second.port]]])
+    assert address not in link._links
+    assert await call is None
+    await link.close()
 
 
 async def test_a_client_s_remap_of_addresses_is_used_for_every_node(cluster: Cluster, namespace: str) -> None:

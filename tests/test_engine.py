@@ -1327,6 +1327,14 @@ async def test_a_run_that_is_cancelled_drains_and_removes_its_handlers() -> None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("shards", [8, "0-7", b"0"])
+async def test_what_is_no_set_of_shards_is_refused(shards: Any) -> None:
+    engine = engine_on(WatchedBackend())
+    with pytest.raises(InvalidArgument, match="shards must be a range or a set of numbers"):
+        async with engine.delivering(nothing, shards=shards):
+            pass
+
+
 @virtual_time
 async def test_run_ends_when_its_background_task_has_a_fault() -> None:
     inbox, backend = Inbox(), WatchedBackend()

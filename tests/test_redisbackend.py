@@ -427,6 +427,12 @@ def test_each_shard_has_a_tag_in_its_own_part_of_the_slots(shards: int) -> None:
         assert shard == slot * shards // 16_384
 
 
+@pytest.mark.parametrize("name", ["mail", "x", "alerts.eu", "pipe-builds", "a" * 64])
+def test_sixteen_shards_lie_on_three_primaries_as_five_six_and_five(name: str) -> None:
+    slots = [key_slot(Layout(16).tag(name, number).encode()) for number in range(16)]
+    assert [sum(slot * 3 // 16_384 == primary for slot in slots) for primary in range(3)] == [5, 6, 5]
+
+
 async def test_timelines_of_several_shards_are_found_again(server: Server, namespace: str) -> None:
     async with connected(server.url, namespace, shards=3) as backend:
         keys = [f"k{number}" for number in range(30)]
