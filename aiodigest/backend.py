@@ -181,6 +181,15 @@ class Backend(Protocol):
         """How many schedules there are; known once connected. There may be more of them later, never fewer."""
         ...
 
+    def lives(self, shard: int) -> bool:
+        """Whether a shard takes adds, or may still hold something."""
+        return True
+
+    @property
+    def changes(self) -> int:
+        """Another number than before if the shards are others than before."""
+        return self.shards
+
     @property
     def takers(self) -> int:
         """How many of the shards take adds."""

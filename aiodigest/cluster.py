@@ -175,6 +175,10 @@ def slot_of(key: str) -> int:
 
 
 def _address(server: Sequence[object], told_by: Address) -> Address:
-    """The address of a node; one that does not know its own host has the one under which it was asked."""
-    host = cast("bytes | None", server[0])
-    return host.decode() if host and host != b"?" else told_by[0], cast("int", server[1])
+    """The address of a node. One that does not tell its host may tell an address; else it is on the same host."""
+    host, port = cast("bytes | None", server[0]), cast("int", server[1])
+    if host and host != b"?":
+        return host.decode(), port
+    facts = cast("list[bytes]", server[3] if len(server) > 3 else [])
+    beside = dict(zip(facts[::2], facts[1::2], strict=False))
+    return beside.get(b"ip", told_by[0].encode()).decode(), port

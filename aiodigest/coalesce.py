@@ -147,6 +147,11 @@ class Coalescer(Generic[Item, Answer]):
         while pending := [job.answer for job in self._unanswered()]:
             await asyncio.wait(pending)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing in it waits for an answer."""
+        return not self._unanswered()
+
     def _unanswered(self) -> list[Job[Item, Answer]]:
         return [job for queue in self._queues for job in (*queue.flight, *queue.waiting) if not job.answer.done()]
 

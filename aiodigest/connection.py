@@ -148,7 +148,7 @@ class Link:
 
     def _explained(self, error: Exception, stored: Literal["no", "unknown"] = "no") -> Exception:
         if self.target.nodes and isinstance(error, exceptions.MovedError):
-            host = cast("str", error.host) or str(self.target.settings["host"])  # none: where this one is
+            host = cast("str", error.host).strip("?") or str(self.target.settings["host"])  # none: where this one is
             return Moved((host, error.port))
         return explain(error, self.target.url, stored)
 

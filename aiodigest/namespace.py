@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
@@ -16,6 +17,8 @@ from aiodigest.layout import MAX_SHARDS, Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
 from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
 from aiodigest.target import Source, find_target
+
+logger = logging.getLogger(__name__)
 
 RETIRED = "retired"  # the version of a shard that was drained and is no more
 BATCH = 256  # items a call, so that no script is long
@@ -69,6 +72,7 @@ class Namespace:
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
         self._current = Layout(shards or 1)
         self._drained: list[Layout] = []
+        self._changes = 0  # of the layout, that this process has heard of
         self._homes = [Home(self._current, number) for number in range(shards or 0)]
         self._first = {self._current: 0} if shards else dict[Layout, int]()  # shard of each layout
         self._now = now
@@ -99,6 +103,13 @@ class Namespace:
         if not self._homes:
             raise ConfigurationError("how many shards there are is known once the backend is connected")
         return len(self._homes)
+
+    def lives(self, shard: int) -> bool:
+        return self._homes[shard].layout in (self._current, *self._drained)
+
+    @property
+    def changes(self) -> int:
+        return self._changes
 
     @property
     def takers(self) -> int:
@@ -153,7 +164,7 @@ class Namespace:
         """Read which layout takes the adds now, and which one is being drained."""
         reply = await link.command(self._root, "HMGET", self._root, "current", "version", "drains")
         current, version, drains = [text(name) if name else "" for name in cast("list[bytes | None]", reply)]
-        stored = current or version
+        stored = current or ("" if version == RETIRED else version.removesuffix(":draining"))
         if stored:
             layout = read_layout(stored, self.namespace)
         else:  # a new namespace, or a server that was emptied
@@ -174,6 +185,11 @@ class Namespace:
             if each not in self._first:
                 self._first[each] = len(self._homes)
                 self._homes += [Home(each, number) for number in range(each.shards)]
+        if (layout, drained) != (self._current, self._drained):
+            self._changes += 1
+            if self._known and layout != self._current:
+                had, has = self._current.shards, layout.shards
+                logger.info("namespace %r goes over from %d to %d shards", self.namespace, had, has)
         self._current, self._drained = layout, drained
 
     async def _check_wait(self, link: AnyLink) -> None:
@@ -243,6 +259,8 @@ class Namespace:
             layout = self._homes[shard].layout
             if layout.epoch > self._current.epoch:  # an old answer came after a newer one
                 await self._look_up(link)
+                if layout.epoch > self._current.epoch:  # the server was emptied, and the namespace began anew
+                    raise Retired(f"shard {shard} of namespace {self.namespace!r} is gone")
                 continue
             draining = layout in self._drained
             if layout != self._current and (name == "add" or settled or not draining):
@@ -260,10 +278,14 @@ class Namespace:
         if stored == RETIRED:
             await self._look_up(link)  # who has heard nothing of the change learns of it here
             if layout == self._current:
-                raise ConfigurationError(
-                    f"shard {shard} of namespace {self.namespace!r} is retired, and yet its layout takes the adds"
-                )
-            raise Retired(f"shard {shard} of namespace {self.namespace!r} is no more")
+                await link.run("drain", key, [stored, layout.version], repeat=True)
+                return
+            home = self._homes[shard]
+            raise Retired(f"shard {home.number} of the {layout.shards} that {self.namespace!r} had is no more")
+        if layout in self._drained and stored == "none":
+            await self._look_up(link)  # the server may have been emptied: then there is no change any more
+            if layout not in self._drained:
+                return
         if layout in self._drained and stored in (layout.version, "none"):
             await link.run("drain", key, [layout.version, layout.draining], repeat=True)
             return
@@ -276,6 +298,11 @@ class Namespace:
                 if text(found) == layout.version:
                     return
         await self._look_up(link)
+        if layout == self._current and stored in (layout.draining, RETIRED):
+            # the namespace knows of no such change (its server was emptied, or forgot it in a failover): the mark is
+            # older than this look, since it is only set after the change has begun
+            await link.run("drain", key, [stored, layout.version], repeat=True)
+            return
         # else it has changed since the call was sent, which another call may have learned meanwhile
         if version == (layout.draining if layout in self._drained else layout.version) and (
             layout in self._drained or layout == self._current

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from aiodigest.backoff import DecorrelatedJitter
-from aiodigest.errors import AiodigestError
+from aiodigest.errors import AiodigestError, ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class Outage:
         if type(error) not in self._told:  # a server that comes back may refuse us for another reason
             self._told.add(type(error))
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
-            logger.warning("%s is unavailable: %s", self._what, error, exc_info=fault)
+            state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
+            logger.warning("%s %s: %s", self._what, state, error, exc_info=fault)
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()
 

@@ -29,6 +29,8 @@ class Relocation(Namespace):
         Raises InvalidState while a change to another number is under way.
         """
         link = await self._connected()
+        for name in ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts"):
+            await self._permit(link, name)
         await self._look_up(link)
         if self._drained:
             if self._current.shards != shards:
@@ -82,7 +84,8 @@ class Relocation(Namespace):
                 return Counter({state: held[state] for state in HELD if held[state]})
             name = f"{layout.version}:{self._homes[shard].number}"
             await self._call("carry", self._home(self._current), name, *cast("list[bytes]", counters))
-            await self._call("retire", shard, RETIRED)
+            if await self._call("retire", shard, RETIRED) is None:  # a failover has brought something back
+                return await self._drain_shard(link, shard)
         except Retired:  # another process does the same
             pass
         return Counter()

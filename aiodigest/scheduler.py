@@ -56,7 +56,7 @@ class Scheduler:
         self._outage = Outage("the server")
         self._numbers = numbers
         self._lanes: dict[int, Lane] = {}  # by shard
-        self._seen = 0  # shards of which it is known whether they are served
+        self._served = -1  # which change of them it has looked at
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -120,19 +120,31 @@ class Scheduler:
 
     def _serve(self) -> None:
         """Begin with the shards that there are by now: at first, and after a change of the layout."""
-        if self._stopping.is_set() or self._ended or self._seen == self._backend.shards:
+        if self._stopping.is_set() or self._ended or self._served == self._backend.changes:
             return
-        while self._seen < self._backend.shards:
-            shard, number = self._seen, self._backend.number_of(self._seen)
-            self._seen += 1
-            if self._numbers is None or number is None or number in self._numbers:  # what is drained is everybody's
-                lane = self._lanes[shard] = Lane(
-                    shard, self._backend, self._outage, self._slots.changed, self._timeout, self._lease_timeout
-                )
-                chores = lane.closes.run(), lane.retries.run(), lane.keep()
-                lane.chores = [self._group.create_task(chore) for chore in chores]
-                self._idle = False
-                self._loops.append(self._group.create_task(self._loop(lane)))
+        self._served = self._backend.changes
+        for shard in range(self._backend.shards):
+            if shard not in self._lanes and self._backend.lives(shard) and self._is_chosen(shard):
+                self._begin(shard)
+
+    def _is_chosen(self, shard: int) -> bool:
+        number = self._backend.number_of(shard)
+        return self._numbers is None or number is None or number in self._numbers  # what is drained is everybody's
+
+    def _begin(self, shard: int) -> None:
+        lane = self._lanes[shard] = Lane(
+            shard, self._backend, self._outage, self._slots.changed, self._timeout, self._lease_timeout
+        )
+        chores = lane.closes.run(), lane.retries.run(), lane.keep()
+        lane.chores = [self._group.create_task(chore) for chore in chores]
+        self._idle = False
+        self._loops.append(self._group.create_task(self._loop(lane)))
+
+    def _end(self, lane: Lane) -> None:
+        """Let go of a shard that is no more, once nothing of it is under way."""
+        if lane.retired and not lane.holds and self._lanes.get(lane.shard) is lane:
+            lane.end()
+            del self._lanes[lane.shard]
 
     # Claiming
 
@@ -148,9 +160,7 @@ class Scheduler:
                     await self._sleep(lane, claims)
         except Retired as end:
             lane.retire(end)
-            if not lane.holds:
-                lane.end()
-                del self._lanes[lane.shard]
+            self._end(lane)
             self._serve()  # others have its timelines
         finally:
             await self._hang_up(lane)
@@ -253,6 +263,7 @@ class Scheduler:
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
         del lane.holds[hold]
+        self._end(lane)
         self._slots.changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:

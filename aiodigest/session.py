@@ -55,7 +55,7 @@ class Session:
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
-        self._chores: list[asyncio.Task[None]] = []
+        self._chores: dict[int, asyncio.Task[None]] = {}
         self._home = (os.getpid(), asyncio.get_running_loop())
         self.main = asyncio.create_task(self._run(), name="aiodigest")
         self.main.add_done_callback(self._ended)
@@ -109,9 +109,15 @@ class Session:
             raise BackendUnavailable(LEFT)
         queues = CALLS if backend.takers == 1 else 1  # several shards have several calls as it is
         coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.takers)
-        self._chores.append(self._group.create_task(coalescer.run()))
+        self._chores[shard] = self._group.create_task(coalescer.run())
         self._adds[shard] = coalescer
         return coalescer
+
+    def _forget(self, backend: Backend, shard: int) -> None:
+        """Let go of the queue of a shard that takes no adds any more, once all in it have their answers."""
+        if shard in self._adds and backend.number_of(shard) is None and self._adds[shard].is_idle:
+            del self._adds[shard]
+            self._chores.pop(shard).cancel()
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
@@ -135,6 +141,7 @@ class Session:
             try:
                 ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
             except Retired:  # and so not stored: it goes to where its timeline is now
+                self._forget(backend, shard)
                 continue
             if ready:
                 self.poke(shard)
@@ -223,7 +230,7 @@ class Session:
                 await self._deliver(self._schedule)
             await self._stopping.wait()
             await asyncio.gather(*(coalescer.drain() for coalescer in self._adds.values()))
-            for chore in self._chores:
+            for chore in self._chores.values():
                 chore.cancel()
 
     async def _deliver(self, schedule: Callable[[Backend], Scheduler]) -> None:

@@ -8,7 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -514,6 +514,19 @@ async def test_a_worker_of_some_shards_serves_these_of_the_new_layout_and_drains
     for box, half in zip(boxes, halves, strict=True):
         assert {backend.number_of(backend.shard_of(digest.key)) for digest in box.digests} == half
     await backend.aclose()
+
+
+async def test_a_worker_of_some_shards_drains_those_of_the_old_ones_too_that_nobody_had_chosen(
+    server: Server, namespace: str
+) -> None:
+    box = Box()
+    async with engine_of(server, namespace, shards=3, lease_timeout=3) as adding:
+        await adding.add_many([Entry(f"k{number}", 1) for number in range(20)])
+    async with engine_of(server, namespace, lease_timeout=3).delivering(box, shards={0}) as worker:
+        await box.digest(1)
+        async for _ in worker.reshard(2):
+            pass
+        await box.digest(20)
 
 
 async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(server: Server, namespace: str) -> None:
@@ -1160,3 +1173,44 @@ async def test_moves_by_policy_answer_for_the_layout_that_can_be_moved(place: Pl
     with pytest.raises(InvalidState, match="not waiting"):
         await old.reschedule("nothing", Move(LATER.terms, delay_ms=MINUTE))
     await close(old, 0, lease)
+
+
+# A server that is emptied
+
+
+def empty(server: Server, namespace: str) -> None:
+    with server.client() as client:
+        for key in client.scan_iter(match=f"*{namespace}*"):
+            client.delete(key)
+
+
+@pytest.mark.parametrize("old", [1, 3])
+async def test_a_namespace_whose_server_is_emptied_during_a_change_begins_anew(place: Place, old: int) -> None:
+    early = await place.process(old)
+    await early.add(early.shard_of("k"), [add_of("k", "a")])
+    assert await early.reshard(4)
+    await early.drain()
+    empty(place.server, place.namespace)
+    await early.drain()
+    for process in (early, await place.process()):
+        shard = process.shard_of("k")
+        assert await process.add(shard, [add_of("k", "a")]) in ([True], [False])
+        assert [window.key for window in await process.page(shard, "ready", 0, 10)] == ["k"]
+        for each in range(process.shards):
+            with suppress(Retired):
+                await process.claim(each, 0, 60_000, AT_ONCE.terms.limits)
+
+
+async def test_a_worker_that_saw_a_change_delivers_when_its_server_was_emptied_and_the_namespace_began_anew(
+    server: Server, namespace: str
+) -> None:
+    box = Box()
+    async with engine_of(server, namespace, lease_timeout=3).delivering(box) as worker:
+        await worker.add("first", 1)
+        await box.digest(1)
+        async for _ in worker.reshard(4):
+            pass
+        empty(server, namespace)
+        async with engine_of(server, namespace, shards=1) as other:
+            await other.add_many([Entry(f"k{number}", 1) for number in range(20)])
+        await box.digest(21)

@@ -21,6 +21,7 @@ from servers import Server, running_server
 from aiodigest import DigestEngine, Policy
 from aiodigest.commands import app
 from aiodigest.commands.run import chosen
+from aiodigest.target import hide_password
 
 Command: TypeAlias = Callable[..., tuple[int, str, str]]
 
@@ -64,10 +65,15 @@ def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
     return asyncio.run(do())
 
 
+def ended(place: Server, number: str) -> str:
+    """What is said at the end."""
+    return f"namespace 'mail' on {hide_password(place.url)} has {number}\n"
+
+
 def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: Command) -> None:
     manage(place, lambda engine: engine.delete("slow"))
     code, output, errors = command("reshard", "--to", "16", *OPTIONS, "--url", place.url)
-    assert (code, output, errors) == (0, "namespace 'mail' has 16 shards\n", "")
+    assert (code, output, errors) == (0, ended(place, "16 shards"), "")
     code, output, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url, "--json")
     assert (code, errors) == (0, "")
     assert output == '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"done":true}\n'
@@ -75,7 +81,7 @@ def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: C
 
 def test_the_number_that_is_there_is_nothing_to_do(place: Server, command: Command) -> None:
     code, output, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url)
-    assert (code, output, errors) == (0, "namespace 'mail' has 1 shard\n", "")
+    assert (code, output, errors) == (0, ended(place, "1 shard"), "")
 
 
 def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place: Server, tmp_path: Path) -> None:
@@ -86,7 +92,7 @@ def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place
         assert process.error_line() == begins + b"0 waiting, 1 ready, 0 leased, 0 dead letters\n"
         manage(place, lambda engine: engine.delete("slow"))
         assert process.end() == 0
-        assert process.output == b"namespace 'mail' has 4 shards\n"
+        assert process.output == ended(place, "4 shards").encode()
         assert process.errors.count(b"\n") == 2
 
 
@@ -119,7 +125,7 @@ def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: S
         process.kill()
         process.wait()
         os.close(terminal)
-    assert (process.returncode, output) == (0, b"namespace 'mail' has 4 shards\n")
+    assert (process.returncode, output) == (0, ended(place, "4 shards").encode())
     assert b"\n" not in shown
     assert shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' goes over to 4 shards: ")
     assert shown.endswith(b"\r\x1b[K")

@@ -46,7 +46,11 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 Url: TypeAlias = Annotated[
-    str, typer.Option(envvar="AIODIGEST_URL", help="redis://, rediss://, unix://, embedded:// or embedded:///folder.")
+    str,
+    typer.Option(
+        envvar="AIODIGEST_URL",
+        help="redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, embedded:// or embedded:///folder.",
+    ),
 ]
 Namespace: TypeAlias = Annotated[
     str, typer.Option(envvar="AIODIGEST_NAMESPACE", show_default=False, help="The namespace of the engine to look at.")

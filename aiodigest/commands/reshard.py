@@ -18,6 +18,7 @@ To: TypeAlias = Annotated[
     int, typer.Option("--to", metavar="SHARDS", show_default=False, help="How many there are to be: from 1 to 1024.")
 ]
 
+PATIENCE = 15  # looks, about a second apart
 CLEAR = "\r\x1b[K"  # back to the beginning of a terminal's line, and nothing in it
 
 
@@ -34,8 +35,9 @@ def reshard(
     may take as long as the longest delay. The command may be broken off: called again, it goes on.
     """
     progress = Progress(namespace, shards)
+    where = url
     try:
-        asyncio.run(_watched(Address(url, namespace, timeout), shards, progress, in_json))
+        where = asyncio.run(_watched(Address(url, namespace, timeout), shards, progress, in_json))
     except KeyboardInterrupt:
         progress.clear()
         say(f"interrupted: aiodigest reshard --namespace {namespace} --to {shards} goes on from here")
@@ -43,10 +45,11 @@ def reshard(
     finally:
         progress.clear()
     if not in_json:
-        print(f"namespace {namespace!r} has {count(shards, 'shard')}")
+        print(f"namespace {namespace!r} on {where} has {count(shards, 'shard')}")
 
 
-async def _watched(address: Address, shards: int, progress: Progress, in_json: bool) -> None:
+async def _watched(address: Address, shards: int, progress: Progress, in_json: bool) -> str:
+    """Watch it to its end; the URL, without its password."""
     async with address.engine() as engine:
         async for left in engine.reshard(shards):
             if in_json:
@@ -55,6 +58,7 @@ async def _watched(address: Address, shards: int, progress: Progress, in_json: b
                 progress.show(left)
     if in_json:
         _print_look(shards, Draining(), done=True)
+    return engine.url
 
 
 def _print_look(shards: int, left: Draining, *, done: bool) -> None:
@@ -69,8 +73,13 @@ class Progress:
         self._last: Draining | None = None
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._is_shown = False
+        self._same = 0  # looks in a row at which nothing had changed
 
     def show(self, left: Draining) -> None:
+        self._same = self._same + 1 if left == self._last else 0
+        if self._same == PATIENCE and (left.ready or left.leased):
+            self.clear()
+            say("nothing of this has changed for a while: does a worker (aiodigest run) serve the namespace?")
         if left == self._last:
             return
         self._last = left

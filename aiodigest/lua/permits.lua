@@ -9,7 +9,8 @@ local key = KEYS[1]
 -- What each command is tried with: there is no such key, so nothing comes of it.
 local TRIES = {
   EXISTS = {}, HDEL = {'field'}, HGET = {'field'}, HGETALL = {}, HINCRBY = {'field', 'no number'}, HMGET = {'field'},
-  HSET = {'field', 'value', 'field without a value'}, LLEN = {}, LPUSH = {'entry'}, LRANGE = {0, 0}, LTRIM = {0, 0},
+  HSET = {'field', 'value', 'field without a value'}, HSETNX = {'field', 'value'}, LLEN = {}, LPUSH = {'entry'},
+  LRANGE = {0, 0}, LTRIM = {0, 0},
   PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'}, UNLINK = {}, XADD = {'NOMKSTREAM', '*', 'at', 0},
   XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {}, ZCOUNT = {0, 0}, ZRANGE = {0, 0},
   ZRANGEBYSCORE = {0, 0}, ZREM = {'member'}, ZREMRANGEBYRANK = {0, 0}, ZSCORE = {'member'},
@@ -27,7 +28,7 @@ end
 
 local refused = {}
 for _, command in ipairs(ARGV) do
-  local pushes = command == 'LPUSH' or command == 'RPUSH' -- the only ones that come to something
+  local pushes = command == 'LPUSH' or command == 'RPUSH' or command == 'HSETNX' -- the only ones that come to something
   if command == 'TIME' then
     refused[#refused + 1] = is_refused(command) and command or nil
   elseif not pushes or not is_refused('UNLINK', key) then
