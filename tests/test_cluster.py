@@ -763,7 +763,8 @@ STAGES: dict[str, Callable[[bytes], bool]] = {  # by what has moved of a shard: 
 
 
 def test_the_verbs_are_all_that_scripts_can_do() -> None:
-    assert VERBS.keys() == COMMANDS.keys()
+    about_layouts = {"layout", "reshard", "drain"}  # these are of one key, which is there or is not
+    assert VERBS.keys() == COMMANDS.keys() - about_layouts
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -359,7 +359,8 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
                 assert await slow.flush("slow")
                 async with asyncio.timeout(STARTED):
                     output, errors = await process.communicate()
-                assert (process.returncode, output.decode()) == (0, f"namespace '{namespace}' has {shards} shards\n")
+                assert process.returncode == 0
+                assert output.decode().endswith(f" has {shards} shards\n")
                 assert b"Traceback" not in errors
         await tally.goes_on()
         for producer in producers:
