@@ -26,7 +26,7 @@ from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
 from aiodigest import backend as store
-from aiodigest.cluster import ClusterLink
+from aiodigest.cluster import ClusterLink, _address
 from aiodigest.lane import Lane
 from aiodigest.layout import Layout
 from aiodigest.redisbackend import RedisBackend
@@ -355,6 +355,32 @@ async def relayed(cluster: Cluster) -> AsyncGenerator[tuple[Any, dict[int, Relay
             return address[0], ports[address[1]]
 
         yield client_of(*ports.values(), address_remap=remap), relays
+
+
+@pytest.mark.parametrize(
+    ("told", "address"),
+    [
+        ([b"10.0.0.1", 7000, b"id", []], "10.0.0.1"),
+        ([None, 7000, b"id", []], "asked"),
+        ([b"", 7000, b"id"], "asked"),
+        ([b"?", 7000, b"id", [b"ip", b"10.0.0.2"]], "10.0.0.2"),
+        ([b"node-1", 7000, b"id", [b"ip", b"10.0.0.3"]], "node-1"),
+    ],
+    ids=["its host", "none", "an empty one", "an unknown one beside its address", "a name"],
+)
+def test_a_node_is_where_it_says_or_where_the_one_is_that_was_asked(told: list[object], address: str) -> None:
+    assert _address(told, ("asked", 7001)) == (address, 7000)
+
+
+async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> None:
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)
+    await link.command("k", "PING")
+    await link.hang_up("k")
+    [suspect] = link._suspects
+    assert suspect[1] == cluster.primary_of("k").port
+    assert await link.command("k", "PING") == b"PONG"
+    assert not link._suspects
+    await link.close()
 
 
 async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:
