@@ -360,8 +360,8 @@ async def relayed(cluster: Cluster) -> AsyncGenerator[tuple[Any, dict[int, Relay
 @pytest.mark.parametrize(
     ("told", "address"),
     [
-        ([b"10.0.0.1", 7000, b"id", []], "10.0.0.1"),
-        ([None, 7000, b"id", []], "asked"),
+        ([b"10.0.0.1", 7000, b"id", [b"hostname", b""]], "10.0.0.1"),
+        ([None, 7000, b"id"], "asked"),
         ([b"", 7000, b"id"], "asked"),
         ([b"?", 7000, b"id", [b"ip", b"10.0.0.2"]], "10.0.0.2"),
         ([b"node-1", 7000, b"id", [b"ip", b"10.0.0.3"]], "node-1"),
