@@ -802,6 +802,21 @@ async def test_a_reply_that_is_lost_during_a_change_makes_nothing_happen_twice(s
     assert number > 10
 
 
+async def test_a_page_of_a_letter_that_is_sent_twice_is_kept_once_and_one_that_lacks_those_before_it_is_refused(
+    place: Place,
+) -> None:
+    backend = await place.process(2)
+    first, second = [add_of("k", each).entry for each in "ab"], [add_of("k", "c").entry]
+    facts = "letter", "k", "why", NOW, 1, "digest"
+    for start, is_last, page in ((0, 0, first), (0, 0, first), (2, 1, second), (2, 1, second)):
+        assert await backend._call("keep", 0, *facts, start, is_last, *page) == 1
+    letter = await backend.letter("letter")
+    assert letter is not None
+    assert letter.entries == [*first, *second]
+    assert await backend._call("keep", 1, "other", *facts[1:], 2, 1, *second) == 0
+    assert await backend.letter("other") is None
+
+
 @pytest.mark.parametrize("name", ["replay", "discard"])
 async def test_a_dead_letter_that_is_taken_while_it_moves_stays_away(server: Server, name: str) -> None:
     moment, awaits = 0, 1
