@@ -260,57 +260,61 @@ class Namespace:
             if layout.epoch > self._current.epoch:  # an old answer came after a newer one
                 await self._look_up(link)
                 if layout.epoch > self._current.epoch:  # the server was emptied, and the namespace began anew
-                    raise Retired(f"shard {shard} of namespace {self.namespace!r} is gone")
+                    raise self._gone(shard)
                 continue
             draining = layout in self._drained
             if layout != self._current and (name == "add" or settled or not draining):
-                raise Retired(f"shard {shard} of namespace {self.namespace!r} has moved")
+                raise self._gone(shard)
             version = layout.draining if draining else layout.version
             try:
                 return await link.run(name, key, (version, now, *arguments), repeat=repeat, replicas=replicas)
             except LayoutMismatch as mismatch:
-                await self._mend(link, shard, version, mismatch.stored)
+                await self._mend(link, shard, mismatch.stored)
         raise BackendUnavailable(f"the layout of namespace {self.namespace!r} is being changed")
 
-    async def _mend(self, link: AnyLink, shard: int, version: str, stored: str) -> None:
-        """After a script has met another layout, and done nothing: make or mark it, or learn the new one."""
+    async def _mend(self, link: AnyLink, shard: int, stored: str) -> None:
+        """After a script has met another layout, and done nothing: learn what is so now, and make or mark the shard's.
+
+        A mark that the namespace knows nothing of is taken back: its server was emptied, or forgot the change in a
+        failover. The mark is older than this look, since shards are marked after the change has begun.
+        """
         key, layout = self._key(shard, "layout"), self._homes[shard].layout
-        if stored == RETIRED:
-            await self._look_up(link)  # who has heard nothing of the change learns of it here
-            if layout == self._current:
+        await self._look_up(link)
+        if layout == self._current:
+            fits = layout.version
+            if stored == "none":  # a new namespace or shard, or a server that was emptied
+                await self._make(link, key, layout)
+                return
+            if stored in (layout.draining, RETIRED):
                 await link.run("drain", key, [stored, layout.version], repeat=True)
                 return
-            home = self._homes[shard]
-            raise Retired(f"shard {home.number} of the {layout.shards} that {self.namespace!r} had is no more")
-        if layout in self._drained and stored == "none":
-            await self._look_up(link)  # the server may have been emptied: then there is no change any more
-            if layout not in self._drained:
+        elif layout in self._drained:
+            fits = layout.draining
+            if stored in (layout.version, "none"):
+                await link.run("drain", key, [layout.version, layout.draining], repeat=True)
                 return
-        if layout in self._drained and stored in (layout.version, "none"):
-            await link.run("drain", key, [layout.version, layout.draining], repeat=True)
+            if stored == RETIRED:
+                raise self._gone(shard)
+        else:
             return
-        if stored == "none" and layout == self._current:
-            # a new namespace or shard, or a server that was emptied
-            found = await link.run("layout", self._root, ["current", layout.version], repeat=True)
-            if text(found) == layout.version:
-                for where in (self._root, key):  # the first so that one who knows of a single shard is refused
-                    found = await link.run("layout", where, ["version", layout.version], repeat=True)
-                if text(found) == layout.version:
-                    return
-        await self._look_up(link)
-        if layout == self._current and stored in (layout.draining, RETIRED):
-            # the namespace knows of no such change (its server was emptied, or forgot it in a failover): the mark is
-            # older than this look, since it is only set after the change has begun
-            await link.run("drain", key, [stored, layout.version], repeat=True)
-            return
-        # else it has changed since the call was sent, which another call may have learned meanwhile
-        if version == (layout.draining if layout in self._drained else layout.version) and (
-            layout in self._drained or layout == self._current
-        ):
+        if stored != fits:  # else another call has mended it meanwhile
             raise ConfigurationError(
                 f"shard {shard} of namespace {self.namespace!r} has the layout {stored}, which does not fit the "
                 f"namespace's {self._current.version}: another program has written it"
             )
+
+    async def _make(self, link: AnyLink, key: str, layout: Layout) -> None:
+        """Write a layout down where there is none; learn the other one if somebody was faster."""
+        found = await link.run("layout", self._root, ["current", layout.version], repeat=True)
+        if text(found) != layout.version:
+            await self._look_up(link)
+            return
+        for where in (self._root, key):  # the first so that one who knows of a single shard is refused
+            await link.run("layout", where, ["version", layout.version], repeat=True)
+
+    def _gone(self, shard: int) -> Retired:
+        home = self._homes[shard]
+        return Retired(f"shard {home.number} of the {home.layout.shards} that {self.namespace!r} had takes no more")
 
     async def _connected(self) -> AnyLink:
         """The connections, of which the layout is known; looked up again if the server was not there at first."""

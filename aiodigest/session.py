@@ -153,10 +153,12 @@ class Session:
             backend = await self.backend()
         except AiodigestError as error:
             return [error] * len(adds)
-        answers: dict[int, bool | AiodigestError] = dict.fromkeys(range(len(adds)), Retired("not sent yet"))
-        while unsent := [index for index, answer in answers.items() if isinstance(answer, Retired)]:
+        answers: dict[int, bool | AiodigestError] = {}
+        unsent: Sequence[int] = range(len(adds))
+        while unsent:
             await self._send(backend, adds, unsent, answers)
-        return list(answers.values())
+            unsent = [index for index in unsent if isinstance(answers[index], Retired)]  # their shards have moved
+        return [answers[index] for index in range(len(adds))]
 
     async def _send(
         self, backend: Backend, adds: Sequence[Add], chosen: Sequence[int], answers: dict[int, bool | AiodigestError]

@@ -21,9 +21,9 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from aiodigest._binary import find_binary
+from aiodigest.layout import SLOTS
 from benchmarks.programs import ProgramFailed, running
 
-SLOTS = 16_384
 BUS = 10_000  # how far a node's port for the others is from that for clients
 NODE_TIMEOUT = 1.0  # seconds until a node that does not answer counts as gone
 
@@ -88,10 +88,6 @@ class Cluster:
                 if first <= slot <= last and port == node.port:
                     return node
         raise ProgramFailed(f"no primary has slot {slot}")
-
-    async def flush(self) -> None:
-        for node in await self.primaries():
-            await node.ask("FLUSHALL")
 
     async def form(self, primaries: int) -> None:
         first, *others = self.nodes

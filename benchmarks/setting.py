@@ -43,7 +43,7 @@ class Setting:
     rounds: int
     scale: float  # 1: as much as the figures ask for
     peers: Peers = field(default_factory=Peers)
-    on_disk: bool = False  # what the server does, and a comparison's own ones are to do
+    on_disk: bool = False  # servers write to disk before they answer: this one, and those that a comparison starts
 
     @property
     def found(self) -> Sequence[Peer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
@@ -21,7 +22,7 @@ Inflict: TypeAlias = Callable[[], Awaitable[str]]
 """Returns when the fault is over, with why nothing came of it, '' if something did."""
 
 
-class Faults:
+class Faults(ABC):
     """Inflicts what a plan says. What needs the same part of the world does so one after the other."""
 
     def __init__(self, world: World) -> None:
@@ -75,10 +76,11 @@ class Faults:
             case _:
                 return self._of_servers(planned, where, how)
 
+    @abstractmethod
     def _of_servers(self, planned: Planned, where: str, how: str) -> tuple[str, Scope, Inflict]:
         """The same of what is no process of ours."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _settle(self, need: str) -> None:
         """Wait until the next fault may come to what a fault needed."""
 

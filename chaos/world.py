@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Place(NamedTuple):
     url: str
 
 
-class World:
+class World(ABC):
     """The processes of a run, and what they work with: ``_begin`` starts the servers of the stores."""
 
     def __init__(self, *stores: str) -> None:
@@ -84,8 +85,9 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    @abstractmethod
     async def _begin(self, stack: AsyncExitStack) -> list[Place]:
-        raise NotImplementedError
+        """Start the servers."""
 
     @property
     def version(self) -> str:

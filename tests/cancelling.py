@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -26,20 +27,18 @@ class Attempt:
 Way: TypeAlias = Callable[[Coroutine[Any, Any, object], int, int], Awaitable[Attempt]]
 
 
-class Steps:
-    """Drives a coroutine, and cancels its task at the suspensions ``first`` to ``last``, counted from 1.
+class Driven(ABC):
+    """Drives a coroutine, and does something just before each of its suspensions is waited for."""
 
-    It does so just before the task waits: what it waits for is then cancelled as by any other task.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, object], first: int, last: int) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, object]) -> None:
         self._coroutine = coroutine
-        self._first, self._last = first, last
         self.count = 0
 
+    @abstractmethod
+    def suspended(self) -> Generator[Any, Any, object]:
+        """What is done at the ``count``-th."""
+
     def __await__(self) -> Generator[Any, Any, object]:
-        task = asyncio.current_task()
-        assert task is not None
         thrown: BaseException | None = None
         while True:
             try:
@@ -47,14 +46,31 @@ class Steps:
             except StopIteration as stop:
                 return stop.value
             self.count += 1
-            if self._first <= self.count <= self._last:
-                task.cancel()
+            yield from self.suspended()
             try:
                 yield waited
             except BaseException as error:
                 thrown = error
             else:
                 thrown = None
+
+
+class Steps(Driven):
+    """Drives a coroutine, and cancels its task at the suspensions ``first`` to ``last``, counted from 1.
+
+    It does so just before the task waits: what it waits for is then cancelled as by any other task.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, object], first: int, last: int) -> None:
+        super().__init__(coroutine)
+        self._first, self._last = first, last
+
+    def suspended(self) -> Generator[Any, Any, object]:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._first <= self.count <= self._last:
+            task.cancel()
+        yield from ()
 
 
 async def at_awaits(coroutine: Coroutine[Any, Any, object], first: int, times: int) -> Attempt:

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import IO, Any, TypedDict
+from typing import IO, Any, TypeAlias, TypedDict
+
+import pytest
+
+from aiodigest.commands import app
 
 ROOT = Path(__file__).parents[1]
+Command: TypeAlias = Callable[..., tuple[int, str, str]]
 DEADLINE = 30.0
 
 
@@ -164,3 +169,15 @@ def no_process_is_left(data: Path) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
+        code = app.run()
+        printed = capfd.readouterr()
+        return code, printed.out, printed.err
+
+    return run

@@ -159,6 +159,7 @@ class Proxy:
         try:
             while request := await reader.read(1 << 20):
                 self.requests += 1
+                await self.let_through()
                 server_writer.write(request)
         except ConnectionError:
             pass
@@ -169,8 +170,17 @@ class Proxy:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while reply := await reader.read(1 << 20):
-            if self.swallow:
-                self.swallow -= 1
+            if self.swallows():
                 break
             writer.write(reply)
         writer.close()
+
+    async def let_through(self) -> None:
+        """Wait until a request may go on to the server."""
+
+    def swallows(self) -> bool:
+        """Whether a reply is lost."""
+        if self.swallow == 0:
+            return False
+        self.swallow -= 1
+        return True

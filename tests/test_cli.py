@@ -7,21 +7,18 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from commandline import aiodigest, environment, no_process_is_left, running
+from commandline import Command, aiodigest, environment, in_process, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
-from aiodigest.commands import app, inspect
+from aiodigest.commands import inspect
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"
-
-Command: TypeAlias = Callable[..., tuple[int, str, str]]
 
 
 class RawCodec:
@@ -39,14 +36,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     """Runs the command in this process, on a server in a folder of its own: exit code, output and errors."""
     monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
     monkeypatch.setenv("AIODIGEST_NAMESPACE", "mail")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
-        code = app.run()
-        printed = capfd.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return in_process(monkeypatch, capfd)
 
 
 async def fill(data: Path) -> None:

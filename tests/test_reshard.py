@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import pytest
-from cancelling import at_awaits
+from cancelling import Driven, at_awaits
 from clusters import running_cluster
 from processes import Program, running
 from servers import PASSWORD, Proxy, Server, commands, running_server
@@ -135,31 +135,17 @@ def server_time(server: Server) -> int:
         return seconds * 1_000 + micros // 1_000
 
 
-class Between:
+class Between(Driven):
     """Drives a coroutine, and does something else, to its end, before the ``number``-th of its awaits is waited for."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, object], number: int, meanwhile: Work) -> None:
-        self._coroutine = coroutine
+        super().__init__(coroutine)
         self._number = number
         self._meanwhile = meanwhile
-        self.count = 0
 
-    def __await__(self) -> Generator[Any, Any, object]:
-        thrown: BaseException | None = None
-        while True:
-            try:
-                waited = self._coroutine.send(None) if thrown is None else self._coroutine.throw(thrown)
-            except StopIteration as stop:
-                return stop.value
-            self.count += 1
-            if self.count == self._number:
-                yield from self._meanwhile().__await__()
-            try:
-                yield waited
-            except BaseException as error:
-                thrown = error
-            else:
-                thrown = None
+    def suspended(self) -> Generator[Any, Any, object]:
+        if self.count == self._number:
+            yield from self._meanwhile().__await__()
 
 
 class Middle(Proxy):
@@ -176,31 +162,19 @@ class Middle(Proxy):
     def is_to_lose(self) -> bool:
         return self.lose is not None
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        server_reader, server_writer = await asyncio.open_unix_connection(self.server.socket)
-        back = asyncio.create_task(self._answer(server_reader, writer))
-        try:
-            while request := await reader.read(1 << 20):
-                if not self.gate.is_set():
-                    self.held.set()
-                await self.gate.wait()
-                server_writer.write(request)
-        except ConnectionError:
-            pass
-        finally:
-            back.cancel()
-            server_writer.close()
-            writer.close()
+    async def let_through(self) -> None:
+        if not self.gate.is_set():
+            self.held.set()
+        await self.gate.wait()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while reply := await reader.read(1 << 20):
-            if self.lose is not None:
-                self.lose -= 1
-                if self.lose < 0:
-                    self.lose = None
-                    break
-            writer.write(reply)
-        writer.close()
+    def swallows(self) -> bool:
+        if self.lose is None:
+            return False
+        self.lose -= 1
+        if self.lose < 0:
+            self.lose = None
+            return True
+        return False
 
 
 async def add(backend: Backend, key: str, *ids: str, policy: Policy = AT_ONCE) -> int:

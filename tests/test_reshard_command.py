@@ -12,18 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from commandline import DEADLINE, aiodigest, environment, running
+from commandline import DEADLINE, Command, aiodigest, environment, in_process, running
 from servers import Server, running_server
 
 from aiodigest import DigestEngine, Policy
-from aiodigest.commands import app
 from aiodigest.commands.run import chosen
 from aiodigest.target import hide_password
-
-Command: TypeAlias = Callable[..., tuple[int, str, str]]
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
@@ -45,14 +42,7 @@ def place(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """Runs the command in this process: exit code, output and errors."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
-        code = app.run()
-        printed = capfd.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return in_process(monkeypatch, capfd)
 
 
 def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
