@@ -107,17 +107,19 @@ class Session:
     def _new_coalescer(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
         if self._stopping.is_set():
             raise BackendUnavailable(LEFT)
+        self._let_go(backend)
         queues = CALLS if backend.takers == 1 else 1  # several shards have several calls as it is
         coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.takers)
         self._chores[shard] = self._group.create_task(coalescer.run())
         self._adds[shard] = coalescer
         return coalescer
 
-    def _forget(self, backend: Backend, shard: int) -> None:
-        """Let go of the queue of a shard that takes no adds any more, once all in it have their answers."""
-        if shard in self._adds and backend.number_of(shard) is None and self._adds[shard].is_idle:
-            del self._adds[shard]
-            self._chores.pop(shard).cancel()
+    def _let_go(self, backend: Backend) -> None:
+        """End the queues of shards that take no adds any more, if all in them have their answers."""
+        for shard in [shard for shard in self._adds if backend.number_of(shard) is None]:
+            if self._adds[shard].is_idle:
+                del self._adds[shard]
+                self._chores.pop(shard).cancel()
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
@@ -141,7 +143,6 @@ class Session:
             try:
                 ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
             except Retired:  # and so not stored: it goes to where its timeline is now
-                self._forget(backend, shard)
                 continue
             if ready:
                 self.poke(shard)

@@ -19,9 +19,6 @@ class ServerFaults(Faults):
         super().__init__(world)
         self._servers = world
 
-    async def _settle(self, need: str) -> None:
-        """A server or proxy is as it was once its fault is over."""
-
     def _of_servers(self, planned: Planned, where: str, how: str) -> tuple[str, Scope, Inflict]:
         match where:
             case "proxy":

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import pytest
 import trustme
-from clusters import Cluster, Move, Node, info, running_cluster
+from clusters import Cluster, Move, Node, info, node_port, running_cluster
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
@@ -248,6 +248,22 @@ async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough(cluster: Cluste
         for shard in range(SHARDS):
             assert await engine.add(KEYS[shard], 1, record_id=f"r{shard}")
         await inbox.got(*(f"r{shard}" for shard in range(SHARDS)))
+
+
+async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    empty = Node(tmp_path, node_port())
+    empty.start()
+    try:
+        await until(empty.is_up)
+        empty.ask("ACL", "SETUSER", USER, "on", f">{PASSWORD}", "~*", "+@all")
+        async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
+            assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
+        with pytest.raises(BackendUnavailable, match="knows of no slots"):
+            await ClusterLink(find_target(login(empty.port)), 5).command("k", "PING")
+    finally:
+        empty.kill()
 
 
 async def test_a_single_host_leads_to_all_nodes_be_it_a_replica(cluster: Cluster, namespace: str) -> None:

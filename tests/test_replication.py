@@ -11,7 +11,7 @@ import pytest
 from replicas import Relay, follow, freeze, port_of, replicated, role_of, thaw, until
 from servers import Server
 
-from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy
+from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
@@ -115,3 +115,31 @@ async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_
             assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
             assert await engine.add("key", 1, record_id="mine")
             assert await delivered.get() == "key"
+
+
+async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_the_new(namespace: str) -> None:
+    async def reject(digest: Digest[JSON]) -> None:
+        raise Reject("no such address")
+
+    async with replicated() as (primary, replica):
+        async with engine_to(primary, namespace) as engine:
+            await engine.add("k", 1)
+        told = asyncio.Event()
+        worker = DigestEngine[JSON](f"redis://127.0.0.1:{port_of(primary)}/0", namespace=namespace)
+        worker.observe(lambda _: told.set())
+        async with asyncio.timeout(PATIENCE), worker.delivering(reject):
+            await told.wait()
+        async with engine_to(primary, namespace, wait_replicas=1, timeout=2) as engine:
+            [letter] = [letter async for letter in engine.dead_letters()]
+            backend = await engine._backend()
+            assert await backend.reshard(2)
+            freeze(replica)
+            with pytest.raises(BackendUnavailable, match="0 replicas"):
+                await backend.drain()
+            with primary.client() as client:
+                assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
+            thaw(replica)
+            async with asyncio.timeout(PATIENCE):
+                while await backend.drain():
+                    pass
+            assert [each async for each in engine.dead_letters()] == [letter]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -1204,3 +1205,36 @@ async def test_a_worker_that_saw_a_change_delivers_when_its_server_was_emptied_a
         async with engine_of(server, namespace, shards=1) as other:
             await other.add_many([Entry(f"k{number}", 1) for number in range(20)])
         await box.digest(21)
+
+
+# What is let go
+
+
+async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(server: Server, namespace: str) -> None:
+    box = Box()
+    async with engine_of(server, namespace, shards=2, lease_timeout=3).delivering(box) as engine:
+        await engine.add_many([Entry(f"k{number}", 1) for number in range(20)])
+        await asyncio.gather(*(engine.add(f"k{number}", 2) for number in range(20)))
+        counts: list[int] = []
+        for shards in (3, 2, 3, 2):
+            await all_looks(engine, shards)
+            await asyncio.gather(*(engine.add(f"k{number}", shards) for number in range(20)))
+            await until(partial(serves, engine, shards))
+            counts.append(len(engine._entered()._adds))
+        assert counts == [3, 2, 3, 2]
+
+
+async def serves(engine: DigestEngine[Any], shards: int) -> bool:
+    scheduler = engine._entered()._scheduler
+    return scheduler is not None and len(scheduler._lanes) == shards
+
+
+async def test_an_answer_that_comes_too_late_ends_no_shard(place: Place) -> None:
+    backend = await place.process(2)
+    await backend.add(0, [add_of("k", "a")])
+    old = backend._current
+    assert await backend.reshard(3)
+    new = backend._current
+    backend._current, backend._drained = old, []  # as an answer to an earlier look would have it
+    assert (await backend.claim(backend._home(new), 1, LEASE, LIMITS)).leases == []
+    assert backend._current == new

@@ -376,6 +376,22 @@ async def test_digests_of_a_slow_claim_wait_for_a_free_slot() -> None:
 
 
 @virtual_time
+async def test_after_a_claim_that_failed_the_next_is_for_one_digest() -> None:
+    backend = WatchedBackend()
+    backend.take_down("claim")
+    async with delivering(Inbox(), backend):
+        await asyncio.sleep(2)
+        failed = backend.count("claim")
+        backend.bring_up()
+        await asyncio.sleep(2)
+        await backend.put("key", 1)
+        await settle()
+    first, *others = backend.items("claim")
+    assert (first, set(others[:failed])) == (CLAIM, {1})
+    assert set(others[failed:]) == {CLAIM}
+
+
+@virtual_time
 async def test_a_huge_concurrency_is_allowed() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)
     for number in range(300):

@@ -584,6 +584,21 @@ async def test_rediss_adds_and_delivers(certificates: Certificates, ends: Ends, 
         assert await delivered(secure(port, ssl_ca_certs=certificates.trusted), namespace) == ["v"]
 
 
+async def test_connections_share_what_was_read_of_certificates_until_the_files_are_others(
+    certificates: Certificates,
+) -> None:
+    target = find_target(secure(1, ssl_ca_certs=certificates.trusted))
+
+    async def context() -> Any:
+        wire: Any = await target.connection(1)
+        return wire.ssl_context.get()
+
+    first = await context()
+    assert await context() is first
+    os.utime(certificates.trusted, ns=(1, 1))
+    assert await context() is not first
+
+
 @both_ways
 async def test_a_client_with_tls_lends_it(certificates: Certificates, ends: Ends, namespace: str) -> None:
     port = free_port()
