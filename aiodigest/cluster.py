@@ -46,11 +46,11 @@ class ClusterLink:
     async def close(self) -> None:
         """Close every connection; calls under way fail."""
         self._closed = True
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
         for link in [*self._links.values(), *self._former]:
             await link.close()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])  # the only wait here: who is cancelled in it has closed all the same
 
     async def run(
         self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0

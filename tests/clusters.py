@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,10 @@ class Cluster:
     def primary_of(self, key: str) -> Node:
         """Who has a key's slot, by what the others say too."""
         return self.holders()[key_slot(key.encode())]
+
+    def key_of(self, primary: Node) -> str:
+        """A key whose slot a primary has."""
+        return next(key for number in count() if self.primary_of(key := f"key-{number}") is primary)
 
     def holders(self) -> dict[int, Node]:
         """Who has each slot, by its own words."""

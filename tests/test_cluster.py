@@ -260,8 +260,10 @@ async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
         empty.ask("ACL", "SETUSER", USER, "on", f">{PASSWORD}", "~*", "+@all")
         async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
             assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
+        link = ClusterLink(find_target(login(empty.port)), 5)
         with pytest.raises(BackendUnavailable, match="knows of no slots"):
-            await ClusterLink(find_target(login(empty.port)), 5).command("k", "PING")
+            await link.command("k", "PING")
+        await link.close()
     finally:
         empty.kill()
 
@@ -399,9 +401,30 @@ async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> Non
     await link.close()
 
 
+async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_closed_it(cluster: Cluster) -> None:
+    key = cluster.key_of(cluster.primaries[1])
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)
+    await link.command(key, "PING")
+    wires = [wire for each in link._links.values() for wire in each._idle]
+    link._suspects.add(("127.0.0.1", cluster.primaries[1].port))
+    calling = asyncio.create_task(link.command(key, "PING"))
+    await asyncio.sleep(0)
+    assert link._asking is not None
+    assert not link._asking.done()
+    closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert wires
+    assert not any(wire.is_connected for wire in wires)
+    with pytest.raises(BackendUnavailable):
+        await calling
+
+
 async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:
     first, second, *_ = cluster.primaries
-    key = next(f"list-{number}" for number in range(1_000) if cluster.primary_of(f"list-{number}") is first)
+    key = cluster.key_of(first)
     link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{first.port}"), 5)
     call = asyncio.create_task(link.command(key, "BLPOP", key, 1))
     address = "127.0.0.1", first.port

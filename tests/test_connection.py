@@ -22,6 +22,7 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 from aiodigest.faults import explain
 from aiodigest.links import _links, join_link, leave_link
 from aiodigest.target import Target, find_target, hide_password
+from aiodigest.transport import drop, send
 
 
 @pytest.mark.parametrize(
@@ -307,6 +308,16 @@ async def test_closing_a_link_fails_calls_under_way_and_those_that_wait_and_leav
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * CONNECTIONS
     assert now() < 1
     assert (server.open, server.sent, len(server.wires)) == (0, CONNECTIONS, CONNECTIONS)
+
+
+async def test_a_connection_that_was_dropped_is_not_opened_anew_by_what_is_sent_on_it() -> None:
+    wire = SlowWire(SlowServer())
+    await wire.connect()
+    await send(wire, "PING")
+    await drop(wire)
+    with pytest.raises(exceptions.ConnectionError):
+        await send(wire, "WAIT", 1, 1)
+    assert (wire.is_connected, wire.sent) == (False, 1)
 
 
 @pytest.mark.parametrize("listening", [False, True])

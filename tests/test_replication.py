@@ -29,6 +29,12 @@ def length_of(server: Server, namespace: str, key: str) -> int:
         return client.llen(f"{{{namespace}}}:log:{key}")
 
 
+def waiting(server: Server) -> int:
+    """How many clients of a server wait for something."""
+    with server.client() as client:
+        return client.info("clients")["blocked_clients"]
+
+
 # Waiting for replicas
 
 
@@ -80,7 +86,7 @@ async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replica
 async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_be_stored(namespace: str) -> None:
     async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=2) as engine:
         adding = asyncio.create_task(engine.add("key", 1))
-        await until(lambda: length_of(replica, namespace, "key") == 1)
+        await until(lambda: waiting(primary) == 1)
         follow(replica, None)
         follow(primary, replica)
         with pytest.raises(BackendUnavailable, match="UNBLOCKED") as caught:
