@@ -36,9 +36,9 @@ class Add(NamedTuple):
     own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, the making of one would take three times as long
 class Lease:
-    """The right to deliver one digest, until the lease's end on the server's clock.
+    """The right to deliver one digest, until the lease's end on the server's clock. Nobody changes one.
 
     ``entries`` are the first of the ``size`` entries under delivery; the others are paged with ``Backend.read``.
     ``part`` (0: no bound) is how many of them one digest may hold, and those older than ``cut_ms`` (0: none) are

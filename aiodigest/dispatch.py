@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from operator import attrgetter
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
 from aiodigest.backend import Close, Lease, Letter, Retry
@@ -34,8 +34,7 @@ FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
 Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How an attempt ended.
 
     ``report`` is for the store; ``records`` were delivered. ``success`` is what it says of the receiver, if anything;
