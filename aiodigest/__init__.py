@@ -20,13 +20,26 @@ from aiodigest.errors import (
     Reject,
     RetryAfter,
 )
-from aiodigest.models import DeadLetter, Delivery, Digest, Draining, Entry, Record, State, Stats, Timeline
+from aiodigest.models import (
+    Activity,
+    DeadLetter,
+    Delivery,
+    Digest,
+    Draining,
+    Entry,
+    Health,
+    Record,
+    State,
+    Stats,
+    Timeline,
+)
 from aiodigest.policy import Policy, RetryPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "JSON",
+    "Activity",
     "AiodigestError",
     "BackendUnavailable",
     "BackoffMode",
@@ -42,6 +55,7 @@ __all__ = [
     "DigestEngine",
     "Draining",
     "Entry",
+    "Health",
     "IntervalBackoff",
     "InvalidArgument",
     "InvalidState",

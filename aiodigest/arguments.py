@@ -110,13 +110,19 @@ def nearest(ms: int) -> datetime:
     return moment(max(FIRST_MS, min(ms, LAST_MS)) * 1000)
 
 
-def pack_entry(record_id: bytes, timestamp: datetime | float | None, value: bytes, most: int = DEFAULT.value) -> bytes:
+def pack_entry(
+    record_id: bytes,
+    timestamp: datetime | float | None,
+    value: bytes,
+    most: int = DEFAULT.value,
+    context: bytes = b"",
+) -> bytes:
     """A record as a log entry; its encoded value may take ``most`` bytes."""
     if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
         raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
     if len(value) > most:
         raise LimitExceeded(f"a value may take at most {most:,} bytes when encoded, not {len(value):,}")
-    return pack(record_id, None if timestamp is None else microseconds(timestamp), value)
+    return pack(record_id, None if timestamp is None else microseconds(timestamp), value, context)
 
 
 def require(fits: bool, what: str, allowed: str, given: object) -> None:

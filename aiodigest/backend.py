@@ -318,7 +318,11 @@ class Backend(Protocol):
         ...
 
     async def counts(self) -> dict[str, int]:
-        """Set sizes and counters, summed over the shards, under the names of ``models.Stats``."""
+        """Set sizes and counters, summed over the shards, under the names of ``models.Stats``.
+
+        ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) are those of the earliest due
+        timeline that waits or is ready.
+        """
         ...
 
     async def reshard(self, shards: int) -> bool:

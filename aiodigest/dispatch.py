@@ -18,6 +18,7 @@ from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
+from aiodigest.tracing import Tracing
 from aiodigest.wire import RawRecord, unpack, unpack_latest
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,14 @@ class Contents(Generic[T]):
     """What entries stand for.
 
     ``records`` are in order. ``raw`` are those that cannot be decoded, ``undecodable`` their ids with the reasons;
-    ``aged`` is how many were too old.
+    ``aged`` is how many were too old. ``contexts`` are those of the spans that added the records, if they were traced.
     """
 
     records: list[Record[T]] = field(default_factory=list[Record[T]])
     raw: list[Record[bytes]] = field(default_factory=list[Record[bytes]])
     undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
     aged: int = 0
+    contexts: list[bytes] = field(default_factory=list[bytes])
 
     def letters(self) -> list[Letter]:
         """What cannot be decoded, a letter for each reason: after a change of the type that may be every record."""
@@ -99,6 +101,8 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
                 continue
             timestamp = moment(raw.timestamp_us)
             records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
+            if raw.context:
+                contents.contexts.append(raw.context)
         except Exception as error:  # a codec of the user's may raise anything
             contents.undecodable[name] = describe(error)
             found = raw or RawRecord(0, b"?", entry)
@@ -156,6 +160,7 @@ class Dispatcher(Generic[T]):
         retry: RetryPolicy,
         lease_timeout: float,
         delivery_timeout: float,
+        tracing: Tracing | None = None,
     ) -> None:
         self._callback = callback
         self._codec = codec
@@ -163,6 +168,7 @@ class Dispatcher(Generic[T]):
         self._retry = retry
         self._lease_ms = milliseconds(lease_timeout)
         self._timeout = delivery_timeout
+        self._tracing = tracing
         self._reading = asyncio.Lock()
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
@@ -180,7 +186,11 @@ class Dispatcher(Generic[T]):
                 return self._closed(attempt, "empty")
             if lease.attempt > self._retry.max_attempts:
                 return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
-            await self._call(attempt.digest)
+            if self._tracing is None:
+                await self._call(attempt.digest)
+            else:
+                with self._tracing.delivering(attempt.digest, attempt.contents.contexts):
+                    await self._call(attempt.digest)
         except RetryAfter as signal:
             return self._deferred(attempt, signal)
         except Reject as signal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -29,11 +30,12 @@ from aiodigest.errors import (
     shown,
 )
 from aiodigest.management import Management
-from aiodigest.models import Delivery, Entry
+from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
 from aiodigest.session import Session
 from aiodigest.signals import on_signals
 from aiodigest.store import Store
+from aiodigest.tracing import Tracing
 from aiodigest.wire import unpack
 
 if TYPE_CHECKING:
@@ -148,12 +150,20 @@ class DigestEngine(Management[T]):
         )
         self._callback: Callback[T] | None = None
         self._observers: list[Callable[[Delivery], None]] = []
+        self._tracing: Tracing | None = None
+        self._added = 0
         self._session: Session | None = None
 
     @property
     def url(self) -> str:
         """Where the engine stores, without the password."""
         return self._store.url
+
+    @property
+    def activity(self) -> Activity:
+        """What this engine does in this process: a look at a few numbers, without a call to the server."""
+        now = self._session.activity if self._session is not None and not self._session.is_over else Activity()
+        return replace(now, adds=self._added)
 
     def __repr__(self) -> str:
         return f"DigestEngine({self.url!r}, namespace={self.namespace!r})"
@@ -249,17 +259,9 @@ class DigestEngine(Management[T]):
             from aiodigest.scheduler import Scheduler  # who only adds needs none
 
             assert callback is not None
-            dispatcher = Dispatcher(
-                callback,
-                self._codec,
-                partial(self._policies.of, timeout=self._delivery_timeout),
-                self._retry,
-                self._lease_timeout,
-                self._delivery_timeout,
-            )
             return Scheduler(
                 backend,
-                dispatcher,
+                self._dispatcher(callback),
                 self._policies.limits,
                 backoff_mode=self._backoff_mode,
                 concurrency=self._concurrency,
@@ -282,6 +284,17 @@ class DigestEngine(Management[T]):
             finally:
                 self._session = None
             raise
+
+    def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
+        return Dispatcher(
+            callback,
+            self._codec,
+            partial(self._policies.of, timeout=self._delivery_timeout),
+            self._retry,
+            self._lease_timeout,
+            self._delivery_timeout,
+            self._tracing,
+        )
 
     # Adding
 
@@ -307,9 +320,11 @@ class DigestEngine(Management[T]):
         record = record_id if record_id is not None else new_id()
         add = await self._encode(key, value, record, timestamp)
         try:
-            return await session.add(add)
+            ready = await session.add(add)
         except BackendUnavailable as error:
             raise session.explained(error, record) from None  # its message says it all
+        self._added += 1
+        return ready
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.
@@ -360,6 +375,8 @@ class DigestEngine(Management[T]):
         for (index, add), answer in zip(adds.items(), answers, strict=True):
             if isinstance(answer, BackendUnavailable):
                 answer = session.explained(answer, unpack(add.entry).id.decode())
+            elif isinstance(answer, bool):
+                self._added += 1
             results[index] = answer
         return results
 
@@ -367,5 +384,6 @@ class DigestEngine(Management[T]):
         name(key, "key", self._bounds.name)
         record = name(record_id, "record_id", self._bounds.name)
         policy = self._policies.fixed or await self._policy(key)
-        entry = pack_entry(record, timestamp, self._codec.encode(value), self._bounds.value)
+        context = b"" if self._tracing is None else self._tracing.context()
+        entry = pack_entry(record, timestamp, self._codec.encode(value), self._bounds.value, context)
         return Add(key, entry, policy.terms, self._policies.own(policy))

@@ -14,9 +14,9 @@ from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, w
 from aiodigest.backend import Backend, Move, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
-from aiodigest.errors import ConfigurationError, InvalidArgument, InvalidState, shown
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, InvalidState, shown
 from aiodigest.layout import MAX_SHARDS
-from aiodigest.models import DeadLetter, Draining, Record, State, Stats, Timeline
+from aiodigest.models import DeadLetter, Draining, Health, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Session
 
@@ -133,8 +133,26 @@ class Management(Generic[T]):
         """Timelines by state, dead letters, and counters of what happened."""
         counts = await (await self._backend()).counts()
         oldest = counts.get("oldest_due_ms")
-        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name != "oldest_due"}
-        return Stats(**numbers, oldest_due=None if oldest is None else nearest(oldest))
+        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.type == "int"}
+        due = None if oldest is None else nearest(oldest)
+        return Stats(**numbers, oldest_due=due, overdue=counts.get("overdue_ms", 0) / 1000)
+
+    async def health(self, *, overdue: float | timedelta = 60) -> Health:
+        """Whether the server answers, and no timeline has been due for more than ``overdue`` (seconds or a timedelta).
+
+        It raises nothing but InvalidArgument: that the server is away is its answer, within the engine's ``timeout``.
+        A timeline is overdue while no worker claims it: there is none, or too few, or they are in backoff mode, or
+        rest since a callback asked for it.
+        """
+        bound = duration(overdue, "overdue")
+        try:
+            stats = await self.stats()
+        except AiodigestError as error:
+            return Health(False, str(error))
+        if stats.overdue > bound:
+            reason = f"a timeline has been due for {stats.overdue:.0f} s, and nobody has claimed it"
+            return Health(False, reason, stats.overdue)
+        return Health(True, "", stats.overdue)
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """All dead letters, the oldest of each shard first."""

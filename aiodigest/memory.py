@@ -151,7 +151,10 @@ class ReferenceBackend(Backend):
             for name in ("waiting", "ready", "leased"):
                 total[name] += len(getattr(machine, name))
         dues = [due for machine in self.machines for due in (*machine.waiting.values(), *machine.ready.values())]
-        return {**total, **({"oldest_due_ms": min(dues)} if dues else {})}
+        if dues:
+            total["oldest_due_ms"] = min(dues)
+            total["overdue_ms"] = max(0, self._now() - min(dues))
+        return total
 
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         return self._letters(self.machines[shard])[start : start + count]

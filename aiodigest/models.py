@@ -158,7 +158,7 @@ class Stats:
     ``delivered``, ``dropped`` (by capacity), ``aged`` (by ``max_age``), ``expired`` (by ``ttl``) and ``buried``
     (in dead letters) count records; ``digests`` counts deliveries, ``letters_dropped`` dead letters that made
     room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that
-    waits or is ready.
+    waits or is ready, and ``overdue`` for how many seconds it has been due by the server's clock; 0 if it is not.
     """
 
     waiting: int = 0
@@ -173,3 +173,28 @@ class Stats:
     buried: int = 0
     letters_dropped: int = 0
     oldest_due: datetime | None = None
+    overdue: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What one engine does in this process.
+
+    ``adds`` counts the records whose add returned since the engine was made, ``delivering`` the deliveries under way.
+    ``backoff_level`` is how deep its worker is in backoff mode (0: not at all), and ``unavailable`` tells that its
+    latest calls to the server failed.
+    """
+
+    adds: int = 0
+    delivering: int = 0
+    backoff_level: int = 0
+    unavailable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether digests go out as they should, and if not, the ``reason``; ``overdue`` is that of ``Stats``."""
+
+    ok: bool
+    reason: str = ""
+    overdue: float = 0.0

@@ -27,6 +27,10 @@ class Outage:
         self._began = 0.0
         self._told: set[type[Exception]] = set()
 
+    @property
+    def lasts(self) -> bool:
+        return bool(self._tries)
+
     def failed(self, error: Exception, call: str = "") -> None:
         """A call of a kind failed."""
         if not self._tries:

@@ -246,15 +246,14 @@ class RedisBackend(Relocation, Backend):
 
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
-        oldest: list[int] = []
         async for answer in self._everywhere("counts"):
             reply = cast("list[bytes | int]", answer)
-            for name, value in zip(reply[::2], reply[1::2], strict=True):
-                if name == b"oldest_due_ms":
-                    oldest.append(number(value))
-                else:
-                    total[text(name)] += number(value)
-        return {**total, **({"oldest_due_ms": min(oldest)} if oldest else {})}
+            counts = {text(name): number(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
+            if oldest := counts.pop("oldest_due_ms", 0):
+                total["oldest_due_ms"] = min(total["oldest_due_ms"] or oldest, oldest)
+            total["overdue_ms"] = max(total["overdue_ms"], counts.pop("overdue_ms", 0))
+            total.update(counts)
+        return total
 
     # Dead letters
 

@@ -80,6 +80,20 @@ class Scheduler:
         if shard in self._lanes:
             self._lanes[shard].woken.set()
 
+    @property
+    def delivering(self) -> int:
+        """How many deliveries are under way."""
+        return sum(len(lane.holds) for lane in self._lanes.values())
+
+    @property
+    def backoff_level(self) -> int:
+        return self._slots.backoff.level
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the latest calls of some kind failed."""
+        return self._outage.lasts
+
     async def run(self) -> None:
         """Deliver until stopped."""
         try:

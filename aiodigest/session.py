@@ -15,6 +15,7 @@ from anyio import CancelScope
 from aiodigest.backend import Add, Backend, Retired
 from aiodigest.coalesce import LEFT, Coalescer, batches
 from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.models import Activity
 from aiodigest.outage import BACKOFF, Outage, elapse, retrieve
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Session:
         self._connecting: asyncio.Task[Backend] | None = None
         self._adds: dict[int, Coalescer[Add, bool]] = {}  # by shard
         self._scheduler: Scheduler | None = None
+        self._cut_off = False  # the latest add failed
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
@@ -69,6 +71,14 @@ class Session:
     def is_over(self) -> bool:
         """Whether it was left behind: by a fork, or by a loop that was closed before the engine was left."""
         return self._home[0] != os.getpid() or self._home[1].is_closed()
+
+    @property
+    def activity(self) -> Activity:
+        """What it does now; adds are counted by the engine."""
+        worker = self._scheduler
+        if worker is None:
+            return Activity(unavailable=self._cut_off or self._backend is None)
+        return Activity(0, worker.delivering, worker.backoff_level, self._cut_off or worker.is_cut_off)
 
     async def backend(self) -> Backend:
         """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""
@@ -123,6 +133,7 @@ class Session:
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
+        self._cut_off = True
         message, reason = str(error), self._store.why_down()
         if reason and reason not in message:
             message += f" ({reason})"
@@ -144,6 +155,7 @@ class Session:
                 ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
             except Retired:  # and so not stored: it goes to where its timeline is now
                 continue
+            self._cut_off = False
             if ready:
                 self.poke(shard)
             return ready
@@ -182,6 +194,7 @@ class Session:
                     answers.update(dict.fromkeys(indices[sent:], unsent))
                     return
                 answers.update(zip(some, results, strict=True))
+                self._cut_off = False
                 if True in results:
                     self.poke(shard)
 

@@ -1,7 +1,7 @@
 """One record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
 
 An entry is a byte of version (low four bits) and flags (high four), the timestamp in microseconds, the length of
-the id, the id, and the encoded value. The latest entry of an id wins.
+the id, the id, a trace context if a flag says so, and the encoded value. The latest entry of an id wins.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from aiodigest.errors import CodecError
 
 VERSION = 1
 UNSTAMPED = 0x10  # the server fills in the time of arrival
+TRACED = 0x20  # a trace context follows the id
+CONTEXT_SIZE = 25  # 16 bytes of the trace's id, 8 of the span's, and 1 of flags: W3C Trace Context, version 00
 HEADER = struct.Struct(">BqH")
 HEADER_SIZE = HEADER.size
 _unpack_header = HEADER.unpack_from  # looked up once, and not for each record
@@ -25,11 +27,14 @@ class RawRecord(NamedTuple):
     timestamp_us: int
     id: bytes
     value: bytes
+    context: bytes = b""
 
 
-def pack(record_id: bytes, timestamp_us: int | None, value: bytes) -> bytes:
+def pack(record_id: bytes, timestamp_us: int | None, value: bytes, context: bytes = b"") -> bytes:
     """The entry of a record; without a timestamp it gets the server's at arrival."""
     flags = VERSION if timestamp_us is not None else VERSION | UNSTAMPED
+    if context:
+        return HEADER.pack(flags | TRACED, timestamp_us or 0, len(record_id)) + record_id + context + value
     return HEADER.pack(flags, timestamp_us or 0, len(record_id)) + record_id + value
 
 
@@ -47,7 +52,11 @@ def unpack(entry: bytes) -> RawRecord:
         flags, timestamp, length = _unpack_header(entry)
         end = HEADER_SIZE + length
         if flags & 0x0F == VERSION and len(entry) >= end:
-            return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[end:])
+            if not flags & TRACED:
+                return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[end:])
+            value = end + CONTEXT_SIZE
+            if len(entry) >= value:
+                return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[value:], entry[end:value])
     raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
 
 

@@ -11,7 +11,7 @@ import gc
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, unwrap
 from itertools import count
@@ -33,6 +33,7 @@ from aiodigest import (
     Entry,
     InvalidState,
     Policy,
+    Stats,
     Timeline,
 )
 from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Window
@@ -686,6 +687,15 @@ async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
     await has_moved(stage)
 
 
+async def stats_of(engine: DigestEngine[JSON]) -> Stats:
+    """But for what grows while one looks."""
+    return replace(await engine.stats(), overdue=0)
+
+
+async def reason_of(engine: DigestEngine[JSON]) -> str:
+    return (await engine.health()).reason
+
+
 async def inspecting(
     look: Callable[[DigestEngine[JSON], str], Awaitable[object]], stage: EngineStage
 ) -> AsyncGenerator[Call]:
@@ -705,7 +715,8 @@ async def listed(items: AsyncIterator[object]) -> list[object]:
 
 
 engine_scene("peek")(partial(inspecting, lambda engine, _: engine.peek("k")))
-engine_scene("stats")(partial(inspecting, lambda engine, _: engine.stats()))
+engine_scene("stats")(partial(inspecting, lambda engine, _: stats_of(engine)))
+engine_scene("health")(partial(inspecting, lambda engine, _: reason_of(engine)))
 engine_scene("timelines")(partial(inspecting, lambda engine, _: listed(engine.timelines())))
 engine_scene("dead_letters")(partial(inspecting, lambda engine, _: listed(engine.dead_letters())))
 engine_scene("dead_letter")(partial(inspecting, lambda engine, letter: engine.dead_letter(letter)))
