@@ -16,6 +16,7 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting, play
 
 TASKS, KEYS, STILL_MS = 12_000, 50, 2_000
+GRAIN = 0.1  # MB: less cannot be told apart
 
 
 async def produce(url: str, adds: int) -> None:
@@ -43,7 +44,7 @@ async def producers(setting: Setting) -> AsyncGenerator[Row, None]:
         await setting.flush()
         printed = await output("the producer", *part("overload", "produce", setting.url, adds))
         before, after = map(float, printed.split())
-        memory.append(after - before)
+        memory.append(max(after - before, GRAIN))
     yield Row(
         f"memory of {TASKS:,} tasks, {many:,} adds to a server that stands still for {STILL_MS / 1000:g} s",
         f"{few:,} adds", "MB", memory[1:], memory[:1], bound=1.2,
