@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost
-from aiodigest.models import State
+from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.wire import aged, latest
 
@@ -57,6 +57,12 @@ class Lease:
     cut_ms: int = 0
     last_error: str = ""
     entries: Sequence[bytes] = field(default=(), repr=False)
+
+
+def facts_of(lease: Lease, reason: object = "") -> dict[str, object]:
+    """What a line of the log says of a lease, for those who read fields and not texts."""
+    facts: dict[str, object] = {"timeline": lease.key, "digest_id": lease.digest_id, "attempt": lease.attempt}
+    return {**facts, "reason": str(reason)} if reason else facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +340,14 @@ class Backend(Protocol):
     async def drain(self) -> dict[str, int]:
         """Bring the end of the old shards nearer; what they hold, by state. Nothing: they are no more."""
         return {}
+
+    async def examine(self) -> list[Finding]:
+        """What is to be said of the servers, and of what the namespace holds there; changes nothing."""
+        return []
+
+    async def erase(self) -> int:
+        """Drop the namespace with all that it holds; how many keys went."""
+        ...
 
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         """Ids of dead letters, the oldest first."""

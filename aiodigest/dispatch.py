@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
-from aiodigest.backend import Close, Lease, Letter, Retry
+from aiodigest.backend import Close, Lease, Letter, Retry, facts_of
 from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
@@ -216,7 +216,10 @@ class Dispatcher(Generic[T]):
                 if isawaitable(ending):
                     await ending
                 else:  # it has done its work, so to fail now would have it done again
-                    logger.error("the callback returned %r: it must be an async function", type(ending).__name__)
+                    logger.error(
+                        "the callback returned %r: it must be an async function", type(ending).__name__,
+                        extra={"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt},
+                    )  # fmt: skip
         except DeliverySignal:
             raise
         except Exception as error:
@@ -240,7 +243,8 @@ class Dispatcher(Generic[T]):
     def _buried(
         self, attempt: Attempt[T], reason: str, result: Result = "buried", success: bool | None = None
     ) -> Outcome:
-        logger.warning("digest %s of %r is a dead letter: %s", attempt.lease.digest_id, attempt.lease.key, reason)
+        lease, facts = attempt.lease, facts_of(attempt.lease, reason)
+        logger.warning("digest %s of %r is a dead letter: %s", lease.digest_id, lease.key, reason, extra=facts)
         return Outcome(self._close(attempt, 0, [Letter(reason)]), result, success=success)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
@@ -256,7 +260,7 @@ class Dispatcher(Generic[T]):
         told = isinstance(error, (DeliverySignal, InvalidArgument, _TimedOut))  # in full by the reason
         logger.warning(
             "attempt %d to deliver %r failed: %s", attempt.lease.attempt, attempt.lease.key, reason,
-            exc_info=None if told else error,
+            exc_info=None if told else error, extra=facts_of(attempt.lease, reason),
         )  # fmt: skip
         success = None if isinstance(error, DeliverySignal) else False
         if attempt.lease.attempt >= self._retry.max_attempts:
@@ -266,7 +270,7 @@ class Dispatcher(Generic[T]):
         return Outcome(retry, "timeout" if unknown else "failed", success=success)
 
     def _partial(self, attempt: Attempt[T], signal: PartialFailure) -> Outcome:
-        known = {record.id for record in attempt.contents.records}
+        lease, known = attempt.lease, {record.id for record in attempt.contents.records}
         if not signal.failed:
             return self._closed(attempt, "delivered")
         strangers = [record_id for record_id in signal.failed if record_id not in known]
@@ -280,11 +284,13 @@ class Dispatcher(Generic[T]):
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
             letters = [Letter(reason, failed), *attempt.contents.letters()]
-            logger.warning("%d records of %r are a dead letter: %s", len(failed), attempt.lease.key, reason)
+            facts = facts_of(lease, reason)
+            logger.warning("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason=reason)
-        logger.warning("attempt %d to deliver %r failed in part: %s", attempt.lease.attempt, attempt.lease.key, reason)
+        facts = facts_of(lease, reason)
+        logger.warning("attempt %d to deliver %r failed in part: %s", lease.attempt, lease.key, reason, extra=facts)
         retry = Retry(
             attempt.lease, self._delay_ms(attempt.lease), reason, attempt.policy.terms.limits,
             attempt.taken, [*failed, *bad], delivered, aged=attempt.contents.aged,
@@ -295,5 +301,6 @@ class Dispatcher(Generic[T]):
         try:
             return self._retry.delay_ms(lease.attempt)
         except Exception:
-            logger.exception("the retry strategy failed; attempt %d waits a minute", lease.attempt)
+            facts = facts_of(lease)
+            logger.exception("the retry strategy failed; attempt %d waits a minute", lease.attempt, extra=facts)
             return FALLBACK_DELAY_MS

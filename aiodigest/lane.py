@@ -10,7 +10,7 @@ from math import inf
 from typing import Literal
 
 from aiodigest.alarm import GRAIN, Alarm
-from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry
+from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry, facts_of
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
 from aiodigest.outage import Outage
@@ -100,7 +100,7 @@ class Lane:
     def retire(self, end: Retired) -> None:
         """End it: its shard is no more."""
         if not self.retired:
-            logger.info("%s", end)
+            logger.info("%s", end, extra={"shard": self.shard})
         self.retired = True
         self._outage.answered(self.claiming)
         self._outage.answered(self.leasing)
@@ -119,7 +119,8 @@ class Lane:
     def lose(self, hold: Hold) -> None:
         """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
         if hold.stage != "reporting" and hold.task is not None and not hold.task.done():
-            logger.warning("the lease on timeline %r is lost: its delivery is cancelled", hold.lease.key)
+            line = "the lease on timeline %r is lost: its delivery is cancelled"
+            logger.warning(line, hold.lease.key, extra=facts_of(hold.lease))
             hold.task.cancel()
 
     def _expire(self) -> None:
@@ -167,7 +168,8 @@ class Lane:
         self.forgiven = failures
         for (hold, lease), held in zip(holds, kept, strict=True):
             if isinstance(held, AiodigestError):
-                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held)
+                facts = facts_of(lease, held)
+                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held, extra=facts)
             elif held:
                 self.extend(hold, sent)
             elif hold.lease is lease:

@@ -189,7 +189,8 @@ class Namespace:
             self._changes += 1
             if self._known and layout != self._current:
                 had, has = self._current.shards, layout.shards
-                logger.info("namespace %r goes over from %d to %d shards", self.namespace, had, has)
+                facts = {"namespace": self.namespace, "shards": has}
+                logger.info("namespace %r goes over from %d to %d shards", self.namespace, had, has, extra=facts)
         self._current, self._drained = layout, drained
 
     async def _check_wait(self, link: AnyLink) -> None:

@@ -40,7 +40,7 @@ class Outage:
             self._told.add(type(error))
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
-            logger.warning("%s %s: %s", self._what, state, error, exc_info=fault)
+            logger.warning("%s %s: %s", self._what, state, error, exc_info=fault, extra={"reason": str(error)})
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()
 
@@ -50,7 +50,8 @@ class Outage:
             self._answered[call].set()
             if not self._tries:
                 lasted = asyncio.get_running_loop().time() - self._began
-                logger.warning("%s is available again after %.1f s", self._what, lasted)
+                line = "%s is available again after %.1f s"
+                logger.warning(line, self._what, lasted, extra={"seconds": round(lasted, 3)})
 
     async def pause(self, call: str = "") -> None:
         """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry, facts_of
 from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
@@ -120,7 +120,8 @@ class Scheduler:
     async def _look_for_shards(self) -> None:
         """Learn of a change of the layout while there is no shard to serve, whose loop would."""
         if not self._idle:
-            logger.error("none of the chosen shards is there: nothing is delivered")
+            shards = {"shards": self._backend.takers}
+            logger.error("none of the chosen shards is there: nothing is delivered", extra=shards)
         self._idle = True
         await elapse(self._stopping, self._lease_timeout / 3)
         if not self._stopping.is_set():
@@ -198,9 +199,11 @@ class Scheduler:
         lane.marked, lane.failing = sent, False
         self._serve()
         for key, reason in claims.broken:
-            logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason)
+            facts = {"timeline": key, "reason": reason}
+            logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
         for key, count in claims.expired:
-            logger.error("timeline %r outlived its ttl: %d records are lost", key, count)
+            facts = {"timeline": key, "records": count}
+            logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
         now = loop.time()
         for lease in claims.leases:
             hold = Hold(lease, now - (claims.now_ms - lease.due_ms) / 1000)
@@ -268,11 +271,15 @@ class Scheduler:
                 hold.lease, hold.stage = self._rest(outcome.report, closed), "claimed"
             await self._backend.release(lane.shard, [hold.lease], started=False)
         except LeaseLost as error:
-            logger.warning("%s", error)
+            logger.warning("%s", error, extra=facts_of(hold.lease))
         except AiodigestError as error:
-            logger.error("timeline %r: %s; its lease will end", hold.lease.key, error)
+            facts = facts_of(hold.lease, error)
+            logger.error("timeline %r: %s; its lease will end", hold.lease.key, error, extra=facts)
         except Exception:
-            logger.exception("a fault of aiodigest while delivering %r; its lease will end", hold.lease.key)
+            facts = facts_of(hold.lease)
+            logger.exception(
+                "a fault of aiodigest while delivering %r; its lease will end", hold.lease.key, extra=facts
+            )
 
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
@@ -321,7 +328,8 @@ class Scheduler:
             try:
                 observer(delivery)
             except Exception:
-                logger.exception("an observer of deliveries failed")
+                facts = {"timeline": delivery.key, "digest_id": delivery.digest_id, "attempt": delivery.attempt}
+                logger.exception("an observer of deliveries failed", extra=facts)
 
     async def _report(self, lane: Lane, report: Close | Retry) -> Closed:
         """Tell the store, until it knows; what it answers."""
@@ -378,7 +386,7 @@ class Scheduler:
         _, late = await asyncio.wait(tasks, timeout=self._timeout)
         deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
         ignore = f", {len(deaf)} of which ignore it" if deaf else ""
-        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore)
+        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
         for lane in self._lanes.values():
             for stage in ("calling", "claimed"):
                 leases = [hold.lease for at, hold, was in left if at is lane and hold.stage == was == stage]
@@ -393,4 +401,5 @@ class Scheduler:
         try:
             await self._backend.release(lane.shard, leases, started)
         except Exception as error:
-            logger.error("%d leases could not be given back, and will end: %s", len(leases), error)
+            facts = {"deliveries": len(leases), "reason": str(error)}
+            logger.error("%d leases could not be given back, and will end: %s", len(leases), error, extra=facts)

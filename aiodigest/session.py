@@ -31,6 +31,28 @@ def weight(add: Add) -> int:
     return len(add.entry) + len(add.key)
 
 
+class Entered(Protocol):
+    """What an engine makes its calls through while it is entered: a ``Session``, or what a test has in its place."""
+
+    @property
+    def main(self) -> asyncio.Future[None]: ...
+    @property
+    def is_here(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def activity(self) -> Activity: ...
+    @property
+    def breadth(self) -> int: ...
+    async def backend(self) -> Backend: ...
+    async def add(self, add: Add) -> bool: ...
+    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]: ...
+    def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable: ...
+    def poke(self, shard: int) -> None: ...
+    def hurry(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
 class Opener(Protocol):
     """Where a session gets its backend from."""
 
@@ -77,8 +99,15 @@ class Session:
         """What it does now; adds are counted by the engine."""
         worker = self._scheduler
         if worker is None:
-            return Activity(unavailable=self._cut_off or self._backend is None)
-        return Activity(0, worker.delivering, worker.backoff_level, self._cut_off or worker.is_cut_off)
+            return Activity(unavailable=self._cut_off or self._backend is None, fault=self.fault)
+        return Activity(0, worker.delivering, worker.backoff_level, self._cut_off or worker.is_cut_off, self.fault)
+
+    @property
+    def fault(self) -> str:
+        """That its background task has ended although nobody stopped it."""
+        if self._stopping.is_set() or not self.main.done():
+            return ""
+        return "the engine's background task has ended, as its log tells: only a restart of the process mends that"
 
     async def backend(self) -> Backend:
         """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""
@@ -267,4 +296,6 @@ class Session:
 
     def _ended(self, main: asyncio.Task[None]) -> None:
         if not main.cancelled() and main.exception() is not None:
-            logger.critical("a fault of aiodigest has ended its background task", exc_info=main.exception())
+            fault = main.exception()
+            facts = {"reason": repr(fault)}
+            logger.critical("a fault of aiodigest has ended its background task", exc_info=fault, extra=facts)

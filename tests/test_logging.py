@@ -1,0 +1,81 @@
+"""What is logged can be read by programs, too."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Iterable, Iterator
+
+import pytest
+from engines import Inbox, WatchedBackend, delivering, virtual_time
+from userland import ROOT
+
+from aiodigest import JSON, Digest, RetryPolicy
+
+PACKAGE = ROOT / "aiodigest"
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+PAGE = ROOT / "docs" / "howto" / "read-the-log.md"
+GIVEN = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # names that no field may have
+
+
+def logs(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls in it that log something."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="logger"), attr=level)) if level in LEVELS:
+                yield node
+            case _:
+                pass
+
+
+def texts(nodes: Iterable[ast.expr | None]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+LOGGED = [(path, line) for path in sorted(PACKAGE.glob("*.py")) for line in logs(ast.parse(path.read_text()))]
+
+
+def test_every_line_of_the_log_carries_fields_and_one_logger_a_module_writes_it() -> None:
+    assert len(LOGGED) > 15
+    for path, line in LOGGED:
+        assert any(keyword.arg == "extra" for keyword in line.keywords), f"{path.name}:{line.lineno}"
+        assert "logger = logging.getLogger(__name__)" in path.read_text()
+
+
+@virtual_time
+async def test_a_failed_delivery_is_logged_with_the_fields_that_the_page_names(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(digest: Digest[JSON]) -> None:
+        raise ValueError("no such mailbox")
+
+    backend = WatchedBackend()
+    await backend.put("ann", 1)
+    inbox = Inbox(fail)
+    async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=1)):
+        await inbox.digest()
+    failed, buried = caplog.records
+    for line in (failed, buried):
+        fields = {name: value for name, value in vars(line).items() if name not in GIVEN}
+        assert fields == {
+            "timeline": "ann",
+            "digest_id": inbox.digests[0].id,
+            "attempt": 1,
+            "reason": "ValueError: no such mailbox",
+        }
+
+
+def test_every_field_is_explained_on_the_page() -> None:
+    named = set[str]()
+    for path in sorted(PACKAGE.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                node.name == "facts_of" or any(logs(node))
+            ):
+                named |= {key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in texts(each.keys)}
+    assert {"timeline", "digest_id", "shards", "seconds"} <= named
+    assert named <= set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert not named & GIVEN
