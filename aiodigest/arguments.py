@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from math import inf
+from typing import TypeVar
 
 from aiodigest.backoff import seconds
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.wire import pack
+
+Item = TypeVar("Item")
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
@@ -123,6 +128,18 @@ def pack_entry(
     if len(value) > most:
         raise LimitExceeded(f"a value may take at most {most:,} bytes when encoded, not {len(value):,}")
     return pack(record_id, None if timestamp is None else microseconds(timestamp), value, context)
+
+
+def taken(entries: Iterable[Item], most: int) -> list[Item]:
+    """The entries of an ``add_many``; of too many no more than one over is taken."""
+    try:
+        source = iter(entries)
+    except TypeError:
+        raise InvalidArgument(f"add_many takes entries one after another, not {shown(entries)}") from None
+    given = list(islice(source, most + 1))
+    if len(given) > most:
+        raise LimitExceeded(f"one add_many may have at most {most:,} entries: this one has more")
+    return given
 
 
 def require(fits: bool, what: str, allowed: str, given: object) -> None:

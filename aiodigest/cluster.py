@@ -74,6 +74,15 @@ class ClusterLink:
         """Refuse servers that are too old; one of them stands for all."""
         await self._routed(key, lambda link, _: link.check_version(key))
 
+    @property
+    def primaries(self) -> Sequence[Link]:
+        """Those of which it is known that they have slots."""
+        return [self._link(address) for address in dict.fromkeys(self._slots) if address is not None]
+
+    def place_of(self, key: str) -> Address | None:
+        """The primary of a key, as far as that is known."""
+        return self._slots[slot_of(key)]
+
     async def hang_up(self, key: str) -> None:
         """Leave the primary of a key, which is none any more."""
         address = self._slots[slot_of(key)]

@@ -24,9 +24,13 @@ _ZSTD = b"\x02"
 class Codec(Protocol[T]):
     """How values of one type are stored. Both methods raise `CodecError` for what they cannot convert."""
 
-    def encode(self, value: T, /) -> bytes: ...
+    def encode(self, value: T, /) -> bytes:
+        """The bytes of ``value``."""
+        ...
 
-    def decode(self, data: bytes, /) -> T: ...
+    def decode(self, data: bytes, /) -> T:
+        """The value of ``data``, which ``encode`` made, perhaps long ago and in another version of a program."""
+        ...
 
 
 class JSONCodec(Generic[T]):

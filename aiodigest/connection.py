@@ -67,6 +67,11 @@ class Link:
             await drop(wire)
 
     @property
+    def primaries(self) -> Sequence[Link]:
+        """The servers that take adds: this one."""
+        return [self]
+
+    @property
     def is_busy(self) -> bool:
         """Whether calls are under way."""
         return bool(self._busy)

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
-from aiodigest.backend import Close, Lease, Letter, Retry, facts_of
+from aiodigest.backend import Close, Closed, Lease, Letter, Retry, facts_of
 from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
@@ -47,6 +47,13 @@ class Outcome(NamedTuple):
     records: int = 0
     success: bool | None = None
     pause: float = 0.0
+
+    def rest(self, closed: Closed) -> Lease:
+        """The lease on what is left of a digest that is delivered in parts."""
+        lease, entries = self.report.lease, self.report.lease.entries[self.report.taken :]
+        return replace(
+            lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
+        )
 
 
 class _TimedOut(Exception):
@@ -118,7 +125,7 @@ def is_small(entries: Sequence[bytes]) -> bool:
 def describe(error: BaseException) -> str:
     """An error in one line of bounded length, for dead letters and retries."""
     text = _text(error)
-    return _line(text if isinstance(error, (CodecError, DeliverySignal)) else f"{type(error).__name__}: {text}")
+    return _line(text if isinstance(error, (CodecError, DeliverySignal, _TimedOut)) else f"{type(error).__name__}: {text}")
 
 
 def _text(value: object) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import islice
 from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, whole
+from aiodigest.arguments import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, taken, whole
 from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
@@ -24,15 +23,13 @@ from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
     ConfigurationError,
-    InvalidArgument,
-    LimitExceeded,
     PartialAdd,
-    shown,
 )
 from aiodigest.management import Management
 from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
-from aiodigest.session import Session
+from aiodigest.portal import Sync
+from aiodigest.session import Entered, Session
 from aiodigest.signals import on_signals
 from aiodigest.store import Store
 from aiodigest.tracing import Tracing
@@ -59,6 +56,10 @@ class DigestEngine(Management[T]):
     is a service until SIGTERM or SIGINT. None of them needs the server to be there yet. An engine can be entered
     again after it was left, also from another event loop.
 
+    In its methods ``key`` names a timeline, and ``letter_id`` a dead letter. What is awaited may raise InvalidArgument
+    (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
+    within the engine's ``timeout``; if there is more that it raises, its own text says so.
+
     Parameters
     ----------
     url : str, redis.asyncio.Redis or redis.asyncio.RedisCluster, default "embedded://"
@@ -71,12 +72,12 @@ class DigestEngine(Management[T]):
         What values are checked against when added, and what callbacks get.
     codec : Codec, default JSONCodec(value_type)
         How values are stored.
-    policy : Policy, or a plain or async function from a key to a Policy
+    policy : Policy, or a plain or async function from a key to a Policy, default Policy()
         When a timeline is due. A function is called once an add and once a claimed digest; it may take ``timeout``,
         and for a digest ``delivery_timeout``.
-    retry : RetryPolicy
+    retry : RetryPolicy, default RetryPolicy()
         How often a digest whose callback raised is tried again.
-    backoff_mode : BackoffMode
+    backoff_mode : BackoffMode, default BackoffMode()
         When this process takes a rest, since deliveries of distinct timelines fail in a row.
     shards : int or None, default None
         How many schedules the namespace has; None takes what is there, or 1 if it is new. A cluster needs several,
@@ -152,7 +153,9 @@ class DigestEngine(Management[T]):
         self._observers: list[Callable[[Delivery], None]] = []
         self._tracing: Tracing | None = None
         self._added = 0
-        self._session: Session | None = None
+        self._session: Entered | None = None
+        self._rehearse: Callable[[Callback[T]], AbstractContextManager[object]] | None = None  # in tests: `delivering`
+        self._sync: Sync[T] | None = None  # in tests, where the adds of threads go instead of the portal
 
     @property
     def url(self) -> str:
@@ -161,9 +164,22 @@ class DigestEngine(Management[T]):
 
     @property
     def activity(self) -> Activity:
-        """What this engine does in this process: a look at a few numbers, without a call to the server."""
-        now = self._session.activity if self._session is not None and not self._session.is_over else Activity()
+        """What this engine does in this process: a look at a few numbers, without a call to the server.
+
+        Of an engine that is not entered but used by ``sync``, ``unavailable`` is about that.
+        """
+        sessions = (self._session, self._sync_session)
+        now = next((session.activity for session in sessions if session and not session.is_over), Activity())
         return replace(now, adds=self._added)
+
+    @property
+    def sync(self) -> Sync[T]:
+        """The same adds for threads without an event loop (Django, Celery, scripts), which block until all is stored.
+
+        ``engine.sync.add(...)`` and ``engine.sync.add_many(...)`` need no entered engine, and may be used from any
+        number of threads at once, also after a fork. With a running event loop they raise ConfigurationError.
+        """
+        return self._sync or Sync(self)
 
     def __repr__(self) -> str:
         return f"DigestEngine({self.url!r}, namespace={self.namespace!r})"
@@ -183,7 +199,7 @@ class DigestEngine(Management[T]):
         return callback
 
     def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
-        """Register a function that is told of each attempt to deliver from now on, beside those that are registered.
+        """Register ``observer``, to be told of each attempt to deliver from now on, beside those that are registered.
 
         A decorator; the function is returned unchanged. It must not block or raise.
         """
@@ -198,7 +214,7 @@ class DigestEngine(Management[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
+        if self._session is not None and self._rehearse is None:
             try:
                 await self._session.stop()
             finally:
@@ -212,6 +228,7 @@ class DigestEngine(Management[T]):
 
         ``shards`` restricts this process to some of the namespace's, which count from 0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
+        Raises ConfigurationError if there is no callback, or the engine is entered already.
         """
         chosen = callback if callback is not None else self._callback
         if chosen is None:
@@ -221,7 +238,8 @@ class DigestEngine(Management[T]):
         require(numbers, "shards", "a range or a set of numbers", shards)
         await self._enter(chosen, shards)
         try:
-            yield self
+            with (self._rehearse or nullcontext)(chosen):
+                yield self
         finally:
             await self.__aexit__(None, None, None)
 
@@ -252,6 +270,9 @@ class DigestEngine(Management[T]):
             yield
 
     async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> None:
+        if self._rehearse is not None:
+            await self._backend()
+            return
         if self._session is not None and not self._session.is_over:
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
@@ -327,21 +348,14 @@ class DigestEngine(Management[T]):
         return ready
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
-        """Add many records, a few hundred a call to the server; the answer of ``add`` for each, in order.
+        """Add ``entries``, a few hundred a call to the server; the answer of ``add`` for each, in order.
 
         Raises PartialAdd, whose ``results`` has an answer or an error for each entry, if any failed: one bad entry
         fails alone. Once the server is unavailable, what was not sent fails as not stored. Raises LimitExceeded, and
         stores nothing, if there are more than ``bounds.records``; of an iterable no more than one over is taken.
         """
         session = self._entered()
-        most = self._bounds.records
-        try:
-            source = iter(entries)
-        except TypeError:
-            raise InvalidArgument(f"add_many takes entries one after another, not {shown(entries)}") from None
-        given = list(islice(source, most + 1))
-        if len(given) > most:
-            raise LimitExceeded(f"one add_many may have at most {most:,} entries: this one has more")
+        given = taken(entries, self._bounds.records)
         results: list[bool | AiodigestError] = []
         step = CHUNK * session.breadth
         for start in range(0, len(given), step):
@@ -357,7 +371,7 @@ class DigestEngine(Management[T]):
             raise PartialAdd(results)
         return [result is True for result in results]
 
-    async def _add_some(self, session: Session, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
+    async def _add_some(self, session: Entered, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
         results: list[bool | AiodigestError] = [False] * len(entries)
         adds: dict[int, Add] = {}
         for index, entry in enumerate(entries):

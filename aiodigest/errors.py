@@ -45,7 +45,7 @@ class CodecError(AiodigestError):
 
 
 class BackendUnavailable(AiodigestError):
-    """The server could not be reached, or refuses writes at the moment.
+    """The server could not be reached, or refuses writes at the moment; the ``message`` says why.
 
     ``record_id`` is the record of a failed add, else None. ``stored`` says what is known of it: ``"no"``, or
     ``"unknown"`` when the call was sent and its answer was lost. Adding again under that id is harmless while

@@ -32,6 +32,6 @@ async def leave_link(link: AnyLink) -> None:
     if _users[link] > 0:
         return
     del _users[link]
-    for place in [place for place, joined in _links.items() if joined is link]:
+    for place in [place for place, joined in list(_links.items()) if joined is link]:  # other threads have loops, too
         del _links[place]
     await link.close()

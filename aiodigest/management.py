@@ -14,11 +14,18 @@ from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, w
 from aiodigest.backend import Backend, Move, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
-from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, InvalidState, shown
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidArgument,
+    InvalidState,
+    shown,
+)
 from aiodigest.layout import MAX_SHARDS
-from aiodigest.models import DeadLetter, Draining, Health, Record, State, Stats, Timeline
+from aiodigest.models import DeadLetter, Draining, Finding, Health, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
-from aiodigest.session import Session
+from aiodigest.session import Entered, Session
 
 T = TypeVar("T", default=JSON)
 
@@ -34,16 +41,18 @@ class Management(Generic[T]):
     _codec: Codec[T]
     _policies: Policies
     _timeout: float
-    _session: Session | None
+    _session: Entered | None
+    _sync_session: Session | None = None  # of ``engine.sync``, in the loop of its thread
 
-    def _entered(self) -> Session:
+    def _entered(self) -> Entered:
+        for session in (self._session, self._sync_session):
+            if session is not None and session.is_here:
+                return session
         if self._session is None:
             raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
-        if not self._session.is_here:
-            raise ConfigurationError(
-                f"engine {self.namespace!r} was entered in another event loop or process: it can be used there alone"
-            )
-        return self._session
+        raise ConfigurationError(
+            f"engine {self.namespace!r} was entered in another event loop or process: it can be used there alone"
+        )
 
     async def _backend(self) -> Backend:
         return await self._entered().backend()
@@ -71,7 +80,7 @@ class Management(Generic[T]):
         return await (await self._timeline(key)).delete(key)
 
     async def remove(self, key: str, record_id: str) -> bool:
-        """Drop one record; whether one went. A record under delivery, or whose outcome is unknown, stays."""
+        """Drop the record ``record_id``; whether it went. One under delivery, or whose outcome is unknown, stays."""
         backend = await self._timeline(key)
         record = name(record_id, "record_id", self._bounds.name)
         policy = await self._policy(key)
@@ -142,11 +151,18 @@ class Management(Generic[T]):
 
         It raises nothing but InvalidArgument: that the server is away is its answer, within the engine's ``timeout``.
         A timeline is overdue while no worker claims it: there is none, or too few, or they are in backoff mode, or
-        rest since a callback asked for it.
+        rest since a callback asked for it. An engine whose background task a fault has ended is not healthy either.
         """
         bound = duration(overdue, "overdue")
         try:
-            stats = await self.stats()
+            session = self._entered()
+            if fault := session.fault:
+                return Health(False, fault)
+            try:
+                async with asyncio.timeout(self._timeout):  # for the calls to all shards together
+                    stats = await self.stats()
+            except TimeoutError:
+                raise session.explained(BackendUnavailable(f"no answer within {self._timeout:g} s")) from None
         except AiodigestError as error:
             return Health(False, str(error))
         if stats.overdue > bound:
@@ -193,6 +209,26 @@ class Management(Generic[T]):
         """Drop a dead letter; whether there was one."""
         name(letter_id, "the id of a dead letter")
         return await (await self._backend()).discard(letter_id)
+
+    async def examine(self) -> list[Finding]:
+        """What is to be said of the servers and of the namespace: each check with what was found, and its mend.
+
+        Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
+        scripts, the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and a
+        namespace that was never used is not made. What the user may not ask is a note, which names the command that
+        would be needed. It takes some thirty calls to each server.
+        """
+        return await (await self._backend()).examine()
+
+    async def erase(self) -> int:
+        """Drop the namespace with all that it holds, its counters too; how many keys went.
+
+        It looks through all keys of the servers (``SCAN``), a thousand a call. For the end of a namespace that nobody
+        uses any more: a process that still does begins it anew.
+
+        Raises ConfigurationError, and drops nothing, if the user may not ``SCAN``.
+        """
+        return await (await self._backend()).erase()
 
     async def reshard(self, shards: int) -> AsyncIterator[Draining]:
         """Give the namespace another number of shards, from 1 to 1024, while it is used; yields what is left to do.

@@ -156,6 +156,11 @@ class ReferenceBackend(Backend):
             total["overdue_ms"] = max(0, self._now() - min(dues))
         return total
 
+    async def erase(self) -> int:
+        held = sum(len(machine.held) + len(machine.dead) for machine in self.machines)
+        self.machines = [Shard() for _ in self.machines]
+        return held
+
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         return self._letters(self.machines[shard])[start : start + count]
 

@@ -42,7 +42,17 @@ Result = Literal[
 
 @dataclass(frozen=True)
 class Record(Generic[T]):
-    """One notification, alert or event. ``timestamp`` (aware, UTC) orders records and never schedules."""
+    """One notification, alert or event.
+
+    Attributes
+    ----------
+    id : str
+        Names the record in its timeline: a later add under the same id replaces it while it waits.
+    value : T
+        What was added.
+    timestamp : datetime
+        Aware, in UTC: that of the add, or else the server's time of its arrival. Orders records and never schedules.
+    """
 
     id: str
     value: T
@@ -57,12 +67,23 @@ class Record(Generic[T]):
 
 @dataclass(frozen=True)
 class Digest(Generic[T]):
-    """The records of one delivery, ordered by timestamp, then by arrival.
+    """The records of one delivery. A test can make one of a key and records alone.
 
-    ``id`` names these very contents: a digest that is delivered again because its outcome is unknown comes
-    with the same id, so that a receiver can use it as an idempotency key. ``attempt`` and ``iteration``
-    (digests in a row of this timeline) count from 1. ``dropped`` is how many records the timeline's capacity
-    trimmed since the last digest.
+    Attributes
+    ----------
+    key : str
+        The timeline's.
+    records : Sequence[Record[T]]
+        Ordered by timestamp, then by arrival.
+    id : str, default made up
+        Names these very contents: a digest that is delivered again because its outcome is unknown comes with the same
+        id, so that a receiver can use it as an idempotency key.
+    attempt : int, default 1
+        Which try this is to deliver it.
+    dropped : int, default 0
+        How many records the timeline's capacity trimmed since the last digest.
+    iteration : int, default 1
+        How many digests in a row of this timeline there are with this one.
     """
 
     key: str
@@ -75,7 +96,19 @@ class Digest(Generic[T]):
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One add of ``add_many``; see ``DigestEngine.add`` for the fields."""
+    """One add of ``add_many``; the fields are the arguments of ``DigestEngine.add``.
+
+    Attributes
+    ----------
+    key : str
+        The timeline's.
+    value : T
+        What is added.
+    record_id : str or None, default None (made up)
+        Replaces the value that is held under it.
+    timestamp : datetime, float or None, default None (the server's time of arrival)
+        An aware datetime, or epoch seconds.
+    """
 
     key: str
     value: T
@@ -87,10 +120,31 @@ class Entry(Generic[T]):
 class Timeline(Generic[T]):
     """A view of a timeline that holds records.
 
-    ``due`` is when it is due (waiting), was due (ready) or when its lease ends (leased). ``size`` counts the
-    entries held, a re-added id once for each add. ``attempt`` counts the tries of the digest under delivery or
-    in a retry wait, and 0 means that there is none. ``records`` is filled by ``peek`` alone: what is under
-    delivery, then what came since.
+    Attributes
+    ----------
+    key : str
+        What it was added under.
+    state : State
+        "waiting", "ready" or "leased".
+    due : datetime
+        When it is due (waiting), was due (ready), or when its lease ends (leased).
+    size : int, default 0
+        Entries held: a record that was added again counts once for each add until a digest is opened.
+    attempt : int, default 0
+        The tries of the digest under delivery or in a retry wait; 0 means that there is none.
+    iteration : int, default 0
+        Digests in a row so far.
+    dropped : int, default 0
+        Records that capacity trimmed since the last digest.
+    cool_until : datetime or None, default None
+        When the latest cool-down ends or ended.
+    digest_id : str or None, default None
+        The digest under delivery or in a retry wait.
+    last_error : str or None, default None
+        What its latest attempt failed with.
+    records : Sequence[Record[T | bytes]], default ()
+        Filled by ``peek`` alone: what is under delivery, then what came since. A value that cannot be decoded stands
+        as its raw bytes.
     """
 
     key: str
@@ -110,7 +164,22 @@ class Timeline(Generic[T]):
 class DeadLetter(Generic[T]):
     """Records that will not be delivered unless they are replayed; kept for 30 days.
 
-    A value that cannot be decoded stands in ``records`` as its raw bytes.
+    Attributes
+    ----------
+    id : str
+        What ``replay`` and ``discard`` take.
+    key : str
+        The timeline's.
+    reason : str
+        That of a ``Reject``, the error of the last attempt, or why a value could not be decoded.
+    buried_at : datetime
+        By the server's clock.
+    attempt : int
+        How many tries there were.
+    digest_id : str
+        The digest's that could not be delivered.
+    records : Sequence[Record[T | bytes]]
+        A value that cannot be decoded stands as its raw bytes.
     """
 
     id: str
@@ -126,10 +195,27 @@ class DeadLetter(Generic[T]):
 class Delivery:
     """What came of one attempt to deliver a digest, for those who watch, told once the store knows.
 
-    ``result`` is "lost" if the store answered that the digest had ended or was another worker's by then (it comes, or
-    came, again), and "deleted" if its timeline was deleted under delivery. ``records`` is how many the callback
-    delivered in any case. An attempt that was cut short, or whose end the store could not be told, is not told.
-    ``lateness`` is how long after its due time the attempt began, and ``duration`` how long it took, in seconds.
+    An attempt that was cut short, or whose end the store could not be told, is not told.
+
+    Attributes
+    ----------
+    key : str
+        The timeline's.
+    digest_id : str
+        The digest's.
+    attempt : int
+        Which try it was, from 1.
+    result : str
+        "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``) or
+        "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter; "empty" (``max_age``
+        left nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then
+        (it comes, or came, again); "deleted" if its timeline was deleted under delivery.
+    records : int
+        How many the callback delivered, whatever the result.
+    lateness : float
+        Seconds from its due time to the beginning of the attempt.
+    duration : float
+        Seconds that the attempt took.
     """
 
     key: str
@@ -143,7 +229,15 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """What the old shards of a namespace still hold while it gets another number of them."""
+    """What the old shards of a namespace still hold while it gets another number of them.
+
+    Attributes
+    ----------
+    waiting, ready, leased : int, default 0
+        Timelines by their state.
+    dead : int, default 0
+        Dead letters.
+    """
 
     waiting: int = 0
     ready: int = 0
@@ -155,10 +249,23 @@ class Draining:
 class Stats:
     """Timelines by state, dead letters, and what happened since the namespace was made.
 
-    ``delivered``, ``dropped`` (by capacity), ``aged`` (by ``max_age``), ``expired`` (by ``ttl``) and ``buried``
-    (in dead letters) count records; ``digests`` counts deliveries, ``letters_dropped`` dead letters that made
-    room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that
-    waits or is ready, and ``overdue`` for how many seconds it has been due by the server's clock; 0 if it is not.
+    Attributes
+    ----------
+    waiting, ready, leased : int, default 0
+        Timelines by their state.
+    dead : int, default 0
+        Dead letters.
+    digests : int, default 0
+        Deliveries so far.
+    delivered, dropped, aged, expired, buried : int, default 0
+        Records so far that were delivered, dropped by capacity, left out by ``max_age``, ended by ``ttl``, and put in
+        dead letters.
+    letters_dropped : int, default 0
+        Dead letters that made room for newer ones or reached their 30 days.
+    oldest_due : datetime or None, default None
+        The earliest due time of a timeline that waits or is ready.
+    overdue : float, default 0.0
+        For how many seconds that one has been due by the server's clock; 0 if it is not.
     """
 
     waiting: int = 0
@@ -180,20 +287,66 @@ class Stats:
 class Activity:
     """What one engine does in this process.
 
-    ``adds`` counts the records whose add returned since the engine was made, ``delivering`` the deliveries under way.
-    ``backoff_level`` is how deep its worker is in backoff mode (0: not at all), and ``unavailable`` tells that its
-    latest calls to the server failed.
+    Attributes
+    ----------
+    adds : int, default 0
+        Records whose add returned since the engine was made.
+    delivering : int, default 0
+        Deliveries under way.
+    backoff_level : int, default 0
+        How deep its worker is in backoff mode; 0 is not at all.
+    unavailable : bool, default False
+        Whether its latest calls to the server failed.
+    fault : str, default ""
+        Which fault of aiodigest has ended its background task, if one has: it delivers no more until the process is
+        restarted.
     """
 
     adds: int = 0
     delivering: int = 0
     backoff_level: int = 0
     unavailable: bool = False
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What ``DigestEngine.examine`` found in one respect.
+
+    Attributes
+    ----------
+    name : str
+        The respect.
+    level : str
+        "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they are).
+    told : str
+        What was found.
+    mend : str, default ""
+        What to do about it, a command or a setting where there is one.
+    figure : float or None, default None
+        What was measured, if anything was: seconds, or a number of what is told.
+    """
+
+    name: str
+    level: Literal["ok", "note", "problem"]
+    told: str
+    mend: str = ""
+    figure: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether digests go out as they should, and if not, the ``reason``; ``overdue`` is that of ``Stats``."""
+    """Whether digests go out as they should.
+
+    Attributes
+    ----------
+    ok : bool
+        Whether the server answers, and no timeline has been due for too long.
+    reason : str, default ""
+        Why not.
+    overdue : float, default 0.0
+        For how many seconds the earliest due timeline has been due, by the server's clock.
+    """
 
     ok: bool
     reason: str = ""

@@ -65,7 +65,10 @@ class RetryPolicy:
 
     @cached_property
     def span(self) -> float:
-        """The longest time, in seconds, from the first attempt's failure to the last attempt."""
+        """The longest time, in seconds, from the first attempt's failure to the last attempt.
+
+        Raises InvalidArgument if the strategy raises, or returns what is no duration.
+        """
         try:
             delays = [longest(self.backoff, attempt) for attempt in range(1, self.max_attempts)]
         except Exception as error:  # it is the user's
@@ -133,7 +136,10 @@ class Policy:
         self._ttl_above(maximum, "maximum_delay")
 
     def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
-        """Raise InvalidArgument if records could expire while their digest is delivered (s) or being retried."""
+        """Raise InvalidArgument if records could expire while their digest is delivered or tried again.
+
+        Which takes as long as all tries of ``retry``, or one of ``delivery_timeout`` seconds.
+        """
         self._ttl_above(retry.span, "the whole retry span")
         self._ttl_above(delivery_timeout, "delivery_timeout")
 

@@ -22,8 +22,10 @@ from aiodigest.backend import (
     Retry,
     Window,
 )
+from aiodigest.checkup import check_up
+from aiodigest.connection import Link
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
-from aiodigest.models import State
+from aiodigest.models import Finding, State
 from aiodigest.namespace import BATCH
 from aiodigest.policy import Limits, Terms
 from aiodigest.relocation import Relocation
@@ -44,6 +46,22 @@ from aiodigest.scripts import (
 from aiodigest.wire import identity
 
 Fields = Sequence[bytes | int]
+
+
+async def _erase(server: Link, namespace: str) -> int:
+    """Drop all keys of a namespace that a server has; how many there were."""
+    cursor, erased = b"", 0
+    while cursor != b"0":
+        page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
+        cursor, keys = cast("tuple[bytes, list[bytes]]", page)
+        groups: dict[bytes, list[bytes]] = {}
+        for key in keys:
+            tag, _, name = key.partition(b"}")
+            if name.startswith(b":"):
+                groups.setdefault(tag, []).append(key)
+        for group in groups.values():  # of one tag, and so of one slot
+            erased += cast("int", await server.command("", "UNLINK", *group))
+    return erased
 
 
 def done(answer: object) -> bool | AiodigestError:
@@ -254,6 +272,13 @@ class RedisBackend(Relocation, Backend):
             total["overdue_ms"] = max(total["overdue_ms"], counts.pop("overdue_ms", 0))
             total.update(counts)
         return total
+
+    async def examine(self) -> list[Finding]:
+        return await check_up(self, await self._connected())
+
+    async def erase(self) -> int:
+        link = await self._connected()
+        return sum([await _erase(server, self.namespace) for server in link.primaries])
 
     # Dead letters
 

@@ -24,6 +24,16 @@ logger = logging.getLogger(__name__)
 Observer: TypeAlias = Callable[[Delivery], None]
 
 
+def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
+    """Tell all who watch of an attempt, whatever they raise."""
+    for observer in observers:
+        try:
+            observer(delivery)
+        except Exception:
+            facts = {"timeline": delivery.key, "digest_id": delivery.digest_id, "attempt": delivery.attempt}
+            logger.exception("an observer of deliveries failed", extra=facts)
+
+
 class Scheduler:
     """Delivers the digests of all shards, at most ``concurrency`` at a time, until it is stopped.
 
@@ -83,7 +93,7 @@ class Scheduler:
     @property
     def delivering(self) -> int:
         """How many deliveries are under way."""
-        return sum(len(lane.holds) for lane in self._lanes.values())
+        return sum(len(lane.holds) for lane in list(self._lanes.values()))  # who collects metrics asks in a thread
 
     @property
     def backoff_level(self) -> int:
@@ -263,12 +273,12 @@ class Scheduler:
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
                     delivery = replace(delivery, result=closed.status)
-                self._tell(delivery)
+                tell(self._observers, delivery)
                 if closed.status == "lost":
                     raise LeaseLost(f"digest {delivery.digest_id} of {delivery.key!r} ended, or is another worker's")
                 if closed.status != "part":
                     return
-                hold.lease, hold.stage = self._rest(outcome.report, closed), "claimed"
+                hold.lease, hold.stage = outcome.rest(closed), "claimed"
             await self._backend.release(lane.shard, [hold.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", error, extra=facts_of(hold.lease))
@@ -323,14 +333,6 @@ class Scheduler:
         facts = (lease.key, lease.digest_id, lease.attempt, outcome.result, outcome.records, late, took)
         return outcome, Delivery(*facts)
 
-    def _tell(self, delivery: Delivery) -> None:
-        for observer in self._observers:
-            try:
-                observer(delivery)
-            except Exception:
-                facts = {"timeline": delivery.key, "digest_id": delivery.digest_id, "attempt": delivery.attempt}
-                logger.exception("an observer of deliveries failed", extra=facts)
-
     async def _report(self, lane: Lane, report: Close | Retry) -> Closed:
         """Tell the store, until it knows; what it answers."""
         while True:
@@ -347,13 +349,6 @@ class Scheduler:
                 continue
             self._outage.answered(lane.leasing)
             return closed
-
-    def _rest(self, report: Close | Retry, closed: Closed) -> Lease:
-        """The lease on what is left of a digest that is delivered in parts."""
-        lease, entries = report.lease, report.lease.entries[report.taken :]
-        return replace(
-            lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
-        )
 
     # Stopping
 

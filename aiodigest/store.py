@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from urllib.parse import unquote, urlsplit
 
 from aiodigest.backend import Backend
@@ -38,6 +39,15 @@ class Store:
             self.url = backend(url).url
         self._source = url
         self._make = backend
+
+    def anew(self) -> Self:
+        """The same place, for another event loop: each has a share of its own of an embedded server."""
+        other = copy(self)
+        if self._server is not None:
+            from aiodigest.embedded import EmbeddedServer
+
+            other._server = EmbeddedServer(self._server.folder)
+        return other
 
     async def open(self) -> Backend:
         """Start or join the embedded server if there is one, and connect."""

@@ -167,6 +167,10 @@ class WatchedBackend(ReferenceBackend):
         self.answer("add")
         return added
 
+    async def counts(self) -> dict[str, int]:
+        await self.ask("counts", 0)
+        return await super().counts()
+
     async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
         await self.ask("claim", shard, slots)
         claims = await super().claim(shard, slots, lease_ms, limits)

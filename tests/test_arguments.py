@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aiodigest.arguments import DEFAULT, EPOCH, Bounds, duration, microseconds, moment, name, nearest, pack_entry, whole
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
-from aiodigest.wire import UNSTAMPED, unpack
+from aiodigest.wire import CONTEXT_SIZE, UNSTAMPED, pack, stamp, unpack
 
 text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=400)
 
@@ -123,6 +123,16 @@ def test_the_least_and_the_largest_bounds_may_be_given(bounds: Bounds) -> None:
 def test_a_record_without_a_timestamp_is_stamped_on_arrival() -> None:
     assert pack_entry(b"id", None, b"value")[0] & UNSTAMPED
     assert not pack_entry(b"id", 0, b"value")[0] & UNSTAMPED
+
+
+@given(st.binary(min_size=1, max_size=9), st.none() | st.integers(0, 2**50), st.binary(), st.integers(0, 2**50))
+def test_a_record_may_take_a_trace_context_along(record: bytes, timestamp: int | None, value: bytes, now: int) -> None:
+    context = bytes(range(CONTEXT_SIZE))
+    with_context, without = (stamp(pack(record, timestamp, value, each), now // 1000) for each in (context, b""))
+    assert unpack(with_context) == unpack(without)._replace(context=context)
+    assert unpack(without).context == b""
+    with pytest.raises(CodecError):
+        unpack(pack(record, timestamp, b"", context)[:-1])
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None, nan])

@@ -1,13 +1,15 @@
-"""The examples, each run for real: as a process, on an embedded server of its own."""
+"""The examples, each run for real, as a process on an embedded server of its own; their rarer ends in memory."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from pydantic import BaseModel
 from userland import DEADLINE, ROOT, Program, data_folder, running
 
 from aiodigest import DigestEngine, Entry
+from aiodigest.testing import TestEngine
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,6 +34,19 @@ class Build(BaseModel):
 def data() -> Iterator[Path]:
     with data_folder() as folder:
         yield folder
+
+
+@pytest.fixture
+def example() -> Any:
+    """The module of the service, in this process."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "service.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "example", module)
+        spec.loader.exec_module(module)
+    return module
 
 
 @asynccontextmanager
@@ -70,29 +86,48 @@ async def test_the_service_outlasts_the_limit_of_its_mail_server(data: Path) -> 
         assert await program.terminate() == 0
 
 
-async def test_the_service_buries_what_is_for_nobody(data: Path) -> None:
-    async with service(data) as (program, builds):
-        await builds.add("nobody", Build(repo="shop", number=1, status="failed"))
-        await program.until("is a dead letter")
-        assert await program.terminate() == 0
+async def test_the_service_buries_what_is_for_nobody(example: Any) -> None:
+    async with example.mail() as builds, TestEngine(builds) as t:
+        await builds.add("nobody", example.Build(repo="shop", number=1, status="failed"))
+        await t.advance()
         assert [(letter.key, letter.reason) async for letter in builds.dead_letters()] == [
             ("nobody", "550 no mailbox 'nobody'")
         ]
 
 
-async def test_the_service_keeps_the_one_build_that_it_has_no_text_for(data: Path) -> None:
-    async with service(data) as (program, builds):
+async def test_the_service_keeps_the_one_build_that_it_has_no_text_for(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with example.mail() as builds, TestEngine(builds) as t:
         entries = [
-            Entry("ann@example.org", Build(repo="shop", number=1, status="failed"), "known"),
-            Entry("ann@example.org", Build(repo="shop", number=1, status="flaky"), "unknown"),
+            Entry("ann@example.org", example.Build(repo="shop", number=1, status="failed"), "known"),
+            Entry("ann@example.org", example.Build(repo="shop", number=1, status="flaky"), "unknown"),
         ]
         await builds.add_many(entries)
-        await program.until("shop is broken since build 1")
-        assert await program.terminate() == 0
+        await t.advance()
+        assert "to ann@example.org" in capsys.readouterr().out
+        assert [[record.id for record in digest.records] for digest in t.delivered] == [["known"]]
         timeline = await builds.peek("ann@example.org")
         assert timeline is not None
         assert [record.id for record in timeline.records] == ["unknown"]
         assert timeline.last_error == "unknown: no text for 'flaky' yet"
+
+
+async def test_the_service_tells_who_is_on_call_within_a_minute_and_others_later(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with example.mail() as builds, TestEngine(builds) as t:
+        for number in (1, 2, 3):
+            for person in ("oncall@example.org", "ann@example.org"):
+                await builds.add(person, example.Build(repo="shop", number=number, status="failed"))
+            await t.advance()
+        await t.advance(minutes=1)
+        assert [(digest.key, len(digest.records)) for digest in t.delivered[2:]] == [("oncall@example.org", 2)]
+        await t.advance(minutes=15)  # and a minute more for each build
+        assert "since build 2; shop is broken since build 3" in capsys.readouterr().out
+        assert [(digest.key, len(digest.records)) for digest in t.delivered[3:]] == []
+        await t.advance(minutes=1)
+        assert [(digest.key, len(digest.records)) for digest in t.delivered[3:]] == [("ann@example.org", 2)]
 
 
 async def test_the_command_runs_the_service_too(data: Path) -> None:
@@ -105,25 +140,55 @@ async def test_the_command_runs_the_service_too(data: Path) -> None:
     assert "disconnected from the mail server" in program.lines
 
 
-async def test_the_web_app_delivers_the_first_comment_and_shows_the_second_waiting(data: Path) -> None:
-    command = (sys.executable, "-m", "uvicorn", "--app-dir", "examples", "--port", "0", "fastapi_app:app")
-    async with running(*command, data=data) as program:
+@asynccontextmanager
+async def web_app(name: str, data: Path) -> AsyncGenerator[tuple[Program, httpx.AsyncClient], None]:
+    """A web app under uvicorn, and a client of it."""
+    options = "--app-dir", "examples", "--lifespan", "on", "--port", "0"
+    async with running(sys.executable, "-m", "uvicorn", *options, f"{name}:app", data=data) as program:
         url = re.search(r"http://\S+", await program.until("Uvicorn running on"))
         assert url is not None
         async with httpx.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
-            first = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
-            assert (first.status_code, first.json()) == (202, {"due_now": True})
-            await program.until("mail to bob: 1 new from ann")
-
-            second = await client.post("/users/bob/comments", json={"author": "eve", "text": "hello too"})
-            assert (second.status_code, second.json()) == (202, {"due_now": False})
-            waiting = (await client.get("/users/bob/comments")).json()
-            assert waiting["due"] is not None
-            # the first comment may be there still: it was printed just before its delivery was known
-            assert waiting["comments"][-1] == {"author": "eve", "text": "hello too"}
-            assert (await client.get("/users/ann/comments")).json() == {"due": None, "comments": []}
-            assert (await client.post("/users/bob/comments", json={"author": "eve"})).status_code == 422
+            yield program, client
         # uvicorn shuts the app down, and then ends by the signal that it got
         assert await program.terminate() == -signal.SIGTERM
     assert any("Application shutdown complete" in line for line in program.lines)
     assert not any("ERROR" in line for line in program.lines)
+
+
+async def test_the_web_app_delivers_the_first_comment_and_shows_the_second_waiting(data: Path) -> None:
+    async with web_app("fastapi_app", data) as (program, client):
+        first = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
+        assert (first.status_code, first.json()) == (202, {"due_now": True})
+        await program.until("mail to bob: 1 new from ann")
+
+        second = await client.post("/users/bob/comments", json={"author": "eve", "text": "hello too"})
+        assert (second.status_code, second.json()) == (202, {"due_now": False})
+        waiting = (await client.get("/users/bob/comments")).json()
+        assert waiting["due"] is not None
+        # the first comment may be there still: it was printed just before its delivery was known
+        assert waiting["comments"][-1] == {"author": "eve", "text": "hello too"}
+        assert (await client.get("/users/ann/comments")).json() == {"due": None, "comments": []}
+        assert (await client.post("/users/bob/comments", json={"author": "eve"})).status_code == 422
+        for path in ("/livez", "/healthz"):
+            assert (await client.get(path)).json()["ok"] is True
+
+
+async def test_the_web_app_on_litestar_delivers_comments(data: Path) -> None:
+    async with web_app("litestar_app", data) as (program, client):
+        first = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
+        assert (first.status_code, first.json()) == (202, {"due_now": True})
+        await program.until("mail to bob: 1 new from ann")
+        second = await client.post("/users/bob/comments", json={"author": "eve", "text": "hello too"})
+        assert (second.status_code, second.json()) == (202, {"due_now": False})
+        assert (await client.post("/users/bob/comments", json={"author": "eve"})).status_code == 400
+
+
+async def test_the_web_app_without_a_framework_delivers_comments(data: Path) -> None:
+    async with web_app("asgi_app", data) as (program, client):
+        first = await client.post("/bob", content="hello")
+        assert (first.status_code, first.text) == (202, "due now\n")
+        await program.until("mail to bob: hello")
+        second = await client.post("/bob", content="hello too")
+        assert (second.status_code, second.text) == (202, "waiting\n")
+        assert (await client.get("/bob")).status_code == 404
+        assert (await client.post("/", content="hello")).status_code == 404

@@ -22,12 +22,17 @@ from engines import (
 
 from aiodigest import (
     JSON,
+    Activity,
     BackendUnavailable,
+    BackoffMode,
     Digest,
     DigestEngine,
+    Entry,
+    Health,
     InvalidArgument,
     InvalidState,
     LimitExceeded,
+    PartialAdd,
     Policy,
     Reject,
     RetryPolicy,
@@ -634,3 +639,63 @@ async def test_everything_says_when_the_server_is_away() -> None:
                 await call("x")
         with pytest.raises(BackendUnavailable):
             await engine.stats()
+
+
+# health and activity
+
+
+@virtual_time
+async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_overdue() -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        await engine.add("key", 1)
+        await asyncio.sleep(60)
+        assert await engine.health() == Health(True, "", 60)
+        await asyncio.sleep(1)
+        late = await engine.health()
+        assert (late.ok, late.overdue) == (False, 61)
+        assert "due for 61 s" in late.reason
+        assert (await engine.health(overdue=timedelta(minutes=2))).ok
+        backend.take_down("counts")
+        away = await engine.health()
+        assert (away.ok, away.overdue) == (False, 0)
+        assert "connection refused" in away.reason
+        with pytest.raises(InvalidArgument, match="overdue"):
+            await engine.health(overdue=-1)
+
+
+@virtual_time
+async def test_activity_tells_what_an_engine_does_in_this_process() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    assert engine.activity == Activity()
+    ends = asyncio.Event()
+
+    async def deliver(digest: Digest[JSON]) -> None:
+        await ends.wait()
+
+    async with engine.delivering(deliver):
+        await engine.add("one", 1)
+        with pytest.raises(PartialAdd):
+            await engine.add_many([Entry("two", 2), Entry("", 3)])
+        await settle()
+        assert engine.activity == Activity(adds=2, delivering=2)
+        ends.set()
+        backend.take_down()
+        with pytest.raises(BackendUnavailable):
+            await engine.add("one", 4)
+        assert engine.activity.unavailable
+        backend.bring_up()
+        await engine.add("one", 4)
+        await asyncio.sleep(2)
+        assert engine.activity == Activity(adds=3)
+    assert engine.activity == Activity(adds=3)
+
+
+@virtual_time
+async def test_activity_tells_how_deep_a_worker_is_in_backoff_mode() -> None:
+    inbox = Inbox(*[ValueError("down")] * 3)
+    async with delivering(inbox, backoff_mode=BackoffMode(threshold=2)) as (engine, _):
+        await engine.add_many([Entry("one", 1), Entry("two", 2)])
+        await inbox.outcome(2)
+        assert engine.activity.backoff_level == 1

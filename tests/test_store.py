@@ -395,6 +395,19 @@ async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(sto
     assert ((await store.backend.counts())["expired"], await store.state("k")) == (2, None)
 
 
+async def test_the_earliest_due_timeline_is_overdue_from_its_due_time_until_it_is_claimed(store: Store) -> None:
+    waits = Policy(initial_delay=60)
+    await store.add("k", "a", policy=waits)
+    counts = await store.backend.counts()
+    assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + 60_000, 0)
+    store.now += 61_500
+    await store.add("later", "b")
+    counts = await store.backend.counts()
+    assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + 60_000, 1_500)
+    await store.claims()
+    assert (await store.backend.counts())["overdue_ms"] == 0
+
+
 async def test_a_touch_extends_the_life_of_records(store: Store) -> None:
     store.policy = Policy(ttl=3_600, initial_delay=1_800)
     await store.add("k", "a")

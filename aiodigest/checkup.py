@@ -1,0 +1,137 @@
+"""A look at the servers of a namespace and at what it holds there, which changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+from typing import cast
+
+from aiodigest.cluster import ClusterLink
+from aiodigest.connection import Link
+from aiodigest.diagnosis import Facts, SlowCall, judge
+from aiodigest.errors import BackendUnavailable
+from aiodigest.interview import Interview
+from aiodigest.links import AnyLink
+from aiodigest.models import Finding
+from aiodigest.namespace import Namespace
+from aiodigest.scripts import COMMANDS, load_script, text
+from aiodigest.shardcheck import ShardCheck
+from aiodigest.transport import place
+
+SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
+TRIPS = 20
+SLOW_CALLS = 128  # looked at, of those in the server's log: as many as it keeps unless it is told otherwise
+
+
+async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
+    """All that is to be said of a namespace and of its servers. BackendUnavailable if no server tells anything."""
+    named = link.target.settings.get("username")
+    user = named if isinstance(named, str) else "default"
+    await namespace._look_up(link)
+    namespace._denied = await namespace._ask_permits(link)  # rules may have been mended since it connected
+    servers = await _check_servers(namespace, link, user)
+    return [*servers, *await ShardCheck(namespace, Interview(link, user)).run()]
+
+
+async def _check_servers(namespace: Namespace, link: AnyLink, user: str) -> list[Finding]:
+    """What is found of each primary; what several have in common is told once."""
+    primaries = link.primaries
+    told = await asyncio.gather(*(_check_server(namespace, one, user, link) for one in primaries))
+    if len(primaries) == 1:
+        return told[0]
+    places: dict[Finding, list[str]] = {}
+    for primary, findings in zip(primaries, told, strict=True):
+        for finding in findings:
+            places.setdefault(finding, []).append(_place(primary))
+    names = list(dict.fromkeys(finding.name for finding in places))
+    found = sorted(places, key=lambda finding: names.index(finding.name))
+    return [replace(one, told=f"{_where(places[one], len(primaries))}: {one.told}") for one in found]
+
+
+def _place(link: Link) -> str:
+    return place(link.target.settings.get("host"), link.target.settings.get("port"))
+
+
+def _where(places: Sequence[str], of: int) -> str:
+    return f"all {of} primaries" if len(places) == of else ", ".join(places)
+
+
+async def _check_server(namespace: Namespace, server: Link, user: str, link: AnyLink) -> list[Finding]:
+    interview = Interview(server, user)
+    try:
+        facts = await _ask(namespace, interview)
+    except BackendUnavailable as error:
+        if not isinstance(link, ClusterLink):
+            raise
+        mend = "bring it back, or fail over to its replica"
+        return [Finding("server", "problem", f"what it holds is out of reach: {error}", mend)]
+    return [*judge(facts), *interview.notes]
+
+
+async def _ask(namespace: Namespace, interview: Interview) -> Facts:
+    """What a server tells."""
+    facts = Facts(wait_replicas=namespace._replicas)
+    facts.info = _lines(await interview.ask("server", "version, memory, persistence and replicas", "INFO"))
+    facts.settings = await _settings(interview)
+    if namespace._target.nodes:
+        facts.cluster = _lines(await interview.ask("cluster", "its state", "CLUSTER", "INFO"))
+    async with aclosing(_trips(interview)) as trips:
+        samples = [sample async for sample in trips]
+    facts.trips = [trip for trip, _ in samples]
+    facts.offset = min(samples)[1] if samples else None  # the quickest answer knows best
+    log = await interview.ask("slow scripts", "the log of slow calls", "SLOWLOG", "GET", SLOW_CALLS)
+    if log is not None:
+        calls = cast("list[list[object]]", log)
+        now = time.time() + (facts.offset or 0)
+        facts.logged, facts.slow = len(calls), [slow for call in calls if (slow := _ours(namespace, call, now))]
+    return facts
+
+
+async def _settings(interview: Interview) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for setting in SETTINGS:
+        reply = await interview.ask("settings", ", ".join(SETTINGS), "CONFIG", "GET", setting)
+        if reply is None:
+            break
+        words = [text(word) for word in cast("list[bytes]", reply)]
+        found.update(zip(words[::2], words[1::2], strict=True))
+    return found
+
+
+async def _trips(interview: Interview) -> AsyncGenerator[tuple[float, float]]:
+    """Round trips, and how far the server's clock is ahead of this machine's as each tells; seconds."""
+    for _ in range(TRIPS):
+        here, began = time.time(), time.perf_counter()
+        reply = await interview.ask("clock", "clock and round trip", "TIME")
+        trip = time.perf_counter() - began
+        if reply is None:
+            return
+        seconds, micros = cast("list[bytes]", reply)
+        yield trip, int(seconds) + int(micros) / 1e6 - (here + trip / 2)
+
+
+def _lines(reply: object) -> Mapping[str, str]:
+    """What INFO tells, by name."""
+    lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _ours(namespace: Namespace, call: Sequence[object], now: float) -> SlowCall | None:
+    """A slow call, if it is of a script on the namespace's keys."""
+    _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
+    name = namespace.namespace
+    if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
+        return None
+    if not words[3].startswith((f"{{{name}}}:".encode(), f"{{{name}:".encode())):
+        return None
+    return SlowCall(_names().get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began))
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """The scripts by their digests."""
+    return {load_script(name).sha: name for name in COMMANDS}

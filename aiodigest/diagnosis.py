@@ -1,0 +1,258 @@
+"""What is to be said of a server, from what it tells of itself. Nothing is asked here: see ``checkup.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from aiodigest.layout import SLOTS
+from aiodigest.models import Finding
+
+OLDEST = (6, 2)  # the oldest version that works
+RECOMMENDED = (7, 2)
+FILLING, FULL = 0.8, 0.95  # of maxmemory
+SLOW_TRIP = 0.010  # seconds
+OFFSET, FAR_OFFSET = 1.0, 60.0  # seconds between two clocks
+IN_FILE = ", and the same in its configuration file"
+LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
+
+
+@dataclass(slots=True)
+class SlowCall:
+    """One of our scripts in the server's log of slow calls."""
+
+    script: str
+    seconds: float
+    age: float
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a server tells; what it does not tell is empty or None."""
+
+    info: Mapping[str, str] = field(default_factory=dict[str, str])
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    cluster: Mapping[str, str] = field(default_factory=dict[str, str])
+    trips: Sequence[float] = ()  # round trips, seconds
+    offset: float | None = None  # of the server's clock, seconds ahead of this machine's
+    logged: int | None = None  # calls in its log of slow ones
+    slow: Sequence[SlowCall] = ()
+    wait_replicas: int = 0  # what the engine wants
+
+    def number(self, name: str) -> int | None:
+        """A number in INFO."""
+        text = self.info.get(name, "")
+        return int(text) if text.isdecimal() else None
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """All that is to be said of a server."""
+    for check in CHECKS:
+        yield from check(facts)
+
+
+def check_version(facts: Facts) -> Iterator[Finding]:
+    compatible = re.match(r"(\d+)\.(\d+)", facts.info.get("redis_version", ""))
+    if compatible is None:
+        return
+    name = facts.info.get("server_name", "redis")
+    told = f"{name.capitalize()} {facts.info.get(f'{name}_version', facts.info['redis_version'])}"
+    version = int(compatible[1]), int(compatible[2])
+    if version < OLDEST:
+        yield Finding("version", "problem", f"{told}; 6.2 is the oldest that works", "upgrade to Redis 7.2 or Valkey")
+    elif version < RECOMMENDED:
+        yield Finding("version", "note", f"{told} works; 7.2 or newer is recommended", "upgrade to Redis 7.2 or Valkey")
+    else:
+        yield Finding("version", "ok", told)
+
+
+def check_role(facts: Facts) -> Iterator[Finding]:
+    if facts.info.get("role") == "slave":
+        mend = "give the URL of its primary, or redis+sentinel://, or redis+cluster://"
+        yield Finding("role", "problem", "it is a replica, and refuses every write", mend)
+
+
+def check_eviction(facts: Facts) -> Iterator[Finding]:
+    policy, most = facts.info.get("maxmemory_policy"), facts.number("maxmemory")
+    if policy is None or most is None:
+        return
+    if policy == "noeviction":
+        yield Finding("eviction", "ok", "maxmemory-policy is noeviction: a full server refuses adds, and drops nothing")
+        return
+    mend = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
+    evicted = facts.number("evicted_keys") or 0
+    so_far = f"; it has dropped {evicted:,} keys since it started" if evicted else ""
+    if most:
+        full = f"once {in_bytes(most)} are full, it drops keys, and stored records with them"
+        yield Finding("eviction", "problem", f"maxmemory-policy is {policy}: {full}{so_far}", mend)
+    else:
+        told = f"maxmemory-policy is {policy}, which drops stored records as soon as a maxmemory is set{so_far}"
+        yield Finding("eviction", "note", told, mend)
+
+
+def check_memory(facts: Facts) -> Iterator[Finding]:
+    used, most = facts.number("used_memory"), facts.number("maxmemory")
+    if used is None or most is None:
+        return
+    used -= facts.number("mem_not_counted_for_evict") or 0
+    if not most:
+        yield Finding("memory", "ok", f"{in_bytes(used)} are used; maxmemory is not set")
+        return
+    share = used / most
+    level = "problem" if share >= FULL else "note" if share >= FILLING else "ok"
+    told = f"{in_bytes(used)} of the {in_bytes(most)} of maxmemory are used ({share:.0%})"
+    if level == "ok":
+        yield Finding("memory", level, told)
+    else:
+        mend = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
+        yield Finding("memory", level, f"{told}; when it is full, adds are refused", mend)
+
+
+def check_persistence(facts: Facts) -> Iterator[Finding]:
+    log, save, sync = (facts.info.get("aof_enabled"), facts.settings.get("save"), facts.settings.get("appendfsync"))
+    mend = f"CONFIG SET appendonly yes{IN_FILE}"
+    always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
+    match log, save, sync:
+        case "0", "", _:
+            told = "there is no append-only file and no snapshot: all records are lost when the server restarts"
+            yield Finding("persistence", "problem", told, mend)
+        case "0", str(), _:
+            changes = facts.number("rdb_changes_since_last_save") or 0
+            told = f"there are only snapshots (save {save}): what came since the last one ({changes:,} changes now)"
+            yield Finding("persistence", "note", f"{told} is lost if the server is killed", mend)
+        case "0", None, _:
+            yield Finding("persistence", "note", "there is no append-only file; whether it saves was not told", mend)
+        case "1", _, "always":
+            yield Finding("persistence", "ok", "append-only file, appendfsync always: on the disk before the answer")
+        case "1", _, "everysec":
+            told = "append-only file, appendfsync everysec: a power cut may lose a second of what was stored"
+            yield Finding("persistence", "note", told, always)
+        case "1", _, str():
+            told = f"append-only file, appendfsync {sync}: a power cut may lose all that the system has not written yet"
+            yield Finding("persistence", "note", f"{told}, half a minute or more", always)
+        case "1", _, None:
+            yield Finding("persistence", "ok", "append-only file; how often it is synced was not told")
+        case _:
+            pass
+
+
+def check_saves(facts: Facts) -> Iterator[Finding]:
+    failures = {
+        "aof_last_write_status": "the last write to its append-only file failed, so it refuses writes",
+        "aof_last_bgrewrite_status": "the last rewrite of its append-only file failed, so the file goes on growing",
+        "rdb_last_bgsave_status": "its last snapshot failed; by default it refuses writes from then on",
+    }
+    for name, told in failures.items():
+        if facts.info.get(name) == "err":
+            yield Finding("disk", "problem", told, LOG)
+
+
+def check_replicas(facts: Facts) -> Iterator[Finding]:
+    if facts.info.get("role") != "master":
+        return
+    online = sum(bool(re.fullmatch(r"slave\d+", name)) and "state=online" in at for name, at in facts.info.items())
+    least, good = int(facts.settings.get("min-replicas-to-write") or 0), facts.number("min_slaves_good_slaves")
+    told = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
+    if least and good is not None and good < least:
+        mend = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}"
+        few = f"{good} of the {least} that min-replicas-to-write wants: it refuses writes"
+        yield Finding("replicas", "problem", few, mend)
+    elif online < facts.wait_replicas:
+        mend = "bring replicas back, or give the engine a smaller wait_replicas"
+        yield Finding("replicas", "problem", f"{told}, and wait_replicas={facts.wait_replicas}: every add fails", mend)
+    elif not online:
+        mend = "add a replica, and redis+sentinel:// or a cluster to fail over to it (docs/scaling.md)"
+        yield Finding("replicas", "note", "there is no replica: while this server is away, so is the namespace", mend)
+    elif not least and "min-replicas-to-write" in facts.settings:
+        mend = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
+        lost = "min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"
+        yield Finding("replicas", "note", f"{told}; {lost}", mend)
+    else:
+        yield Finding("replicas", "ok", told)
+
+
+def check_clock(facts: Facts) -> Iterator[Finding]:
+    if facts.offset is None:
+        return
+    apart = abs(facts.offset)
+    level = "problem" if apart > FAR_OFFSET else "note" if apart > OFFSET else "ok"
+    told = f"the server's is {in_time(apart)} {'ahead of' if facts.offset > 0 else 'behind'} this machine's"
+    if level == "ok":
+        yield Finding("clock", level, told, figure=facts.offset)
+    else:
+        told += ": delays go by the server's, and timestamps that producers give by theirs"
+        yield Finding("clock", level, told, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
+
+
+def check_round_trip(facts: Facts) -> Iterator[Finding]:
+    if not facts.trips:
+        return
+    trip = median(facts.trips)
+    told = f"{in_time(trip)} (median of {len(facts.trips)})"
+    if trip > SLOW_TRIP:
+        mend = "run workers and producers close to the server; concurrent adds share their calls all the same"
+        yield Finding("round trip", "note", f"{told}: each add that is awaited alone takes that long", mend, trip)
+    else:
+        yield Finding("round trip", "ok", told, figure=trip)
+
+
+def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
+    if facts.logged is None:
+        return
+    if not facts.slow:
+        yield Finding("slow scripts", "ok", f"none among the {facts.logged} calls in its log of slow ones")
+        return
+    longest, latest = max(facts.slow, key=lambda call: call.seconds), min(call.age for call in facts.slow)
+    told = (
+        f"{len(facts.slow)} of the {facts.logged} calls in its log of slow ones are scripts of this namespace: "
+        f"the longest, {longest.script}, took {in_time(longest.seconds)}; the latest came {in_time(latest)} ago"
+    )
+    mend = "long timelines make long scripts (Policy.capacity); so does a server that shares its processor or swaps"
+    yield Finding("slow scripts", "note", told, mend, longest.seconds)
+
+
+def check_cluster(facts: Facts) -> Iterator[Finding]:
+    if not facts.cluster:
+        return
+    state, served = facts.cluster.get("cluster_state"), int(facts.cluster.get("cluster_slots_ok") or 0)
+    told = f"cluster_state is {state}, {served:,} of {SLOTS:,} slots are served"
+    if state == "ok" and served == SLOTS:
+        yield Finding("cluster", "ok", told)
+    else:
+        mend = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
+        yield Finding("cluster", "problem", f"{told}: what is in the others is out of reach", mend)
+
+
+CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (
+    check_version,
+    check_role,
+    check_eviction,
+    check_memory,
+    check_persistence,
+    check_saves,
+    check_replicas,
+    check_cluster,
+    check_clock,
+    check_round_trip,
+    check_slow_scripts,
+)
+
+
+def in_bytes(number: int) -> str:
+    """A number of bytes, for people."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def in_time(seconds: float) -> str:
+    """A duration, for people."""
+    for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
+        if seconds < most:
+            return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"

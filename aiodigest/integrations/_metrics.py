@@ -1,0 +1,186 @@
+"""The instruments of metrics, and what is observed when they are collected; see ``opentelemetry``."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic
+from typing import Any, TypeAlias
+from weakref import WeakSet, ref
+
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
+
+from aiodigest import Activity, ConfigurationError, Delivery, DigestEngine, Stats, __version__
+
+Engine: TypeAlias = DigestEngine[Any]
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
+FAILURES = ("failed", "partial", "deferred", "timeout", "rejected", "buried", "lost")
+
+
+class Figures:
+    """What the server says of each namespace: asked once a collection, however many instruments are collected."""
+
+    def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
+        self._engines = engines
+        self._latest: dict[str, Stats] = {}
+        self._told: set[str] = set()  # the instruments that know the latest
+
+    def of(self, instrument: str, options: CallbackOptions) -> Mapping[str, Stats]:
+        """The latest, by namespace; an instrument that asks a second time is in another collection."""
+        if not self._told or instrument in self._told:
+            self._latest = self._asked(options.timeout_millis / 2000)
+            self._told.clear()
+        self._told.add(instrument)
+        return self._latest
+
+    def _asked(self, most: float) -> dict[str, Stats]:
+        """The answers that come within ``most`` seconds, of all servers at once."""
+        began, found = monotonic(), dict[str, Stats]()
+        asked: dict[str, tuple[float, Future[Stats]]] = {}
+        for engine in self._engines():
+            session, name = engine._session, engine.namespace
+            if session is None or session.is_over or name in asked:
+                continue
+            loop = session.main.get_loop()
+            if loop is _running_loop():  # to wait here would keep the answer from coming
+                if name in self._latest:
+                    found[name] = self._latest[name]
+                continue
+            stats = engine.stats()
+            try:
+                asked[name] = engine._timeout, asyncio.run_coroutine_threadsafe(stats, loop)
+            except RuntimeError:  # it was closed just now
+                stats.close()
+        for name, (timeout, answer) in asked.items():
+            try:
+                found[name] = answer.result(max(0.0, began + min(timeout, most) - monotonic()))
+            except Exception:  # the server is away, or the engine was left; backend_unavailable tells of it
+                answer.cancel()
+        return found
+
+
+class Metrics:
+    """The instruments of all engines that are measured by one provider, since an instrument can be made once."""
+
+    def __init__(self, provider: MeterProvider) -> None:
+        self._provider = provider
+        self._is_global = provider is get_meter_provider()  # perhaps a stand-in for one that is set later
+        self._engines: list[ref[Engine]] = []
+        self._figures = Figures(self._living)
+        meter = provider.get_meter("aiodigest", __version__)
+        self._deliveries = meter.create_counter("aiodigest.deliveries", "{digest}", "Digests that were delivered")
+        self._failures = meter.create_counter(
+            "aiodigest.delivery.failures", "{attempt}", "Attempts that did not deliver all of their digest"
+        )
+        self._duration = meter.create_histogram(
+            "aiodigest.delivery.duration", "s", "How long attempts took",
+            explicit_bucket_boundaries_advisory=BUCKETS,
+        )  # fmt: skip
+        self._lateness = meter.create_histogram(
+            "aiodigest.delivery.lateness", "s", "How long after their due time attempts began",
+            explicit_bucket_boundaries_advisory=BUCKETS,
+        )  # fmt: skip
+        meter.create_observable_counter("aiodigest.adds", [self._adds], "{record}", "Records that were added")
+        meter.create_observable_gauge(
+            "aiodigest.backoff_level", [self._backoff_level], "", "How deep the process is in backoff mode; 0: not"
+        )
+        meter.create_observable_gauge(
+            "aiodigest.backend_unavailable", [self._unavailable], "", "1 while calls to the server fail"
+        )
+        meter.create_observable_gauge(
+            "aiodigest.timelines", [self._timelines], "{timeline}", "Timelines that hold records"
+        )
+        meter.create_observable_counter(
+            "aiodigest.records.dropped", [self._dropped], "{record}", "Records that will never be delivered"
+        )
+        meter.create_observable_counter(
+            "aiodigest.records.buried", [self._buried], "{record}", "Records that went into dead letters"
+        )
+        meter.create_observable_gauge(
+            "aiodigest.oldest_overdue", [self._overdue], "s", "For how long the earliest timeline has been due"
+        )
+
+    def serves(self, provider: MeterProvider) -> bool:
+        """Whether measurements end in this provider, which may have been set after they began."""
+        return provider is self._provider or (self._is_global and provider is get_meter_provider())
+
+    def take(self, engine: Engine) -> None:
+        """Measure an engine too."""
+        if any(engine is one for one in self._living()):
+            raise ConfigurationError(f"engine {engine.namespace!r} is measured by this provider already")
+        self._engines.append(ref(engine))
+        attributes = {"namespace": engine.namespace}
+        self._deliveries.add(0, attributes)  # what appears with its first event is no rise to those who watch
+        for reason in FAILURES:
+            self._failures.add(0, {**attributes, "reason": reason})
+        engine.observe(partial(self._record, attributes))
+
+    def _living(self) -> list[Engine]:
+        return [engine for one in tuple(self._engines) if (engine := one()) is not None]
+
+    def _record(self, attributes: Mapping[str, str], delivery: Delivery) -> None:
+        if delivery.result == "empty":
+            return
+        if delivery.result == "delivered":
+            self._deliveries.add(1, attributes)
+        elif delivery.result in FAILURES:
+            self._failures.add(1, {**attributes, "reason": delivery.result})
+        self._duration.record(delivery.duration, attributes)
+        self._lateness.record(delivery.lateness, attributes)
+
+    def _adds(self, options: CallbackOptions) -> Iterable[Observation]:
+        return self._now(lambda activity: activity.adds, operator.add)
+
+    def _backoff_level(self, options: CallbackOptions) -> Iterable[Observation]:
+        return self._now(lambda activity: activity.backoff_level, max)
+
+    def _unavailable(self, options: CallbackOptions) -> Iterable[Observation]:
+        return self._now(lambda activity: int(activity.unavailable), max)
+
+    def _now(self, read: Callable[[Activity], int], join: Callable[[int, int], int]) -> Iterable[Observation]:
+        """What the engines do; of those of one namespace, taken together."""
+        values: dict[str, int] = {}
+        for engine in self._living():
+            value, name = read(engine.activity), engine.namespace
+            values[name] = join(values[name], value) if name in values else value
+        return [Observation(value, {"namespace": name}) for name, value in values.items()]
+
+    def _timelines(self, options: CallbackOptions) -> Iterable[Observation]:
+        for name, stats in self._figures.of("timelines", options).items():
+            for state, count in (("waiting", stats.waiting), ("ready", stats.ready), ("leased", stats.leased)):
+                yield Observation(count, {"namespace": name, "state": state})
+
+    def _dropped(self, options: CallbackOptions) -> Iterable[Observation]:
+        for name, stats in self._figures.of("dropped", options).items():
+            for reason, count in (("capacity", stats.dropped), ("age", stats.aged), ("ttl", stats.expired)):
+                yield Observation(count, {"namespace": name, "reason": reason})
+
+    def _buried(self, options: CallbackOptions) -> Iterable[Observation]:
+        for name, stats in self._figures.of("buried", options).items():
+            yield Observation(stats.buried, {"namespace": name})
+
+    def _overdue(self, options: CallbackOptions) -> Iterable[Observation]:
+        for name, stats in self._figures.of("overdue", options).items():
+            yield Observation(stats.overdue, {"namespace": name})
+
+
+_made: WeakSet[Metrics] = WeakSet()
+
+
+def of(provider: MeterProvider | None) -> Metrics:
+    """The instruments of a provider, or of the process's own."""
+    chosen = provider if provider is not None else get_meter_provider()
+    metrics = next((metrics for metrics in _made if metrics.serves(chosen)), None) or Metrics(chosen)
+    _made.add(metrics)
+    return metrics
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,65 @@
+"""Metrics of an engine, and a span for each attempt to deliver, by the OpenTelemetry API (``aiodigest[otel]``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiodigest import ConfigurationError, DigestEngine
+
+try:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
+except ImportError as error:
+    raise ConfigurationError("OpenTelemetry is not installed: pip install 'aiodigest[otel]'") from error
+
+from aiodigest.integrations import _metrics, _spans
+
+__all__ = ["instrument", "measure"]
+
+
+def instrument(
+    engine: DigestEngine[Any],
+    *,
+    meter_provider: MeterProvider | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> None:
+    """Give the metrics of ``engine`` to OpenTelemetry, and a span for each attempt to deliver a digest.
+
+    The providers are those that are set for the process, now or later, unless ``meter_provider`` and
+    ``tracer_provider`` say others. Call it once, before the engine is entered.
+
+    Metrics have the attribute ``namespace``, and never a key. ``aiodigest.adds``, ``aiodigest.deliveries``,
+    ``aiodigest.delivery.failures`` (by ``reason``), ``aiodigest.delivery.duration`` and ``aiodigest.delivery.lateness``
+    (seconds), ``aiodigest.backoff_level`` and ``aiodigest.backend_unavailable`` (1 or 0) are of this process.
+    ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
+    ``aiodigest.records.buried`` (in dead letters, where they can be replayed) and ``aiodigest.oldest_overdue``
+    (seconds) are the namespace's: each process tells the same, so take their maximum and not their sum. For these the
+    server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow; if
+    it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
+    own event loop cannot wait for it, and has the figures of the one before.
+
+    A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to at most 128 of the spans in
+    which its records were added, if these are recorded. It is current while the callback runs. Its attribute
+    ``aiodigest.outcome`` is delivered, partial, deferred, rejected, failed, timeout or cancelled (cut short); failed
+    and timeout are errors. The key is no attribute, since it is often somebody's address: a callback that wants it
+    sets it on the current span.
+
+    Raises
+    ------
+    ConfigurationError
+        If the engine is instrumented, or entered.
+    """
+    if engine._tracing is not None:
+        raise ConfigurationError(f"engine {engine.namespace!r} is instrumented already")
+    measure(engine, meter_provider=meter_provider)
+    engine._tracing = _spans.tracing(engine.namespace, tracer_provider)
+
+
+def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None = None) -> None:
+    """The metrics of ``instrument`` for ``engine``, without its spans; once for each ``meter_provider``.
+
+    Raises ConfigurationError if the provider has them already, or the engine is entered.
+    """
+    if engine._session is not None and not engine._session.is_over:
+        raise ConfigurationError(f"engine {engine.namespace!r} is entered: it must be instrumented before")
+    _metrics.of(meter_provider).take(engine)

@@ -1,0 +1,61 @@
+"""Health of an app on Starlette: whether to restart its process, and whether to send it requests."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+from aiodigest.arguments import duration, require
+from aiodigest.engine import DigestEngine
+from aiodigest.errors import ConfigurationError
+
+try:
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise ConfigurationError("health routes need Starlette: pip install 'aiodigest[fastapi]', or starlette") from error
+
+
+def health_routes(*engines: DigestEngine[Any], overdue: float | timedelta = 60) -> list[Route]:
+    """Routes for ``Starlette(routes=...)``, that tell whoever runs the app how its engines are.
+
+    GET ``/livez`` asks whether to restart the process, and answers 200 as long as the event loop turns. It never calls
+    a server, so that an outage restarts nothing. It is 503 only if a fault has ended an engine's background task.
+
+    GET ``/healthz`` asks all engines at once whether their servers answer, within each engine's ``timeout``, and
+    whether no timeline has been due for more than ``overdue`` (seconds or a timedelta, by the server's clock). It is
+    503 if one says no, and also for an engine that is not entered.
+
+    Both answer JSON that names engines by their namespaces, and never a key or a password:
+    ``{"ok": false, "engines": {"mail": {"ok": false, "reason": "...", "overdue": 0.0}}}``, ``/livez`` without
+    ``overdue``. Reasons may name hosts: keep the routes from strangers.
+
+    Raises InvalidArgument if there is no engine, if two are of one namespace, or if ``overdue`` is no duration.
+    """
+    namespaces = [engine.namespace for engine in engines]
+    require(len(set(namespaces)) == len(namespaces) > 0, "engines", "one or more, of distinct namespaces", namespaces)
+    bound = duration(overdue, "overdue")
+
+    async def livez(request: Request) -> JSONResponse:
+        faults = {engine.namespace: engine.activity.fault for engine in engines}
+        return _answer({namespace: {"ok": not fault, "reason": fault} for namespace, fault in faults.items()})
+
+    async def healthz(request: Request) -> JSONResponse:
+        async with asyncio.TaskGroup() as group:
+            asked = {engine.namespace: group.create_task(engine.health(overdue=bound)) for engine in engines}
+        healths = {namespace: task.result() for namespace, task in asked.items()}
+        return _answer(
+            {
+                namespace: {"ok": health.ok, "reason": health.reason, "overdue": health.overdue}
+                for namespace, health in healths.items()
+            }
+        )
+
+    return [Route("/livez", livez), Route("/healthz", healthz)]
+
+
+def _answer(engines: dict[str, dict[str, Any]]) -> JSONResponse:
+    ok = all(engine["ok"] for engine in engines.values())
+    return JSONResponse({"ok": ok, "engines": engines}, 200 if ok else 503, {"Cache-Control": "no-store"})

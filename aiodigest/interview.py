@@ -1,0 +1,42 @@
+"""Questions to servers; what a user may not ask is not guessed, but noted with the command that would be needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.links import AnyLink
+from aiodigest.models import Finding
+from aiodigest.scripts import Argument
+
+TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
+
+
+@dataclass
+class Interview:
+    """Asks as a user, and keeps notes of what was refused."""
+
+    link: AnyLink
+    user: str
+    notes: list[Finding] = field(default_factory=list[Finding])
+
+    async def ask(self, name: str, subject: str, *command: Argument, key: str = "") -> object | None:
+        """The reply to a command; None if it is refused, and ``subject`` not known therefore."""
+        words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
+        try:
+            return await self.link.command(key, *command)
+        except BackendUnavailable:
+            raise
+        except ConfigurationError:
+            told = f"{subject}: not looked at, since user {self.user!r} may not run {' '.join(words)}"
+            self.note(name, told, self.allow("|".join(words)))
+        except AiodigestError as error:
+            self.note(name, f"{subject}: not looked at, since {error}")
+        return None
+
+    def note(self, name: str, told: str, mend: str = "") -> None:
+        self.notes.append(Finding(name, "note", told, mend))
+
+    def allow(self, *commands: str) -> str:
+        """What gives the user commands."""
+        return f"ACL SETUSER {self.user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"

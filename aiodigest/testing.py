@@ -1,0 +1,323 @@
+"""``TestEngine``: an engine of yours in your own tests, without a server and without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Generator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from aiodigest.arguments import duration, microseconds, moment, require, whole
+from aiodigest.backend import Backend, Lease
+from aiodigest.dispatch import Callback
+from aiodigest.engine import DigestEngine
+from aiodigest.errors import ConfigurationError, InvalidArgument, shown
+from aiodigest.memory import ReferenceBackend, system_ms
+from aiodigest.models import Delivery, Digest
+from aiodigest.policy import milliseconds
+from aiodigest.rehearsal import SHARD, Adds, Rehearsal, delivered_of, entries_of, on_server, reported
+from aiodigest.scheduler import tell
+
+__all__ = ["TestEngine"]
+
+T = TypeVar("T")
+
+CHAIN = 1_000, 100  # deliveries at one instant: so many, and so many for each timeline that was there
+
+
+class TestEngine(Generic[T]):
+    """An engine of yours under test: in memory, with a clock that only the test moves, and without a worker.
+
+    Inside ``async with TestEngine(mail) as t:`` (or ``with``, which needs no event loop) your own engine is entered,
+    and never connects to its URL. It keeps its callback, policy, value type, codec, retries, bounds and observers. The
+    app under test may enter it once more, to no effect but that ``delivering(callback)`` names a callback. Nothing is
+    delivered until ``advance``. After leaving, the engine is as it was before, and the test's records are gone.
+
+    In memory an engine serves any event loop, one thread at a time. There is no consumer backoff mode, and no lease
+    ends. What callbacks await takes real time, in which the test's clock stands still; the engine's
+    ``delivery_timeout`` counts real seconds.
+
+    Parameters
+    ----------
+    engine : DigestEngine
+        Not entered, and in no other test.
+    server : bool, default False
+        Whether to work on a real server: an embedded one of its own, in a temporary folder, for ``async with`` alone.
+        It can be used in that event loop only.
+    start : datetime or None, default None (the real time of entering)
+        What the test's clock shows at first; aware, and after 1970.
+    clock : TestEngine or None, default None
+        One that is entered and whose clock this one shares: ``advance`` of either moves both.
+
+    Raises
+    ------
+    InvalidArgument
+        If an argument is not allowed.
+    ConfigurationError
+        On entering, if the engine is entered already, or the server cannot be started.
+    """
+
+    __test__ = False  # it is no test of pytest's
+
+    delivered: list[Digest[T]]
+    """The digests that were delivered, in order; of a ``PartialFailure`` only with the records that were."""
+
+    attempts: list[Delivery]
+    """What observers are told, of every attempt in order; by the test's clock none takes any time."""
+
+    def __init__(
+        self,
+        engine: DigestEngine[T],
+        *,
+        server: bool = False,
+        start: datetime | None = None,
+        clock: TestEngine[Any] | None = None,
+    ) -> None:
+        require(isinstance(engine, DigestEngine), "engine", "a DigestEngine", engine)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(start is None or isinstance(start, datetime), "start", "an aware datetime", start)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(start is None or microseconds(start, "start") >= 1000, "start", "after 1970", start)
+        require(clock is None or isinstance(clock, TestEngine), "clock", "a TestEngine", clock)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(clock is None or start is None, "start", "that of the clock, if that is given", start)
+        self.delivered = []
+        self.attempts = []
+        self._engine = engine
+        self._needs_server = server
+        self._start = start
+        self._shared = clock
+        self._clock = _Clock() if clock is None else clock._clock
+        self._session: Rehearsal | None = None  # while it is entered
+        self._callbacks: list[Callback[T]] = []  # those that were given to `delivering`
+        self._failures: deque[BaseException] = deque()
+        self._paused_ms = 0  # until when a callback asked to claim nothing
+        self._opened = AsyncExitStack()
+
+    @property
+    def now(self) -> datetime:
+        """The time of the test's clock, in UTC; in a callback, when its digest was due.
+
+        Raises ConfigurationError before the test engine is entered.
+        """
+        if not self._clock.ms:
+            raise ConfigurationError(
+                "a TestEngine has a time once it is entered: `async with TestEngine(engine) as t:`"
+            )
+        return moment(self._clock.ms * 1000)
+
+    async def advance(
+        self,
+        span: timedelta = timedelta(),
+        /,
+        *,
+        days: float = 0,
+        hours: float = 0,
+        minutes: float = 0,
+        seconds: float = 0,
+    ) -> None:
+        """Move the test's clock, and deliver what comes due on the way, each digest at its own due time.
+
+        ``span``, or ``days``, ``hours``, ``minutes`` and ``seconds``, are those of a timedelta (in whole milliseconds);
+        without any, what is due now is delivered. What is due at one time is delivered at once, up to the engine's
+        ``concurrency``; retries and later digests that come due within the span are delivered too. When this returns,
+        the callbacks have ended and the clock shows the end of the span. A callback that raises fails as it does in
+        production, and is no error of this method.
+
+        Raises
+        ------
+        InvalidArgument
+            If the span is negative, or over ten years.
+        ConfigurationError
+            If the test engine is not entered (with ``server=True``: in this event loop), ``advance`` is under way
+            (do not call it in a callback), or deliveries at one instant bring about more and more others.
+        BackendUnavailable
+            If the server of ``server=True`` is gone.
+        """
+        self._entered()
+        require(isinstance(span, timedelta), "span", "a timedelta", span)  # pyright: ignore[reportUnnecessaryIsInstance]
+        try:
+            span += timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        except (OverflowError, ValueError, TypeError):
+            raise InvalidArgument("days, hours, minutes and seconds must be numbers, those of a timedelta") from None
+        await self._clock.advance(milliseconds(duration(span, "the span")))
+
+    def fail_next(self, error: BaseException, times: int = 1) -> None:
+        """Let the next attempts to deliver, ``times`` of them, raise ``error`` instead of calling the callback.
+
+        Any exception, also ``RetryAfter``, ``Reject`` or ``PartialFailure``. Raises InvalidArgument if it is none, or
+        ``times`` is not at least 1.
+        """
+        require(isinstance(error, BaseException), "error", "an exception, such as ConnectionError()", error)  # pyright: ignore[reportUnnecessaryIsInstance]
+        self._failures += [error] * whole(times, "times", 1, 1_000_000)
+
+    # Entering and leaving
+
+    def __enter__(self) -> Self:
+        if self._needs_server:
+            raise ConfigurationError("a TestEngine with server=True is entered by `async with`")
+        self._check()
+        self._take(Rehearsal(ReferenceBackend(now=self._clock.now_ms)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    async def __aenter__(self) -> Self:
+        if not self._needs_server:
+            return self.__enter__()
+        self._check()
+        async with AsyncExitStack() as stack:
+            backend = await stack.enter_async_context(on_server(self._engine, self._clock.now_ms))
+            self._check()
+            self._take(Rehearsal(backend, asyncio.get_running_loop()))
+            self._opened = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+        await self._opened.aclose()
+
+    def _check(self) -> None:
+        engine = self._engine
+        if engine._rehearse is not None:
+            raise ConfigurationError(f"engine {engine.namespace!r} is in a TestEngine already")
+        if engine._session is not None and not engine._session.is_over:
+            raise ConfigurationError(f"engine {engine.namespace!r} is entered already: enter its TestEngine before it")
+        if self._shared is not None and self._shared._session is None:
+            raise ConfigurationError("clock must be a TestEngine that is entered")
+
+    def _take(self, session: Rehearsal) -> None:
+        engine = self._engine
+        self._before = engine._session, engine._callback, engine._observers, engine._added
+        self._session = session
+        if self._shared is None:
+            self._clock.ms = system_ms() if self._start is None else microseconds(self._start) // 1000
+        self._clock.tests.append(self)
+        engine._session, engine._observers = session, [*engine._observers]
+        engine._sync, engine._rehearse = Adds(engine, session.loop), self._delivering_to
+
+    def _give_back(self) -> None:
+        engine = self._engine
+        engine._sync = engine._rehearse = self._session = None
+        engine._session, engine._callback, engine._observers, engine._added = self._before
+        self._clock.tests.remove(self)
+
+    @contextmanager
+    def _delivering_to(self, callback: Callback[T]) -> Generator[None]:
+        self._callbacks.append(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.remove(callback)
+
+    # Delivering
+
+    async def _due(self) -> tuple[int | None, int]:
+        """When something is due next, and how many timelines wait or are due."""
+        counts = await (await self._store()).counts()
+        due = counts.get("oldest_due_ms")
+        return None if due is None else max(due, self._paused_ms), counts["waiting"] + counts["ready"]
+
+    async def _claim(self, now: int) -> Sequence[Lease]:
+        backend = await self._store()
+        if now < self._paused_ms:
+            return ()
+        engine = self._engine
+        lease_ms = milliseconds(engine._lease_timeout)
+        claims = await backend.claim(SHARD, engine._concurrency, lease_ms, engine._policies.limits)
+        return claims.leases
+
+    async def _deliver(self, lease: Lease, now: int) -> None:
+        """Deliver a digest, all its parts, as a worker does."""
+        session, backend = self._entered(), await self._store()
+        dispatcher = self._engine._dispatcher(self._call)
+        session.delivering += 1
+        try:
+            while True:
+                attempt = await dispatcher.prepare(lease, await entries_of(backend, lease))
+                outcome = await dispatcher.deliver(attempt)
+                if outcome.pause:
+                    self._paused_ms = max(self._paused_ms, now + milliseconds(outcome.pause))
+                if (delivered := delivered_of(attempt, outcome)) is not None:
+                    self.delivered.append(delivered)
+                closed = await reported(backend, outcome.report)
+                result = closed.status if closed.status in ("lost", "deleted") else outcome.result
+                late = max(0, now - lease.due_ms) / 1000
+                delivery = Delivery(lease.key, lease.digest_id, lease.attempt, result, outcome.records, late, 0.0)
+                self.attempts.append(delivery)
+                tell(self._engine._observers, delivery)
+                if closed.status != "part":
+                    return
+                lease = outcome.rest(closed)
+        except BaseException:  # the test was cut short: nobody knows what the callback did
+            await backend.release(SHARD, [lease], started=True)
+            raise
+        finally:
+            session.delivering -= 1
+
+    def _call(self, digest: Digest[T]) -> Awaitable[object]:
+        if self._failures:
+            raise self._failures.popleft()
+        callback = self._callbacks[-1] if self._callbacks else self._engine._callback
+        return asyncio.sleep(0) if callback is None else callback(digest)
+
+    def _entered(self) -> Rehearsal:
+        if self._session is None:
+            raise ConfigurationError("advance a TestEngine inside `async with TestEngine(engine) as t:`")
+        return self._session
+
+    async def _store(self) -> Backend:
+        return await self._entered().backend()
+
+
+class _Clock:
+    """The time of one or more tests, in milliseconds since 1970."""
+
+    def __init__(self) -> None:
+        self.ms = 0  # until a test is entered
+        self.tests: list[TestEngine[Any]] = []
+        self._moves = False
+
+    def now_ms(self) -> int:
+        return self.ms
+
+    async def advance(self, span_ms: int) -> None:
+        if self._moves:
+            raise ConfigurationError("advance is under way: a callback must not call it, nor two tasks at once")
+        end = self.ms + span_ms
+        moment(end * 1000, "the end of the span")
+        self._moves = True
+        try:
+            while True:
+                found = [await test._due() for test in self.tests]
+                due = min((due for due, _ in found if due is not None), default=end + 1)
+                if due > end:
+                    break
+                self.ms = max(self.ms, due)
+                await self._deliver(CHAIN[0] + CHAIN[1] * sum(held for _, held in found))
+            self.ms = end
+        finally:
+            self._moves = False
+
+    async def _deliver(self, most: int) -> None:
+        """Deliver all that is due now, what that makes due too; at most about ``most`` digests."""
+        now, count = self.ms, 0
+        while batch := [(test, lease) for test in self.tests for lease in await test._claim(now)]:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for test, lease in batch:
+                        group.create_task(test._deliver(lease, now))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            count += len(batch)
+            if count > most:
+                key = shown(batch[-1][1].key)
+                raise ConfigurationError(
+                    f"{count:,} deliveries at one instant bring about more and more, the latest of {key}: does a "
+                    "callback add to its own timeline, whose policy has no minimum_delay?"
+                )

@@ -1,0 +1,510 @@
+"""Web apps: what an engine adds to one, and what happens to its records when servers of it start, stop and die."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engines import Inbox, WatchedBackend, engine_on, forever, now, settle, virtual_time
+from fastapi import Depends, FastAPI
+from servers import Server, running_server
+from userland import DEADLINE, Program, data_folder, running
+
+from aiodigest import JSON, BackendUnavailable, ConfigurationError, Digest, DigestEngine, InvalidArgument
+from aiodigest.integrations.fastapi import answer_unavailable, dependency, health_router
+from aiodigest.integrations.starlette import health_routes
+from aiodigest.session import Session
+
+PROGRAMS = Path(__file__).parent / "programs"
+REQUESTS = 10_000
+
+
+def app_of(*engines: DigestEngine[Any], overdue: float = 60) -> FastAPI:
+    """An app that tells of its engines' health, and whose requests add to the first."""
+    app = FastAPI()
+    app.include_router(health_router(*engines, overdue=overdue))
+    app.add_exception_handler(BackendUnavailable, answer_unavailable)
+    first = Depends(dependency(engines[0]))
+
+    @app.post("/{key}")
+    async def add(key: str, engine: DigestEngine[JSON] = first) -> bool:
+        return await engine.add(key, 1, record_id="first")
+
+    return app
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app")
+
+
+async def nothing(digest: Digest[JSON]) -> None:
+    pass
+
+
+# Health
+
+
+async def test_a_healthy_engine_is_alive_and_ready(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace) as engine, client_of(app_of(engine)) as client:
+        alive = await client.get("/livez")
+        assert (alive.status_code, alive.json()) == (
+            200, {"ok": True, "engines": {namespace: {"ok": True, "reason": ""}}},
+        )  # fmt: skip
+        ready = await client.get("/healthz")
+        assert (ready.status_code, ready.json()) == (
+            200, {"ok": True, "engines": {namespace: {"ok": True, "reason": "", "overdue": 0.0}}},
+        )  # fmt: skip
+        assert ready.headers["cache-control"] == "no-store"
+        assert (await client.head("/healthz")).status_code == 200
+
+
+@virtual_time
+async def test_livez_never_calls_the_server() -> None:
+    backend = WatchedBackend()
+    backend.take_down()
+    engine = engine_on(backend)
+    async with engine.delivering(nothing), client_of(app_of(engine)) as client:
+        tries = len(backend.calls)
+        for _ in range(3):
+            assert (await client.get("/livez")).status_code == 200
+        assert len(backend.calls) == tries
+
+
+@virtual_time
+async def test_a_fault_that_ends_the_background_task_fails_both() -> None:
+    engine = engine_on(WatchedBackend())
+    answers = list[httpx.Response]()
+
+    async def fault(key: str) -> None:
+        raise KeyError(key)
+
+    async def play() -> None:
+        async with engine.delivering(nothing), client_of(app_of(engine)) as client:
+            await settle()
+            assert isinstance(engine._session, Session)
+            engine._session._group.create_task(fault("user:42"))
+            await settle()
+            answers.extend([await client.get("/livez"), await client.get("/healthz")])
+
+    with pytest.raises(ExceptionGroup):  # when the engine is left, whatever else was raised in it
+        await play()
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "background task has ended" in answer.json()["engines"]["test"]["reason"]
+        assert "user:42" not in answer.text
+    assert engine.activity.fault == ""
+
+
+@virtual_time
+async def test_an_engine_that_is_being_left_has_no_fault() -> None:
+    alive = list[int]()
+
+    class Closing(WatchedBackend):
+        async def aclose(self) -> None:
+            alive.append((await client.get("/livez")).status_code)
+
+    engine = engine_on(Closing())
+    async with client_of(app_of(engine)) as client, engine.delivering(nothing):
+        pass
+    assert alive == [200]
+
+
+async def test_an_engine_that_is_not_entered_is_not_ready_and_says_so() -> None:
+    async with client_of(app_of(DigestEngine(namespace="mail"))) as client:
+        assert (await client.get("/livez")).status_code == 200
+        answer = await client.get("/healthz")
+        assert answer.status_code == 503
+        assert "engine 'mail' is not entered" in answer.json()["engines"]["mail"]["reason"]
+
+
+class SlowBackend(WatchedBackend):
+    """Takes a second to count."""
+
+    async def counts(self) -> dict[str, int]:
+        await asyncio.sleep(1)
+        return await super().counts()
+
+
+@virtual_time
+async def test_all_engines_are_asked_at_once_and_the_first_that_is_not_ready_decides() -> None:
+    engines = [engine_on(SlowBackend()) for _ in range(3)]
+    for number, engine in enumerate(engines):
+        engine.namespace = f"engine-{number}"
+    async with engines[0], engines[1], engines[2], client_of(app_of(*engines)) as client:
+        began = now()
+        assert (await client.get("/healthz")).status_code == 200
+        assert now() - began == pytest.approx(1)
+        await engines[1].__aexit__(None, None, None)
+        answer = (await client.get("/healthz")).json()
+        assert not answer["ok"]
+        assert [name for name, engine in answer["engines"].items() if not engine["ok"]] == ["engine-1"]
+
+
+@virtual_time
+async def test_a_slow_server_is_told_within_the_timeout_of_its_engine() -> None:
+    engine = engine_on(SlowBackend(), timeout=0.5)
+    async with engine, client_of(app_of(engine)) as client:
+        began = now()
+        answer = await client.get("/healthz")
+        assert now() - began == pytest.approx(0.5)
+        assert answer.status_code == 503
+        assert answer.json()["engines"]["test"]["reason"] == "no answer within 0.5 s"
+
+
+@virtual_time
+async def test_a_timeline_that_nobody_delivers_is_told_once_it_is_overdue_for_too_long() -> None:
+    engine = engine_on(WatchedBackend())
+    async with engine, client_of(app_of(engine, overdue=90)) as client:
+        await engine.add("user:42", 1)
+        await asyncio.sleep(90)
+        assert (await client.get("/healthz")).status_code == 200
+        await asyncio.sleep(1)
+        answer = await client.get("/healthz")
+        assert answer.status_code == 503
+        assert answer.json()["engines"]["test"] == {
+            "ok": False,
+            "reason": "a timeline has been due for 91 s, and nobody has claimed it",
+            "overdue": 91.0,
+        }
+        assert (await client.get("/livez")).status_code == 200
+
+
+async def test_a_server_that_does_not_answer_is_told_within_the_timeout(namespace: str) -> None:
+    with running_server() as server:
+        engine = DigestEngine(server.url, namespace=namespace, timeout=0.1)
+        async with engine, client_of(app_of(engine)) as client:
+            assert server.process is not None
+            server.process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(DEADLINE):
+                ready = await client.get("/healthz")
+            assert ready.status_code == 503
+            assert ready.json()["engines"][namespace]["reason"]
+            assert (await client.get("/livez")).status_code == 200
+
+
+async def test_no_password_is_told(namespace: str) -> None:
+    url = "redis://user:hunter2@127.0.0.1:1/0"
+    async with DigestEngine(url, namespace=namespace) as engine, client_of(app_of(engine)) as client:
+        for answer in (await client.get("/healthz"), await client.post("/user:42")):
+            assert answer.status_code == 503
+            assert "hunter2" not in answer.text
+            assert "user:42" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("engines", "overdue", "told"),
+    [
+        (list, 60, "engines must be one or more, of distinct namespaces"),
+        (lambda: [DigestEngine(namespace="mail"), DigestEngine(namespace="mail")], 60, "distinct namespaces"),
+        (lambda: [DigestEngine(namespace="mail")], -1, "overdue must be at least 0"),
+    ],
+)
+def test_routes_that_could_not_tell_are_refused(
+    engines: Callable[[], list[DigestEngine[Any]]], overdue: float, told: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        health_routes(*engines(), overdue=overdue)
+
+
+async def test_the_routes_may_have_a_prefix_and_are_not_in_the_schema() -> None:
+    app = FastAPI()
+    app.include_router(health_router(DigestEngine(namespace="mail")), prefix="/internal")
+    async with client_of(app) as client:
+        assert (await client.get("/internal/livez")).status_code == 200
+        assert (await client.get("/livez")).status_code == 404
+    assert app.openapi()["paths"] == {}
+
+
+# Adding
+
+
+@virtual_time
+async def test_an_endpoint_gets_the_engine_and_a_test_may_put_another_in_its_place() -> None:
+    engine, other = engine_on(WatchedBackend()), engine_on(WatchedBackend())
+    app = app_of(engine)
+    async with engine, other, client_of(app) as client:
+        assert (await client.post("/ann")).json() is True
+        app.dependency_overrides[dependency(engine)] = dependency(other)
+        assert (await client.post("/bob")).json() is True
+        assert [[timeline.key async for timeline in each.timelines()] for each in (engine, other)] == [["ann"], ["bob"]]
+
+
+@pytest.mark.parametrize("stored", ["no", "unknown"])
+@virtual_time
+async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_known_of_its_record(
+    stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    async with engine, client_of(app_of(engine)) as client:
+        if stored == "no":
+            backend.take_down("add", error=BackendUnavailable("connection to redis.internal refused"))
+        else:
+            backend.lost["add"] = 1
+        answer = await client.post("/ann")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json() == {
+        "detail": "the service is unavailable at the moment: come again later",
+        "stored": stored,
+        "record_id": "first",
+    }
+    reason = {"no": "connection to redis.internal refused", "unknown": "connection reset"}[stored]
+    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [("WARNING", f"POST /ann: {reason}")]
+
+
+async def test_the_answer_is_for_nothing_else() -> None:
+    request: Any = None
+    with pytest.raises(KeyError):
+        await answer_unavailable(request, KeyError("ann"))
+
+
+# Lifespans
+
+
+@virtual_time
+async def test_one_engine_may_only_add_while_the_other_delivers() -> None:
+    mail, slack = engine_on(WatchedBackend()), engine_on(WatchedBackend())
+    inbox = Inbox()
+    slack.deliver(inbox)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        async with mail, slack.delivering():
+            yield
+
+    app = FastAPI(lifespan=lifespan)
+    async with app.router.lifespan_context(app):
+        await mail.add("ann", 1)
+        await slack.add("ann", 2)
+        await inbox.digest()
+        await settle()
+        assert inbox.values == [[2]]
+        assert (await mail.stats()).ready == 1
+    with pytest.raises(ConfigurationError, match="not entered"):
+        await slack.add("ann", 3)
+
+
+@virtual_time
+async def test_an_app_that_stops_waits_for_its_deliveries_for_the_drain_timeout() -> None:
+    engine = engine_on(WatchedBackend(), drain_timeout=7)
+    inbox = Inbox(forever)
+    engine.deliver(inbox)
+    app = FastAPI(lifespan=engine.lifespan)
+    async with app.router.lifespan_context(app):
+        await engine.add("ann", 1)
+        await inbox.digest()
+        began = now()
+    assert now() - began == pytest.approx(7, abs=0.1)
+
+
+# Without FastAPI
+
+
+@pytest.mark.parametrize(("module", "missing"), [("fastapi", "fastapi"), ("starlette", "starlette.requests")])
+def test_without_the_extra_the_import_names_it(module: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}")
+    with pytest.raises(ConfigurationError, match=r"pip install 'aiodigest\[fastapi\]'"):
+        importlib.import_module(f"aiodigest.integrations.{module}")
+
+
+# Servers
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    async with asyncio.timeout(DEADLINE):
+        while not reached():  # noqa: ASYNC110  (no event tells it)
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Told:
+    """What the deliveries of comments_app.py have told so far."""
+
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _read: int = 0
+
+    def look(self) -> list[dict[str, Any]]:
+        """The lines that came since the last look."""
+        path = self.folder / "told"
+        text = path.read_bytes()[self._read :] if path.exists() else b""
+        text = text[: text.rfind(b"\n") + 1]
+        self._read += len(text)
+        new = [json.loads(line) for line in text.splitlines()]
+        self.lines += new
+        return new
+
+    async def next(self) -> dict[str, Any]:
+        """A line that comes from now on."""
+        before = len(self.lines)
+        await until(lambda: bool(self.look()))
+        return self.lines[before]
+
+    async def all_of(self, texts: set[str]) -> None:
+        """Wait until all of these were delivered."""
+        left = texts.difference(*(line["texts"] for line in self.lines))
+
+        def none_is_left() -> bool:
+            left.difference_update(*(line["texts"] for line in self.look()))
+            return not left
+
+        await until(none_is_left)
+
+    def hold(self) -> None:
+        """Let no delivery end from now on."""
+        (self.folder / "hold").touch()
+
+    def go_on(self) -> None:
+        (self.folder / "hold").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+@asynccontextmanager
+async def serving(
+    data: Path, workers: int = 1, url: str = "embedded://"
+) -> AsyncGenerator[tuple[Program, str, Told], None]:
+    """comments_app.py under uvicorn: the program, its URL, and what it delivers. Drained at the end, if not before."""
+    settings = "env", f"COMMENTS={data}", f"COMMENTS_URL={url}"
+    options = "--app-dir", str(PROGRAMS), "--port", "0", "--no-access-log", "--workers", str(workers)
+    told = Told(data)
+    async with running(*settings, sys.executable, "-m", "uvicorn", *options, "comments_app:app", data=data) as program:
+        found = re.search(r"http://\S+", await program.until("Uvicorn running on")) if workers > 1 else None
+        try:
+            for _ in range(workers):
+                await program.until("Application startup complete")
+            found = found or re.search(r"http://\S+", await program.until("Uvicorn running on"))
+            assert found is not None
+            yield program, found[0], told
+        finally:
+            told.go_on()
+            with suppress(ProcessLookupError):
+                await program.terminate()
+
+
+async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> None:
+    async with serving(data, workers=3) as (program, url, told), httpx.AsyncClient(base_url=url) as client:
+        told.hold()
+        answer = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
+        assert (answer.status_code, answer.json()) == (202, {"due_now": True})
+        await told.next()
+        program._process.terminate()
+        for _ in range(3):
+            await program.until("Waiting for application shutdown")
+        told.go_on()
+        assert await program.ended() == 0
+        assert sum("Application shutdown complete" in line for line in program.lines) == 3
+    async with DigestEngine(f"embedded://{data / 'data'}", namespace="comments") as engine:
+        stats = await engine.stats()
+        assert (stats.delivered, stats.ready, stats.leased) == (1, 0, 0)
+    assert [line["texts"] for line in told.lines] == [["hello"]]
+
+
+async def test_an_outage_takes_the_app_out_of_service_and_restarts_nothing(data: Path) -> None:
+    with running_server() as server:
+        async with serving(data, url=server.url) as (program, url, told), httpx.AsyncClient(base_url=url) as client:
+
+            async def ready(status: int) -> str:
+                async with asyncio.timeout(DEADLINE):
+                    while True:
+                        assert (await client.get("/livez")).status_code == 200
+                        answer = await client.get("/healthz")
+                        if answer.status_code == status:
+                            return answer.json()["engines"]["comments"]["reason"]
+                        await asyncio.sleep(0.01)
+
+            assert await ready(200) == ""
+            server.stop()
+            assert "refused" in await ready(503)
+            comment = {"author": "ann", "text": "hello"}
+            assert (await client.post("/users/bob/comments", json=comment)).json()["stored"] == "no"
+            server.start()
+            assert await ready(200) == ""
+            assert (await client.post("/users/bob/comments", json=comment)).status_code == 202
+            await told.next()
+            assert await program.terminate() == -signal.SIGTERM
+
+
+class Client:
+    """Posts numbered comments over one connection after another, and notes which of them were acknowledged."""
+
+    def __init__(self, url: str, numbers: Iterator[int], acknowledged: set[str]) -> None:
+        self._host, self._port = url.removeprefix("http://").split(":")
+        self._numbers = numbers
+        self._acknowledged = acknowledged
+
+    async def run(self) -> None:
+        """Until there are no more numbers."""
+        while (number := next(self._numbers, None)) is not None:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            try:
+                while number is not None:
+                    await self._post(reader, writer, number)
+                    number = next(self._numbers, None)
+            except (OSError, asyncio.IncompleteReadError):
+                pass  # nobody knows whether the last one is stored
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+
+    async def _post(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        body = json.dumps({"author": "ann", "text": str(number)})
+        writer.write(
+            f"POST /users/{number % 100}/comments HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = re.search(r"content-length: (\d+)", head)
+        assert length is not None
+        await reader.readexactly(int(length[1]))
+        assert head.split()[1] == "202"
+        self._acknowledged.add(str(number))
+
+
+async def test_a_worker_that_is_killed_loses_nothing_and_repeats_only_what_it_held(data: Path) -> None:
+    async with serving(data, workers=3) as (program, url, told):
+        acknowledged, numbers = set[str](), iter(range(REQUESTS))
+        async with asyncio.timeout(4 * DEADLINE), asyncio.TaskGroup() as group:
+            for _ in range(50):
+                group.create_task(Client(url, numbers, acknowledged).run())
+            await until(lambda: len(acknowledged) >= REQUESTS / 2)
+            told.hold()
+            told.look()
+            killed = (await told.next())["process"]
+            os.kill(killed, signal.SIGKILL)
+            told.go_on()
+        assert len(acknowledged) >= REQUESTS - 50
+        await told.all_of(acknowledged)
+        assert await program.terminate() == 0
+    deliveries = defaultdict[str, list[dict[str, Any]]](list)
+    for line in told.lines:
+        for text in line["texts"]:
+            deliveries[text].append(line)
+    repeated = [lines for lines in deliveries.values() if len(lines) > 1]
+    assert repeated
+    for first, *others in repeated:
+        assert first["process"] == killed
+        for other in others:
+            assert other["process"] != killed
+            assert (other["id"], other["texts"]) == (first["id"], first["texts"])
