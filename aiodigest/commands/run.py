@@ -11,13 +11,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Annotated, Any, TypeAlias, cast
 
 import typer
 from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
+from aiodigest.commands.http import Address, Sockets, address, listening, named, serving
 from aiodigest.commands.loops import play, settle
 from aiodigest.commands.options import checked
 from aiodigest.commands.words import say
@@ -50,6 +51,16 @@ Chosen: TypeAlias = Annotated[
         help="Only these, such as 0-7 or 0-3,8, which count from 0; other processes must serve the rest.",
     ),
 ]
+Http: TypeAlias = Annotated[
+    Address | None,
+    typer.Option(
+        "--http",
+        parser=checked(address),
+        metavar="HOST:PORT",
+        show_default=False,
+        help="Answer /livez, /healthz and /metrics there, such as at 127.0.0.1:9000, [::1]:9000 or :9000.",
+    ),
+]
 
 
 def run(
@@ -58,6 +69,7 @@ def run(
         typer.Argument(metavar="MODULE:ENGINE...", show_default=False, help="mail:engine, shop.alerts:service"),
     ],
     shards: Chosen = None,
+    http: Http = None,
 ) -> None:
     """Deliver the digests of engines, until SIGTERM or Ctrl-C; a second one stops at once.
 
@@ -66,7 +78,8 @@ def run(
     """
     sys.path.insert(0, os.getcwd())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    play(serve([(name, find(name)) for name in engines], shards))
+    with nullcontext(()) if http is None else listening(http) as sockets:
+        play(serve([(name, find(name)) for name in engines], shards, sockets))
 
 
 def find(name: str) -> Engine | Opener:
@@ -106,13 +119,18 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-async def serve(found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None = None) -> None:
+async def serve(
+    found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None = None, sockets: Sockets = ()
+) -> None:
     """Open all engines, then deliver (only these shards, if any are given) until a signal.
 
-    If one engine cannot go on, none does.
+    If one engine cannot go on, none does. Who asks at the sockets how they are is answered until all are closed.
     """
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as last, AsyncExitStack() as stack:
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
+        if sockets:
+            await last.enter_async_context(serving(sockets, [engine for _, engine in engines]))
+            say(f"answering /livez, /healthz and /metrics on {named(sockets)}")
         settle()
         services = [asyncio.create_task(_deliver(name, engine, shards)) for name, engine in engines]
         try:

@@ -1,0 +1,159 @@
+"""``aiodigest run --http``: whether it works, and how, for those who ask over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import socket
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from aiodigest import ConfigurationError, DigestEngine
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+Sockets: TypeAlias = Sequence[socket.socket]
+
+PATIENCE = 2  # seconds for requests under way when all else has ended
+
+
+class Address(NamedTuple):
+    """Where to listen; without a host on all addresses of the machine. Port 0 is any that is free."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def address(text: str) -> Address:
+    """The address that a text names. Raises ValueError if it names none."""
+    match = re.fullmatch(r"(?:\[([0-9a-zA-Z:.%]+)\]|([^\s:\[\]/]*)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65_535:
+        raise ValueError(f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses")
+    return Address(match[1] or match[2], int(match[3]))
+
+
+@contextmanager
+def listening(where: Address) -> Generator[Sockets, None, None]:
+    """Sockets that listen at an address. Raises ConfigurationError if one cannot."""
+    check_extra()
+    sockets: list[socket.socket] = []
+    try:
+        try:
+            _listen(where, sockets)
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            raise ConfigurationError(f"--http cannot listen on {where}: {reason}") from error
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def check_extra() -> None:
+    """Raise ConfigurationError if something is missing that this module cannot do without."""
+    try:
+        for module in ("opentelemetry.exporter.prometheus", "starlette", "uvicorn"):
+            import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(f"--http needs more: pip install 'aiodigest[http]' ({error})") from error
+
+
+def _listen(where: Address, sockets: list[socket.socket]) -> None:
+    if not where.host and socket.has_dualstack_ipv6():
+        sockets.append(socket.create_server(("", where.port), family=socket.AF_INET6, dualstack_ipv6=True))
+        return
+    flags, port, missing = socket.AI_PASSIVE, where.port, OSError("it has no address")
+    for family, _, _, _, place in socket.getaddrinfo(where.host or None, port, type=socket.SOCK_STREAM, flags=flags):
+        try:
+            sockets.append(socket.create_server((place[0], port, *place[2:]), family=family))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            missing = error  # of localhost, where there is no IPv6
+        else:
+            port = sockets[-1].getsockname()[1]
+    if not sockets:
+        raise missing
+
+
+def named(sockets: Sockets) -> str:
+    """Where they listen, as a URL."""
+    host, port, *_ = sockets[0].getsockname()
+    return f"http://{Address(host, port)}"
+
+
+@asynccontextmanager
+async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> AsyncGenerator[None, None]:
+    """Answer ``/livez``, ``/healthz`` and ``/metrics`` of engines that have not been entered yet."""
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import MeterProvider
+    from prometheus_client import CollectorRegistry
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    from aiodigest.integrations.opentelemetry import measure
+    from aiodigest.integrations.starlette import health_routes
+
+    ours = CollectorRegistry()
+    provider = MeterProvider([PrometheusMetricReader(registry=ours)], shutdown_on_exit=False)
+    routes = [*health_routes(*engines), Route("/metrics", _Metrics(ours).answer)]
+    for engine in engines:
+        measure(engine, meter_provider=provider)
+    server = _server(Starlette(routes=routes))
+    task = asyncio.create_task(server.serve(list(sockets)))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        provider.shutdown()
+
+
+def _server(app: Any) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return nullcontext()  # they are for the engines, whose end is its own
+
+    return Server(
+        uvicorn.Config(
+            app, lifespan="off", ws="none", access_log=False, log_config=None, log_level="warning",
+            server_header=False, timeout_graceful_shutdown=PATIENCE,
+        )
+    )  # fmt: skip
+
+
+class _Metrics:
+    """What Prometheus is told: of the engines, and what the app itself has registered with its client."""
+
+    def __init__(self, ours: Any) -> None:
+        self._ours = ours
+
+    def collect(self) -> Generator[Metric, None, None]:
+        """All of it; what the app tells of engines too, by an exporter of its own, is told once."""
+        from prometheus_client import REGISTRY
+
+        told = set[str]()
+        for registry in (self._ours, REGISTRY):
+            for metric in registry.collect():
+                if metric.name not in told:
+                    told.add(metric.name)
+                    yield metric
+
+    async def answer(self, request: Request) -> Response:
+        from prometheus_client.exposition import choose_encoder
+        from starlette.responses import Response
+
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        text = await asyncio.to_thread(encode, self)  # it waits for the event loop, which this one is
+        return Response(text, headers={"content-type": kind})

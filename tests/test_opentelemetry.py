@@ -1,0 +1,739 @@
+"""What OpenTelemetry is told of an engine: metrics by the standard exporter, and spans that lead back to the adds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from engines import Inbox, WatchedBackend, engine_on, forever, policy
+from opentelemetry import trace
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client import CollectorRegistry
+from servers import Server
+from userland import ROOT, data_folder, environment
+
+from aiodigest import (
+    JSON,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Entry,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+)
+from aiodigest.backend import Add, Lease
+from aiodigest.integrations._metrics import BUCKETS
+from aiodigest.integrations.opentelemetry import instrument, measure
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.wire import pack, unpack
+
+KEY = "ann@example.org"
+NAMES = {
+    "aiodigest_adds_total": "counter",
+    "aiodigest_deliveries_total": "counter",
+    "aiodigest_delivery_failures_total": "counter",
+    "aiodigest_delivery_duration_seconds": "histogram",
+    "aiodigest_delivery_lateness_seconds": "histogram",
+    "aiodigest_timelines": "gauge",
+    "aiodigest_records_dropped_total": "counter",
+    "aiodigest_records_buried_total": "counter",
+    "aiodigest_oldest_overdue_seconds": "gauge",
+    "aiodigest_backoff_level": "gauge",
+    "aiodigest_backend_unavailable": "gauge",
+}
+FROM_THE_SERVER = {
+    "aiodigest_timelines",
+    "aiodigest_records_dropped_total",
+    "aiodigest_records_buried_total",
+    "aiodigest_oldest_overdue_seconds",
+}
+
+
+class Prometheus:
+    """A provider with the standard exporter, and what it would answer."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        reader = PrometheusMetricReader(registry=self.registry, scope_info_enabled=False, disable_target_info=True)
+        self.provider = MeterProvider([reader], shutdown_on_exit=False)
+
+    def scraped(self) -> dict[str, float]:
+        """All samples, as they are written but for the order of labels."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+                assert f"{sample.name}{{{labels}}}" not in found
+                found[f"{sample.name}{{{labels}}}"] = sample.value
+        return found
+
+    async def scrape(self) -> dict[str, float]:
+        """The same, in a thread, as an exporter does it."""
+        return await asyncio.to_thread(self.scraped)
+
+    def types(self) -> dict[str, str]:
+        families = self.registry.collect()
+        return {f"{one.name}_total" if one.type == "counter" else one.name: one.type for one in families}
+
+
+class CountedBackend(WatchedBackend):
+    """Knows how often it was asked for its figures, and answers late if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.asked_at = 0, 0.0
+        self.let = asyncio.Event()
+        self.let.set()
+
+    async def counts(self) -> dict[str, int]:
+        self.asked, self.asked_at = self.asked + 1, asyncio.get_running_loop().time()
+        await self.let.wait()
+        if "counts" in self.down:
+            raise self.down["counts"]
+        return await super().counts()
+
+
+class Traced:
+    """A provider of tracers that keeps the spans that have ended."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = self.provider.get_tracer("test")
+
+    def spans(self, name: str = "deliver test") -> Sequence[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def added_in(self, span: ReadableSpan) -> list[str]:
+        """The names of the spans that a span is linked to."""
+        names = {one.context.span_id: one.name for one in self.exporter.get_finished_spans() if one.context}
+        return [names[link.context.span_id] for link in span.links]
+
+
+@pytest.fixture
+def prometheus() -> Iterator[Prometheus]:
+    prometheus = Prometheus()
+    yield prometheus
+    prometheus.provider.shutdown()
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    traced = Traced()
+    yield traced
+    traced.provider.shutdown()
+
+
+def facts_of(span: ReadableSpan) -> Mapping[str, Any]:
+    return span.attributes or {}
+
+
+# Metrics
+
+
+async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key(prometheus: Prometheus) -> None:
+    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox(RuntimeError(KEY))
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1, record_id="one")
+        await inbox.outcome()
+        figures = await prometheus.scrape()
+        assert await asyncio.to_thread(prometheus.types) == NAMES
+    assert all("namespace=test" in name for name in figures)
+    assert not any(KEY in name or "one" in name for name in figures)
+    labels = {label for name in figures for label in re.findall(r"(\w+)=", name)}
+    assert labels == {"namespace", "reason", "state", "le"}
+
+
+async def test_adds_are_counted_where_they_are_counted_anyway(prometheus: Prometheus) -> None:
+    engine = engine_on(WatchedBackend())
+    instrument(engine, meter_provider=prometheus.provider)
+    async with engine:
+        await engine.add(KEY, 1)
+        await engine.add_many([Entry(KEY, 2), Entry("b", 3)])
+        assert (await prometheus.scrape())["aiodigest_adds_total{namespace=test}"] == 3
+    assert (await prometheus.scrape())["aiodigest_adds_total{namespace=test}"] == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (RuntimeError(), "failed"),
+        (RetryAfter(3600), "deferred"),
+        (Reject(), "rejected"),
+        (PartialFailure(["1"]), "partial"),
+        (forever, "timeout"),
+        (None, None),
+    ],
+)
+async def test_each_attempt_is_counted_as_what_came_of_it(
+    reply: BaseException | None, reason: str | None, prometheus: Prometheus
+) -> None:
+    engine = engine_on(WatchedBackend(), policy=policy(), delivery_timeout=0.05)
+    inbox = Inbox(reply)
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine:
+        await engine.add_many([Entry(KEY, 1, "1"), Entry(KEY, 2, "2")])
+    async with engine.delivering(inbox):
+        await inbox.outcome()
+        figures = await prometheus.scrape()
+    prefix = "aiodigest_delivery_failures_total{namespace=test,reason="
+    failures = {name.removeprefix(prefix)[:-1]: value for name, value in figures.items() if name.startswith(prefix)}
+    assert failures.keys() == {"failed", "partial", "deferred", "timeout", "rejected", "buried", "lost"}
+    assert {name for name, value in failures.items() if value} == ({reason} if reason else set())
+    assert figures["aiodigest_deliveries_total{namespace=test}"] == (reason is None)
+    assert figures["aiodigest_delivery_duration_seconds_count{namespace=test}"] == 1
+    assert figures["aiodigest_delivery_lateness_seconds_count{namespace=test}"] == 1
+
+
+async def test_the_last_attempt_is_counted_as_buried_and_its_records_too(prometheus: Prometheus) -> None:
+    engine = engine_on(WatchedBackend(), policy=policy(), retry=RetryPolicy(max_attempts=1))
+    inbox = Inbox(RuntimeError())
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine:
+        await engine.add_many([Entry(KEY, 1), Entry(KEY, 2)])
+    async with engine.delivering(inbox):
+        await inbox.outcome()
+        figures = await prometheus.scrape()
+    assert figures["aiodigest_delivery_failures_total{namespace=test,reason=buried}"] == 1
+    assert figures["aiodigest_records_buried_total{namespace=test}"] == 2
+    assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 0
+
+
+async def test_durations_fall_into_buckets_from_5_ms_to_5_minutes(prometheus: Prometheus) -> None:
+    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        await inbox.outcome()
+        figures = await prometheus.scrape()
+    for name in ("duration", "lateness"):
+        found = [float(bound) for one in figures for bound in re.findall(rf"{name}_seconds_bucket{{le=([\d.]+)", one)]
+        assert tuple(found) == BUCKETS
+    assert (BUCKETS[0], BUCKETS[-1]) == (0.005, 300)
+
+
+async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection(prometheus: Prometheus) -> None:
+    store = CountedBackend()
+    engine = engine_on(store, policy=policy(capacity=2))
+    instrument(engine, meter_provider=prometheus.provider)
+    async with engine:
+        await engine.add_many(Entry(KEY, number) for number in range(3))
+        figures = await prometheus.scrape()
+        assert figures["aiodigest_timelines{namespace=test,state=ready}"] == 1
+        assert figures["aiodigest_timelines{namespace=test,state=waiting}"] == 0
+        assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 1
+        assert figures["aiodigest_oldest_overdue_seconds{namespace=test}"] >= 0
+        await engine.delete(KEY)
+        figures = await prometheus.scrape()
+        assert figures["aiodigest_timelines{namespace=test,state=ready}"] == 0
+
+
+async def test_a_collection_is_one_call_to_the_server_and_nothing_else_makes_any(prometheus: Prometheus) -> None:
+    store, other = CountedBackend(), InMemoryMetricReader()
+    engine, inbox = engine_on(store, policy=policy()), Inbox()
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        await inbox.outcome()
+        assert store.asked == 0
+        for number in range(1, 4):
+            await prometheus.scrape()
+            assert store.asked == number
+        prometheus.provider.add_metric_reader(other)
+        await asyncio.to_thread(other.get_metrics_data)
+        assert store.asked == 4
+
+
+async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_does_not_wait(
+    prometheus: Prometheus,
+) -> None:
+    store = CountedBackend()
+    engine = engine_on(store, policy=policy())
+    instrument(engine, meter_provider=prometheus.provider)
+    async with engine:
+        first = prometheus.scraped()
+        assert not any(name.startswith(tuple(FROM_THE_SERVER)) for name in first)
+        await engine.add(KEY, 1)
+        known = await prometheus.scrape()
+        await engine.add("another", 1)
+        assert prometheus.scraped() == known | {"aiodigest_adds_total{namespace=test}": 2}
+        assert store.asked == 1
+
+
+async def test_while_the_server_is_away_only_the_figures_of_the_process_are_given(
+    prometheus: Prometheus, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CountedBackend()
+    engine = engine_on(store, policy=policy())
+    instrument(engine, meter_provider=prometheus.provider)
+    expected = {name for name, kind in NAMES.items() if kind != "histogram"} - FROM_THE_SERVER
+    assert await asyncio.to_thread(prometheus.types) == {name: NAMES[name] for name in expected}  # not entered
+    async with engine:
+        await prometheus.scrape()
+        store.take_down("counts")
+        figures = await prometheus.scrape()
+        assert {name.partition("{")[0] for name in figures} == expected
+        assert store.asked == 2
+    assert {name.partition("{")[0] for name in await prometheus.scrape()} == expected
+    assert not caplog.records
+
+
+async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_engine_s_timeout(
+    prometheus: Prometheus, caplog: pytest.LogCaptureFixture
+) -> None:
+    stores = [CountedBackend() for _ in range(3)]
+    engines = [engine_on(store, timeout=0.3) for store in stores]
+    for number, (engine, store) in enumerate(zip(engines, stores, strict=True)):
+        engine.namespace = f"n{number}"
+        instrument(engine, meter_provider=prometheus.provider)
+        if number:
+            store.let.clear()
+    async with engines[0], engines[1], engines[2]:
+        began = asyncio.get_running_loop().time()
+        figures = await prometheus.scrape()
+        assert 0.25 < asyncio.get_running_loop().time() - began < 4
+        assert max(store.asked_at for store in stores) - began < 0.25  # all at once
+        overdue = {name for name in figures if name.startswith("aiodigest_oldest_overdue")}
+        assert overdue == {"aiodigest_oldest_overdue_seconds{namespace=n0}"}
+    assert not caplog.records
+
+
+async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometheus) -> None:
+    store = WatchedBackend()
+    engine, inbox = engine_on(store, policy=policy()), Inbox(*(RuntimeError() for _ in range(5)))
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add_many(Entry(f"user:{number}", 1) for number in range(5))
+        await inbox.outcome(5)
+        store.take_down()
+        with pytest.raises(Exception, match="refused"):
+            await engine.add(KEY, 1)
+        figures = await prometheus.scrape()
+        store.bring_up()
+    assert figures["aiodigest_backoff_level{namespace=test}"] == 1
+    assert figures["aiodigest_backend_unavailable{namespace=test}"] == 1
+
+
+async def test_engines_of_one_process_have_their_own_series_and_those_of_one_namespace_share_them(
+    prometheus: Prometheus,
+) -> None:
+    shared, other = CountedBackend(), CountedBackend()
+    engines = [engine_on(shared), engine_on(shared), engine_on(other)]
+    engines[2].namespace = "other"
+    for engine in engines:
+        instrument(engine, meter_provider=prometheus.provider)
+    async with engines[0], engines[1], engines[2]:
+        for engine in engines:
+            await engine.add(KEY, 1)
+        figures = await prometheus.scrape()
+        assert (shared.asked, other.asked) == (1, 1)
+    assert figures["aiodigest_adds_total{namespace=test}"] == 2
+    assert figures["aiodigest_adds_total{namespace=other}"] == 1
+    assert figures["aiodigest_timelines{namespace=test,state=ready}"] == 1
+    assert figures["aiodigest_timelines{namespace=other,state=ready}"] == 1
+
+
+async def test_an_engine_that_is_gone_is_measured_no_longer(prometheus: Prometheus) -> None:
+    instrument(engine_on(WatchedBackend()), meter_provider=prometheus.provider)
+    gc.collect()
+    assert not any(name.startswith("aiodigest_backoff_level") for name in await prometheus.scrape())
+
+
+def script(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own: the providers of a process can be set once."""
+    with data_folder() as data:
+        settings = environment(data) | variables
+        command = [sys.executable, "-c", dedent(text)]
+        return subprocess.run(command, env=settings, cwd=data, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> None:
+    done = script("""
+        from opentelemetry import metrics, trace
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        from opentelemetry.sdk.trace import TracerProvider
+        from aiodigest import DigestEngine
+        from aiodigest.integrations.opentelemetry import instrument
+
+        engines = [DigestEngine("redis://localhost", namespace=name) for name in ("before", "after", "given")]
+        instrument(engines[0])
+        reader = InMemoryMetricReader()
+        metrics.set_meter_provider(MeterProvider([reader]))
+        trace.set_tracer_provider(TracerProvider())
+        instrument(engines[1])
+        instrument(engines[2], meter_provider=metrics.get_meter_provider())
+        with trace.get_tracer("test").start_as_current_span("add"):
+            print([len(engine._tracing.context()) for engine in engines])
+        found = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+        adds = next(metric for metric in found if metric.name == "aiodigest.adds")
+        print(sorted(point.attributes["namespace"] for point in adds.data.data_points))
+    """)
+    assert (done.stdout, done.stderr) == ("[25, 25, 25]\n['after', 'before', 'given']\n", "")
+
+
+async def test_with_the_api_alone_an_engine_works_and_tells_nobody() -> None:
+    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
+    instrument(engine)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        assert (await inbox.outcome()).result == "delivered"
+
+
+def test_without_its_extra_the_module_says_what_to_install() -> None:
+    done = script("""
+        import sys
+        sys.modules["opentelemetry"] = None
+        from aiodigest import ConfigurationError
+        try:
+            import aiodigest.integrations.opentelemetry
+        except ConfigurationError as error:
+            print(error)
+    """)
+    assert (done.stdout, done.stderr) == ("OpenTelemetry is not installed: pip install 'aiodigest[otel]'\n", "")
+
+
+def test_an_engine_that_is_not_instrumented_has_nothing_to_do_with_it() -> None:
+    done = script("""
+        import sys
+        from aiodigest import DigestEngine
+        engine = DigestEngine(namespace="n")
+        print(engine._tracing, engine._observers, "aiodigest.integrations" in sys.modules)
+    """)
+    assert (done.stdout, done.stderr) == ("None [] False\n", "")
+
+
+async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheus: Prometheus, traced: Traced) -> None:
+    engine = engine_on(WatchedBackend())
+    instrument(engine, meter_provider=prometheus.provider)
+    with pytest.raises(ConfigurationError, match="'test' is instrumented already"):
+        instrument(engine, tracer_provider=traced.provider)
+    with pytest.raises(ConfigurationError, match="'test' is measured by this provider already"):
+        measure(engine, meter_provider=prometheus.provider)
+    late = engine_on(WatchedBackend())
+    async with late:
+        with pytest.raises(ConfigurationError, match="'test' is entered"):
+            instrument(late)
+    instrument(late)
+
+
+async def test_an_engine_can_be_measured_by_a_second_provider(prometheus: Prometheus) -> None:
+    engine, second = engine_on(WatchedBackend()), Prometheus()
+    instrument(engine, meter_provider=prometheus.provider)
+    measure(engine, meter_provider=second.provider)
+    async with engine:
+        await engine.add(KEY, 1)
+        for watched in (prometheus, second):
+            assert (await watched.scrape())["aiodigest_adds_total{namespace=test}"] == 1
+
+
+# The dashboard and the page of alerts
+
+
+def metrics_in(text: str) -> set[str]:
+    return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\baiodigest_\w+", text)}
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert {name for query in queries for name in metrics_in(query)} == NAMES.keys()
+    assert all('namespace=~"$namespace"' in query for query in queries)
+
+
+def test_the_dashboard_can_be_imported_anywhere() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
+    assert metrics_in(json.dumps(variables["namespace"])) <= NAMES.keys()
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert dashboard["id"] is None
+    for panel in dashboard["panels"]:
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_the_page_of_alerts_names_metrics_that_there_are_and_all_of_them() -> None:
+    assert metrics_in((ROOT / "docs" / "howto" / "alert-on-lateness.md").read_text()) == NAMES.keys()
+
+
+# Traces
+
+
+@pytest.fixture
+def worker(server: Server, namespace: str, traced: Traced) -> DigestEngine[JSON]:
+    """An engine that delivers from a real server, and is not entered yet."""
+    engine = DigestEngine[JSON](server.url, namespace=namespace, policy=policy())
+    instrument(engine, tracer_provider=traced.provider)
+    return engine
+
+
+async def test_a_delivery_is_linked_to_the_spans_of_other_processes_that_added_its_records(
+    worker: DigestEngine[JSON], server: Server, namespace: str, traced: Traced
+) -> None:
+    other, inbox = DigestEngine[JSON](server.url, namespace=namespace, policy=policy()), Inbox()
+    instrument(other, tracer_provider=traced.provider)
+    worker.observe(inbox.observe)
+    async with other:
+        for name in ("first", "second"):
+            with traced.tracer.start_as_current_span(name):
+                await other.add(KEY, name)
+                await other.add_many([Entry(KEY, name), Entry(KEY, name)])
+    async with DigestEngine[JSON](server.url, namespace=namespace, policy=policy()) as untraced:
+        await untraced.add(KEY, "without a context")
+    async with worker.delivering(inbox):
+        await inbox.outcome()
+    [span] = traced.spans(f"deliver {namespace}")
+    assert traced.added_in(span) == ["first", "second"]  # once each, whatever number of records it added
+    assert span.kind is SpanKind.CONSUMER
+    assert all(link.context.is_remote and link.context.trace_flags.sampled for link in span.links)
+    digest = inbox.digests[0]
+    assert len(digest.records) == 7
+    assert facts_of(span) == {
+        "messaging.system": "aiodigest",
+        "messaging.operation.name": "deliver",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": namespace,
+        "messaging.batch.message_count": 7,
+        "aiodigest.digest.id": digest.id,
+        "aiodigest.attempt": 1,
+        "aiodigest.iteration": 1,
+        "aiodigest.records": 7,
+        "aiodigest.outcome": "delivered",
+    }
+
+
+async def test_after_a_partial_failure_the_next_attempt_is_linked_to_what_is_left(
+    worker: DigestEngine[JSON], namespace: str, traced: Traced
+) -> None:
+    inbox = Inbox(PartialFailure({"second": "no"}))
+    worker.observe(inbox.observe)
+    async with worker:
+        for name in ("first", "second"):
+            with traced.tracer.start_as_current_span(name):
+                await worker.add(KEY, name, record_id=name)
+    async with worker.delivering(inbox):
+        await inbox.outcome()
+        await worker.flush(KEY)
+        await inbox.outcome(2)
+    spans = traced.spans(f"deliver {namespace}")
+    assert [traced.added_in(span) for span in spans] == [["first", "second"], ["second"]]
+    assert [facts_of(span)["aiodigest.outcome"] for span in spans] == ["partial", "delivered"]
+    assert [facts_of(span)["aiodigest.attempt"] for span in spans] == [1, 2]
+
+
+async def test_a_dead_letter_that_is_replayed_leads_back_to_its_adds(
+    worker: DigestEngine[JSON], namespace: str, traced: Traced
+) -> None:
+    inbox = Inbox(Reject("no such mailbox"))
+    worker.observe(inbox.observe)
+    async with worker.delivering(inbox):
+        with traced.tracer.start_as_current_span("long ago"):
+            await worker.add(KEY, 1)
+        await inbox.outcome()
+        [letter] = [letter async for letter in worker.dead_letters()]
+        await worker.replay(letter.id)
+        await inbox.outcome(2)
+    spans = traced.spans(f"deliver {namespace}")
+    assert [facts_of(span)["aiodigest.outcome"] for span in spans] == ["rejected", "delivered"]
+    assert [traced.added_in(span) for span in spans] == [["long ago"], ["long ago"]]
+
+
+@pytest.fixture
+async def backend(server: Server, namespace: str) -> AsyncIterator[RedisBackend]:
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    yield backend
+    await backend.aclose()
+
+
+async def test_a_trace_context_goes_with_its_entry_through_compaction_and_capacity(backend: RedisBackend) -> None:
+    terms, numbers = Policy(capacity=4).terms, count(1)
+
+    async def add(record: str, traced: bool) -> None:
+        context = bytes([next(numbers)]) * 25 if traced else b""
+        entry = pack(record.encode(), None, b"v", context)
+        assert await backend.add(0, [Add(KEY, entry, terms)]) in ([True], [False])
+
+    for record in "abcdefg":
+        await add(record, traced=True)  # contexts 1 to 7: e, f, g and the next stay
+    await add("h", traced=False)
+    await add("f", traced=True)  # again, by another span
+    await add("g", traced=False)  # again, by none
+    for _ in range(3):
+        await add("h", traced=True)
+    [lease] = (await backend.claim(0, 1, 60_000, terms.limits)).leases
+    assert contexts_of(lease) == {"e": 5, "f": 8, "g": None, "h": 11}
+
+
+def contexts_of(lease: Lease) -> dict[str, int | None]:
+    """The contexts of a lease's records, by their first byte; all bytes are as they were."""
+    found: dict[str, int | None] = {}
+    for entry in lease.entries:
+        raw = unpack(entry)
+        assert raw.value == b"v"
+        assert raw.context in (b"", bytes(raw.context[:1] * 25))
+        found[raw.id.decode()] = raw.context[0] if raw.context else None
+    return found
+
+
+async def deliver_one(
+    traced: Traced, reply: Any = None, *, options: Mapping[str, Any] | None = None, adds: int = 1
+) -> tuple[ReadableSpan, Inbox]:
+    """The span of the first attempt to deliver a digest."""
+    engine, inbox = engine_on(WatchedBackend(), policy=policy(), **(options or {})), Inbox(reply)
+    instrument(engine, tracer_provider=traced.provider)
+    engine.observe(inbox.observe)
+    async with engine:
+        for number in range(adds):
+            with traced.tracer.start_as_current_span(f"add {number}"):
+                await engine.add(KEY, number)
+    with traced.tracer.start_as_current_span("entered here"):
+        async with engine.delivering(inbox):
+            await inbox.outcome()
+    return traced.spans()[0], inbox
+
+
+async def test_no_more_than_128_spans_are_linked(traced: Traced) -> None:
+    span, inbox = await deliver_one(traced, adds=150)
+    assert len(inbox.digests[0].records) == 150
+    assert traced.added_in(span) == [f"add {number}" for number in range(128)]
+
+
+async def test_a_delivery_begins_a_trace_of_its_own_and_what_its_callback_does_is_within_it(traced: Traced) -> None:
+    async def send(digest: Digest[JSON]) -> None:
+        with traced.tracer.start_as_current_span("send"):
+            pass
+
+    span, _ = await deliver_one(traced, send)
+    [child] = traced.spans("send")
+    assert span.parent is None
+    assert span.context is not None
+    assert child.parent is not None
+    assert child.parent.span_id == span.context.span_id
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome", "kind", "told"),
+    [
+        (None, "delivered", None, None),
+        (RetryAfter(60), "deferred", None, None),
+        (Reject("no"), "rejected", None, None),
+        (PartialFailure({}), "delivered", None, None),
+        (OSError("mail server away"), "failed", "OSError", "OSError: mail server away"),
+        (asyncio.CancelledError(), "failed", "asyncio.exceptions.CancelledError", "CancelledError:"),
+        (forever, "timeout", "TimeoutError", "no outcome within 0.05 s"),
+    ],
+)
+async def test_a_span_says_how_its_callback_ended_and_only_a_failure_is_an_error(
+    reply: Any, outcome: str, kind: str | None, told: str | None, traced: Traced
+) -> None:
+    span, _ = await deliver_one(traced, reply, options={"delivery_timeout": 0.05})
+    facts = facts_of(span)
+    assert facts["aiodigest.outcome"] == outcome
+    assert facts.get("error.type") == kind
+    if told is None:
+        assert span.status.status_code is StatusCode.UNSET
+        assert not span.events
+    else:
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.status.description == told
+        assert [(event.attributes or {})["exception.type"] for event in span.events] == [kind]
+
+
+async def test_an_error_without_a_text_ends_its_span_too(traced: Traced) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    span, inbox = await deliver_one(traced, Mute())
+    assert inbox.results == ["failed"]
+    assert facts_of(span)["aiodigest.outcome"] == "failed"
+    assert span.status.description == "Mute: a Mute"
+
+
+async def test_an_attempt_that_is_cut_short_is_no_error(traced: Traced) -> None:
+    engine, inbox = engine_on(WatchedBackend(), policy=policy(), drain_timeout=0), Inbox(forever)
+    instrument(engine, tracer_provider=traced.provider)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        await inbox.digest()
+    [span] = traced.spans()
+    assert facts_of(span)["aiodigest.outcome"] == "cancelled"
+    assert span.status.status_code is StatusCode.UNSET
+
+
+async def test_nothing_in_a_span_tells_the_key(traced: Traced) -> None:
+    span, _ = await deliver_one(traced, OSError("no"))
+    assert KEY not in span.to_json()
+
+
+@pytest.mark.parametrize("how", ["none", "not sampled", "invalid"])
+async def test_a_span_that_nobody_records_is_not_taken_along(how: str, traced: Traced) -> None:
+    engine = engine_on(WatchedBackend())
+    instrument(engine, tracer_provider=traced.provider)
+    off = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+    current = {
+        "none": nullcontext,
+        "not sampled": partial(off.get_tracer("test").start_as_current_span, "add"),
+        "invalid": partial(trace.use_span, trace.INVALID_SPAN),
+    }[how]
+    async with engine:
+        with current():
+            await engine.add(KEY, 1)
+            assert trace.get_current_span().get_span_context().trace_flags.sampled is False
+        assert [unpack(entry).context for entry in await (await engine._backend()).entries(KEY)] == [b""]
+    off.shutdown()
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
+    method: str, traced: Traced, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(SpanProcessor):
+        pass
+
+    def fail(self: object, span: Any, *_: object) -> None:
+        if span.name == "deliver test":
+            raise RuntimeError("the processor is broken")
+
+    monkeypatch.setattr(Broken, method, fail)
+    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
+    traced.provider.add_span_processor(Broken())
+    instrument(engine, tracer_provider=traced.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        assert (await inbox.outcome()).result == "delivered"
+    assert "a span of a delivery could not be" in caplog.text

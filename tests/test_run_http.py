@@ -1,0 +1,305 @@
+"""``aiodigest run --http``: real processes, asked over HTTP how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import httpx
+import pytest
+from commandline import DEADLINE, Command, Running, aiodigest, environment, in_process, no_process_is_left, running
+from engines import WatchedBackend, engine_on
+from servers import free_port
+
+from aiodigest import DigestEngine
+from aiodigest.commands.http import Address, address, listening, named, serving
+
+LOCAL = "127.0.0.1:0"
+SERVICE = """
+    import asyncio
+    from contextlib import asynccontextmanager
+    from pathlib import Path
+
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from opentelemetry.sdk.metrics import MeterProvider
+    from prometheus_client import Counter
+
+    from aiodigest import DigestEngine
+    from aiodigest.integrations.opentelemetry import instrument
+
+    mail = DigestEngine(namespace="mail")
+    sent = Counter("sent", "What the callback counts by itself")
+
+    @mail.deliver
+    async def send(digest):
+        print("began", digest.key, flush=True)
+        while digest.key == "slow" and not Path("go").exists():
+            await asyncio.sleep(0.01)
+        sent.inc()
+        print("ended", digest.key, flush=True)
+
+    @asynccontextmanager
+    async def measured():
+        engine = DigestEngine(namespace="measured")
+        engine.deliver(send)
+        instrument(engine, meter_provider=MeterProvider([PrometheusMetricReader()]))
+        yield engine
+        print("closing", flush=True)
+        while Path("hold").exists():
+            await asyncio.sleep(0.01)
+        print("closed", flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "services.py").write_text(dedent(SERVICE))
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return in_process(monkeypatch, capfd)
+
+
+@contextmanager
+def service(folder: Path, *engines: str) -> Generator[tuple[Running, str], None, None]:
+    """A service that delivers, and the URL at which it answers."""
+    data = folder / "data"
+    with running(data, "run", *engines, "--http", LOCAL, cwd=folder) as process:
+        line = process.error_line().decode()
+        told = re.fullmatch(r"aiodigest: answering /livez, /healthz and /metrics on (http://127\.0\.0\.1:\d+)\n", line)
+        assert told is not None, line
+        for _ in engines:
+            assert b"delivering namespace" in process.error_line()
+        yield process, told[1]
+
+
+async def add(folder: Path, key: str, namespace: str = "mail") -> None:
+    async with DigestEngine(f"embedded://{folder / 'data'}", namespace=namespace) as engine:
+        await engine.add(key, 1)
+
+
+def samples(text: str) -> dict[str, float]:
+    """What an exposition says, each sample once."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = re.sub(r'otel_scope_\w+="[^"]*",?', "", name).replace(",}", "}")
+            assert name not in found
+            found[name] = float(value)
+    return found
+
+
+def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(folder: Path) -> None:
+    with service(folder, "services:mail") as (process, url):
+        asyncio.run(add(folder, "quick"))
+        assert process.read_line() == b"began quick\n"
+        assert process.read_line() == b"ended quick\n"
+        for path in ("/livez", "/healthz"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == 200
+            assert answer.json()["engines"]["mail"]["ok"] is True
+        deadline = time.monotonic() + DEADLINE
+        while True:  # the delivery is counted once the server knows of it
+            answer = httpx.get(url + "/metrics")
+            figures = samples(answer.text)
+            if figures['aiodigest_deliveries_total{namespace="mail"}'] or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert figures['aiodigest_deliveries_total{namespace="mail"}'] == 1
+        assert figures['aiodigest_delivery_lateness_seconds_count{namespace="mail"}'] == 1
+        assert figures['aiodigest_timelines{namespace="mail",state="ready"}'] == 0
+        assert figures["sent_total"] == 1
+        assert "quick" not in answer.text
+        newer = httpx.get(url + "/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+        assert newer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+        assert newer.text.endswith("# EOF\n")
+        assert httpx.get(url + "/").status_code == 404
+        assert process.interrupt(signal.SIGTERM) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/livez")
+    assert process.errors.count(b"\n") == 2  # no log of requests, nor of uvicorn's own beginning and end
+    assert no_process_is_left(folder / "data")
+
+
+def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder: Path) -> None:
+    with service(folder, "services:mail") as (process, url):
+        asyncio.run(add(folder, "slow"))
+        assert process.read_line() == b"began slow\n"
+        process.process.send_signal(signal.SIGTERM)
+        with httpx.Client(base_url=url) as client:
+            for _ in range(50):
+                assert client.get("/livez").status_code == 200
+                assert client.get("/healthz").status_code == 200
+                assert 'aiodigest_timelines{namespace="mail"' in client.get("/metrics").text
+        assert process.process.poll() is None
+        (folder / "go").touch()
+        assert process.end() == 0
+    assert process.output.endswith(b"ended slow\n")
+    assert b"Traceback" not in process.errors
+
+
+def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Path) -> None:
+    with service(folder, "services:mail") as (process, url):
+        asyncio.run(add(folder, "slow"))
+        assert process.read_line() == b"began slow\n"
+        process.process.send_signal(signal.SIGINT)
+        assert httpx.get(url + "/livez").status_code == 200
+        began = time.monotonic()
+        assert process.interrupt(signal.SIGINT) == 0
+        assert time.monotonic() - began < 15  # a drain is 20 s
+    assert b"ended" not in process.output
+
+
+def test_what_an_app_tells_of_its_engine_by_an_exporter_of_its_own_is_told_once(folder: Path) -> None:
+    with service(folder, "services:mail", "services:measured") as (process, url):
+        figures = samples(httpx.get(url + "/metrics").text)
+        for namespace in ("mail", "measured"):
+            assert figures[f'aiodigest_adds_total{{namespace="{namespace}"}}'] == 0
+        assert process.interrupt(signal.SIGTERM) == 0
+
+
+def test_probes_are_answered_until_all_that_was_opened_is_closed(folder: Path) -> None:
+    (folder / "hold").touch()
+    with service(folder, "services:measured") as (process, url):
+        process.process.send_signal(signal.SIGTERM)
+        assert process.read_line() == b"closing\n"
+        assert httpx.get(url + "/livez").status_code == 200
+        answer = httpx.get(url + "/healthz")
+        assert (answer.status_code, answer.json()["ok"]) == (503, False)
+        (folder / "hold").unlink()
+        assert process.end() == 0
+    assert process.output == b"closing\nclosed\n"
+
+
+def test_a_port_that_is_taken_is_one_line_before_anything_is_delivered(folder: Path) -> None:
+    asyncio.run(add(folder, "quick"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = aiodigest(folder / "data", "run", "services:mail", "--http", where, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode() == f"aiodigest: --http cannot listen on {where}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "9000", "localhost", "localhost:", "::1:9000", "[::1]", "a b:1", "http://a:1", "a:65536", "a:-1", "a:b"],
+)
+def test_an_address_that_is_none_is_one_line(text: str, command: Command) -> None:
+    code, output, error = command("run", "services:mail", "--http", text)
+    assert (code, output) == (2, "")
+    [line] = error.splitlines()
+    assert f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses" in line
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1"])
+def test_an_address_of_another_machine_is_one_line(host: str, folder: Path, command: Command) -> None:
+    code, output, error = command("run", "services:mail", "--http", f"{host}:9000")
+    assert (code, output) == (2, "")
+    [line] = error.splitlines()
+    assert f"--http cannot listen on {host}:9000: " in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:9000", ("127.0.0.1", 9000)),
+        ("[::1]:9000", ("::1", 9000)),
+        ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+        (":9000", ("", 9000)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, expected: tuple[str, int]) -> None:
+    assert address(text) == expected
+    assert str(Address(*expected)) == text
+
+
+def has(host: str) -> bool:
+    """Whether this machine has an address of its own."""
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+HOSTS = ["127.0.0.1", "localhost", "", *(["::1"] if has("::1") else [])]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_service_listens_at_the_address_that_it_was_given(host: str) -> None:
+    port = free_port()
+    reached = [host] if host else ["127.0.0.1", *HOSTS[3:]]
+    with listening(Address(host, port)) as sockets:
+        for one in reached:
+            socket.create_connection((one, port), DEADLINE).close()
+        assert named(sockets).endswith(f":{port}")
+
+
+def test_of_the_addresses_of_a_name_those_are_listened_at_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> list[object]:
+        hosts = "192.0.2.1", "127.0.0.1", "127.0.0.2"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with listening(address("name:0")) as sockets:
+        first, second = (one.getsockname() for one in sockets)
+        assert (first[0], second[0]) == ("127.0.0.1", "127.0.0.2")
+        assert first[1] == second[1]
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "opentelemetry.exporter.prometheus", "prometheus_client"])
+def test_without_its_extra_the_option_says_what_to_install(missing: str, folder: Path) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import aiodigest.__main__ as m; sys.exit(m.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", "services:mail", "--http", LOCAL],
+        env=environment(folder / "data"), cwd=folder, capture_output=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, b"")
+    [line] = done.stderr.decode().splitlines()
+    assert line.startswith("aiodigest: --http needs more: pip install 'aiodigest[http]' (")
+
+
+async def test_a_collection_that_waits_for_the_server_keeps_nobody_waiting() -> None:
+    class Slow(WatchedBackend):
+        asked, let = asyncio.Event(), asyncio.Event()
+
+        async def counts(self) -> dict[str, int]:
+            self.asked.set()
+            await self.let.wait()
+            return await super().counts()
+
+    store = Slow()
+    engine = engine_on(store)
+    with listening(address(LOCAL)) as sockets:
+        async with serving(sockets, [engine]), engine, httpx.AsyncClient(base_url=named(sockets)) as client:
+            collected = asyncio.create_task(client.get("/metrics"))
+            await store.asked.wait()
+            assert (await client.get("/livez")).status_code == 200
+            assert not collected.done()
+            store.let.set()
+            assert "aiodigest_timelines" in (await collected).text
+
+
+async def test_signals_are_left_to_the_engines() -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    before, engine = handlers(), engine_on(WatchedBackend())
+    with listening(address(LOCAL)) as sockets:
+        async with serving(sockets, [engine]), httpx.AsyncClient(base_url=named(sockets)) as client:
+            assert (await client.get("/livez")).status_code == 200
+            assert handlers() == before
