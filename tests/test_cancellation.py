@@ -31,6 +31,7 @@ from aiodigest import (
     Digest,
     DigestEngine,
     Entry,
+    Finding,
     InvalidState,
     Policy,
     Stats,
@@ -363,8 +364,38 @@ scene("look")(partial(looking, lambda backend, _: backend.look("k")))
 scene("entries")(partial(looking, lambda backend, _: backend.entries("k")))
 scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 0, 10)))
 scene("counts")(partial(looking, lambda backend, _: backend.counts()))
+scene("examine")(partial(looking, lambda backend, _: names_of(backend.examine())))
 scene("letters")(partial(looking, lambda backend, _: backend.letters(0, 0, 10)))
 scene("letter")(partial(looking, lambda backend, letter: backend.letter(letter)))
+
+
+async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
+    """Of what every user may see; figures are others at each look."""
+    names = [finding.name for finding in await findings]
+    return [name for name in names if name in ("version", "shards", "namespace", "overdue", "dead letters")]
+
+
+@scene("erase")
+async def erasing(stage: Stage) -> AsyncGenerator[Call]:
+    await buried(stage.behind)
+    yield erased_for_a_while(stage, stage.backend.erase)
+    await stage.backend.erase()
+    assert stage.client.keys() == []
+
+
+def erased_for_a_while(stage: Stage, erase: Callable[[], Awaitable[int]]) -> Call:
+    """Erase all, and at once bring back what is looked for in the end."""
+    kept = [(key, max(0, stage.client.pttl(key)), stage.client.dump(key)) for key in stage.client.scan_iter()]
+
+    async def call() -> None:
+        try:
+            assert await erase() == len(kept)
+            assert stage.client.keys() == []
+        finally:
+            for key, ttl, value in kept:
+                stage.client.restore(key, ttl, value, replace=True)
+
+    return call
 
 
 async def buried(store: Store) -> str:
@@ -687,6 +718,14 @@ async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
     await has_moved(stage)
 
 
+@engine_scene("erase")
+async def erasing_all(stage: EngineStage) -> AsyncGenerator[Call]:
+    await buried(stage.behind)
+    yield erased_for_a_while(stage, stage.engine.erase)
+    await stage.engine.erase()
+    assert stage.client.keys() == []
+
+
 async def stats_of(engine: DigestEngine[JSON]) -> Stats:
     """But for what grows while one looks."""
     return replace(await engine.stats(), overdue=0)
@@ -717,6 +756,7 @@ async def listed(items: AsyncIterator[object]) -> list[object]:
 engine_scene("peek")(partial(inspecting, lambda engine, _: engine.peek("k")))
 engine_scene("stats")(partial(inspecting, lambda engine, _: stats_of(engine)))
 engine_scene("health")(partial(inspecting, lambda engine, _: reason_of(engine)))
+engine_scene("examine")(partial(inspecting, lambda engine, _: names_of(engine.examine())))
 engine_scene("timelines")(partial(inspecting, lambda engine, _: listed(engine.timelines())))
 engine_scene("dead_letters")(partial(inspecting, lambda engine, _: listed(engine.dead_letters())))
 engine_scene("dead_letter")(partial(inspecting, lambda engine, letter: engine.dead_letter(letter)))

@@ -11,18 +11,21 @@ import typer
 
 from aiodigest import AiodigestError, __version__
 from aiodigest.commands import inspect
+from aiodigest.commands.bench import bench
+from aiodigest.commands.dead import dead
 from aiodigest.commands.demo import demo
+from aiodigest.commands.doctor import doctor
 from aiodigest.commands.options import FAILED, INTERRUPTED, exit_code, help_without_command
 from aiodigest.commands.pipe import EXAMPLES, pipe
 from aiodigest.commands.reshard import reshard
 from aiodigest.commands.run import run as run_engines
+from aiodigest.commands.top import top
 from aiodigest.commands.words import say
 
 ABOUT = "One event sends at once; a burst sends one more message, not five hundred."
 
 app = typer.Typer(
     help=ABOUT,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,8 +35,11 @@ app.command(epilog=EXAMPLES)(pipe)
 app.command("run")(run_engines)
 for look in (inspect.stats, inspect.timelines, inspect.show, inspect.flush, inspect.delete):
     app.command()(look)
+app.command()(top)
 app.command()(reshard)
-app.add_typer(inspect.dead, name="dead")
+app.command()(doctor)
+app.command()(bench)
+app.add_typer(dead, name="dead")
 
 
 def _version(asked: bool) -> None:

@@ -58,14 +58,20 @@ class Splitter:
 
 
 class Source:
-    """Standard input (no path), or a file; opened when made, so that a wrong name is known before anything starts."""
+    """Standard input (no path), or a file; opened when made, so that a wrong name is known before anything starts.
+
+    ``size`` is how many bytes there are to read, or None if only the end will tell, and ``taken`` how many were read.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._name = "<stdin>" if path is None else str(path)
         self._file = 0 if path is None else os.open(path, os.O_RDONLY)
-        if stat.S_ISDIR(os.fstat(self._file).st_mode):
+        status = os.fstat(self._file)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
+        self.taken = 0
         self._splitter = Splitter(self._name)
         self._thread = DaemonThread(f"aiodigest reads {self._name}")
 
@@ -73,6 +79,7 @@ class Source:
         """Lines in batches; with ``follow`` the end of the file is no end."""
         while True:
             chunk = await self._thread.call(os.read, self._file, CHUNK)
+            self.taken += len(chunk)
             if chunk:
                 yield self._splitter.feed(chunk)
             elif not follow or self._path is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+import signal
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +25,31 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+@contextmanager
+def stopped_by(*signals: signal.Signals) -> Generator[asyncio.Event, None, None]:
+    """An event of the running loop that these signals set: work that must not be cut in two looks at it.
+
+    Once set, a second Ctrl-C ends the work wherever it is, as if this were not there.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def end() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    def hear() -> None:
+        stop.set()
+        end()
+
+    for number in signals:
+        loop.add_signal_handler(number, hear)
+    try:
+        yield stop
+    finally:
+        end()
 
 
 def settle() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import platform
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 from functools import partial
@@ -18,15 +21,28 @@ from aiodigest import BackendUnavailable, DigestEngine, Policy
 from aiodigest.commands import fields, lock
 from aiodigest.commands.lines import Intake, Source, sources
 from aiodigest.commands.loops import play, settle
-from aiodigest.commands.options import EMBEDDED, FAILED, USAGE, Shards, Timeout, Url, checked, duration, log_to_stderr
+from aiodigest.commands.options import (
+    EMBEDDED,
+    FAILED,
+    USAGE,
+    AsJson,
+    Shards,
+    Timeout,
+    Url,
+    checked,
+    duration,
+    log_to_stderr,
+)
 from aiodigest.commands.output import Output, prepare
 from aiodigest.commands.piping import Pipe, pipe_engine, verdict
+from aiodigest.commands.progress import progress_bar
 from aiodigest.commands.render import Render, coloured_block, json_line, text_block
 from aiodigest.commands.room import Room
 from aiodigest.commands.words import say
 
 MAX_SIZE = 500
 CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at the most
+LOOK_AGAIN = 0.2  # seconds between looks at how much was read
 
 
 class Format(StrEnum):
@@ -148,6 +164,7 @@ def pipe(
     ] = None,
     shards: Shards = None,
     timeout: Timeout = 5.0,
+    in_json: AsJson = False,
 ) -> int:
     """Group a stream of JSON objects, one a line, and print each group as digests.
 
@@ -156,6 +173,8 @@ def pipe(
     printed. What was read is kept: after a crash, the same command on the same machine prints it. The same command
     cannot run twice at once there, unless --namespace tells them apart.
     """
+    if in_json:
+        output = Format.json
     trims = capacity is not None
     if capacity is None:
         max_size = max_size or MAX_SIZE
@@ -213,14 +232,36 @@ async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -
         await engine.stats()  # a pipe without a server says so at once, in one line
         await room.look()
         settle()
-        log_to_stderr()
         pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, room, settings.strict)
         try:
-            await pipe.run()
+            async with shown(inputs, settings.follow):
+                log_to_stderr()  # above the bar
+                await pipe.run()
         except (BackendUnavailable, OSError):
             verdict(pipe, output, settings.namespace, settings.strict)
             raise
     return verdict(pipe, output, settings.namespace, settings.strict)
+
+
+@asynccontextmanager
+async def shown(inputs: Sequence[Source], follow: bool) -> AsyncGenerator[None, None]:
+    """Show how much was read of files that have an end; not where digests are printed on a terminal."""
+    sizes = [source.size for source in inputs]
+    if follow or None in sizes or os.isatty(1):
+        yield
+        return
+    with progress_bar("reading", sum(size or 0 for size in sizes), in_bytes=True) as show:
+
+        async def look() -> None:
+            while True:
+                show(sum(source.taken for source in inputs))
+                await asyncio.sleep(LOOK_AGAIN)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
 
 
 def _renderer(settings: Settings) -> Render:

@@ -6,12 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from io import StringIO
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from aiodigest import JSON, Digest
 from aiodigest.commands.words import as_json, count, printable, rfc3339, shortened
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 SUMMARY = 200  # characters of a value in readable text
 FIELD = 60  # characters of one field of it
@@ -37,6 +38,8 @@ def text_block(digest: Digest[JSON], ids: bool = True) -> bytes:
 
 def coloured_block(digest: Digest[JSON], ids: bool = True) -> bytes:
     """The same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
+    from rich.console import Console
+
     file = StringIO()
     width = shutil.get_terminal_size().columns
     Console(file=file, force_terminal=True, width=width).print(_text(digest, ids), no_wrap=True, overflow="ellipsis")
@@ -44,6 +47,8 @@ def coloured_block(digest: Digest[JSON], ids: bool = True) -> bytes:
 
 
 def _text(digest: Digest[JSON], ids: bool) -> Text:
+    from rich.text import Text
+
     text = Text()
     text.append(printable(digest.key), "bold cyan").append(f": {count(len(digest.records), 'record')}")
     if digest.dropped:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from aiodigest import JSON, DeadLetter, Record, Timeline
+from aiodigest import JSON, DeadLetter, Record, Stats, Timeline
 from aiodigest.commands.render import summary
 from aiodigest.commands.words import rfc3339, shortened
 
@@ -22,6 +23,11 @@ def moment(time: datetime | None) -> str | None:
 def shown(time: datetime | None) -> str:
     """A time for people."""
     return "-" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def stats_json(stats: Stats) -> dict[str, Any]:
+    """What a namespace holds, and what happened in it."""
+    return {**asdict(stats), "oldest_due": moment(stats.oldest_due)}
 
 
 def timeline_json(timeline: Timeline[JSON], records: Sequence[Record[JSON | bytes]] | None = None) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""``aiodigest bench``: how quick adds and deliveries are on the user's own server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from secrets import token_hex
+from typing import Annotated, TypeAlias
+
+import typer
+
+from aiodigest import BackendUnavailable, DigestEngine, Policy, RetryPolicy
+from aiodigest.commands.answers import print_table
+from aiodigest.commands.loops import play, stopped_by
+from aiodigest.commands.measure import MOST, VALUE, Figures, measure
+from aiodigest.commands.options import EMBEDDED, INTERRUPTED, AsJson, Timeout, Url
+from aiodigest.commands.progress import progress_bar
+from aiodigest.commands.words import as_json, say
+
+POLICY = Policy(minimum_delay=0, increment_delay=0, ttl=3600)  # a run that is killed leaves its records for two hours
+SHARDS = 16  # on a cluster
+MEGABYTES = MOST * (len(VALUE) + 100) / 1e6  # a record takes about so much more
+
+Seconds: TypeAlias = Annotated[float, typer.Option(min=1, max=600, metavar="SECONDS", help="How long it takes, about.")]
+
+
+def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
+    """Measure adds and deliveries on a server, beside a bare round trip to it.
+
+    All is done in a namespace of its own, which is removed at the end, and when it is interrupted.
+    """
+    figures = play(_benched(url, seconds, timeout))
+    if figures is None:
+        return INTERRUPTED
+    if in_json:
+        print(as_json(asdict(figures)))
+    else:
+        _print(figures)
+    return 0
+
+
+async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
+    """The figures; None if it was interrupted."""
+    namespace = f"bench-{token_hex(8)}"
+
+    def engine() -> DigestEngine[str]:
+        shards = SHARDS if "+cluster://" in url else None
+        return DigestEngine(
+            url, namespace=namespace, value_type=str, policy=POLICY, retry=RetryPolicy(max_attempts=1), shards=shards,
+            timeout=timeout, drain_timeout=1,
+        )  # fmt: skip
+
+    with stopped_by(signal.SIGINT, signal.SIGTERM) as stop:
+        async with engine() as adder:
+            await adder.erase()  # there is nothing yet: it is seen that the server is there, and lets its user do so
+            amount = f"up to {MOST:,} records ({MEGABYTES:.0f} MB) at a time in the namespace {namespace}"
+            say(f"for about {seconds:g} s this writes {amount} on {adder.url}, and then removes them")
+            try:
+                with progress_bar("measuring", round(seconds)) as tell:
+                    return await _until(stop, lambda: measure(adder, engine(), seconds, tell))
+            finally:
+                await _remove(adder)
+
+
+async def _until(stop: asyncio.Event, work: Callable[[], Awaitable[Figures]]) -> Figures | None:
+    """What the work comes to; None if it is stopped before."""
+    working, stopping = asyncio.ensure_future(work()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait([working, stopping])
+
+
+async def _remove(engine: DigestEngine[str]) -> None:
+    try:
+        await engine.erase()
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{error}; what the namespace {engine.namespace} holds is left there") from error
+
+
+def _print(figures: Figures) -> None:
+    def taking(what: str, seconds: float) -> tuple[str, str, str]:
+        return what, f"{seconds * 1000:,.3g} ms", f"{seconds / figures.round_trip:.3g}"
+
+    def coming(what: str, rate: float) -> tuple[str, str, str]:
+        return what, f"{rate:,.0f} a second", f"{1 / rate / figures.round_trip:.3g}"
+
+    rows = [
+        taking("bare round trip", figures.round_trip),
+        taking("add, one after the other", figures.add),
+        coming("adds by 200 tasks", figures.adds_by_tasks),
+        coming("adds by add_many", figures.adds_by_add_many),
+        coming("digests of ten records", figures.digests),
+        taking("add to callback, median", figures.latency),
+        taking("add to callback, 99 of 100", figures.latency_p99),
+    ]
+    print_table((figures.server, "", "round trips each"), rows)

@@ -1,0 +1,26 @@
+"""How far long work has come: a bar on standard error, gone at the end. Where that is no terminal there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(work: str, total: int, *, in_bytes: bool = False) -> Generator[Callable[[int], None], None, None]:
+    """Yields a function that is told how much of ``total`` is done. What is said meanwhile stands above the bar.
+
+    Nothing may be printed on a terminal's standard output meanwhile.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), amount, TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task(work, total=total)
+        yield lambda done: progress.update(task, completed=done)

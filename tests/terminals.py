@@ -1,0 +1,110 @@
+"""The command on a pseudo-terminal, as a person has it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from commandline import DEADLINE, environment
+
+LINES, COLUMNS = 40, 120
+
+# Makes the terminal the one whose Ctrl-C is heard, and becomes the command.
+TAKE = """
+import fcntl, os, sys, termios
+fcntl.ioctl(next(file for file in range(3) if os.isatty(file)), termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+STREAMS = "stdin", "stdout", "stderr"
+COLOUR = re.compile(rb"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[\d;]*)?m")
+
+
+class OnTerminal:
+    """A command whose standard streams are a terminal, those that are named; the others are files of its own.
+
+    ``shown`` is all that it has written to the terminal so far.
+    """
+
+    def __init__(self, command: Sequence[str], variables: dict[str, str], streams: Sequence[str], cwd: Path) -> None:
+        self._terminal, own_end = pty.openpty()
+        fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        self.settings = termios.tcgetattr(self._terminal)
+        self.shown = b""
+        settings = {name: value for name, value in variables.items() if name not in ("FORCE_COLOR", "COLORTERM")}
+        files: dict[str, Any] = {name: own_end if name in streams else subprocess.PIPE for name in STREAMS}
+        begin = sys.executable, "-I", "-S", "-c", TAKE
+        self.process = subprocess.Popen([*begin, *command], env=settings, cwd=cwd, start_new_session=True, **files)
+        os.close(own_end)
+
+    def until(self, *texts: str) -> bytes:
+        """What it shows from now on until all these were shown, whatever colours are between the letters."""
+        begin, last = len(self.shown), time.monotonic() + DEADLINE
+        while not all(text.encode() in plain(self.shown[begin:]) for text in texts):
+            assert time.monotonic() < last, f"it showed no {texts}, but {self.shown[-5000:]!r}"
+            assert self._read() or self.process.poll() is None, f"it ended without {texts}: {self.shown[-5000:]!r}"
+        return self.shown[begin:]
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+    def now(self) -> list[Any]:
+        """The settings of the terminal."""
+        return termios.tcgetattr(self._terminal)
+
+    def end(self) -> tuple[int, bytes]:
+        """Wait until it has ended: its exit code, and what it wrote to a standard output that is no terminal."""
+        output = self.process.stdout.read() if self.process.stdout is not None else b""
+        last = time.monotonic() + DEADLINE
+        while self.process.poll() is None:
+            assert time.monotonic() < last, f"it does not end: {self.shown[-5000:]!r}"
+            self._read()
+        while self._read():
+            pass
+        return self.process.returncode, output
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(DEADLINE)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        os.close(self._terminal)
+
+    def _read(self) -> bytes:
+        chunk = b""
+        if select.select([self._terminal], [], [], 0.01)[0]:
+            with suppress(OSError):  # nobody has the other end any more
+                chunk = os.read(self._terminal, 65_536)
+        self.shown += chunk
+        return chunk
+
+
+def plain(shown: bytes) -> bytes:
+    """Without what makes colours and moves the cursor."""
+    return re.sub(rb"\x1b\[[?\d;]*[A-Za-z]", b"", shown)
+
+
+@contextmanager
+def on_terminal(
+    data: Path, *arguments: str, streams: Sequence[str] = STREAMS, **variables: str
+) -> Generator[OnTerminal, None, None]:
+    """``aiodigest`` on a terminal, gone when the test is over."""
+    command = [sys.executable, "-m", "aiodigest", *arguments]
+    running = OnTerminal(command, {**environment(data), "TERM": "xterm-256color", **variables}, streams, data)
+    try:
+        yield running
+    finally:
+        running.close()

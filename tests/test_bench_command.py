@@ -1,0 +1,180 @@
+"""``aiodigest bench``, and ``engine.erase``, by which it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import running_cluster, until
+from commandline import DEADLINE, Command, environment, in_process, running
+from engines import WatchedBackend, engine_on, virtual_time
+from servers import Server, running_server
+from stores import Place
+
+from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
+
+LATER = Policy(initial_delay=1_500)
+
+
+@pytest.fixture
+def own() -> Iterator[Server]:
+    """A server of the test's own."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, output and errors."""
+    return in_process(monkeypatch, capfd)
+
+
+def all_may(url: str) -> str:
+    """The same URL of a user who may do all."""
+    return f"{url.partition('://')[0]}://{url.rpartition('@')[2]}"
+
+
+def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_left(own: Server, tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    arguments = "bench", "--url", all_may(own.url), "--seconds", "1", "--json"
+    variables = environment(tmp_path) | {"TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aiodigest", *arguments], env=variables, stdout=subprocess.PIPE, stderr=end
+    )
+    os.close(end)
+    try:
+        shown = b""
+        while b"measuring" not in shown:
+            shown += os.read(terminal, 4096)
+        output, _ = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert process.returncode == 0
+    [figures] = [json.loads(line) for line in output.splitlines()]
+    assert figures.pop("server").startswith(("Valkey ", "Redis "))
+    assert all(figure > 0 for figure in figures.values())
+    assert figures["latency"] <= figures["latency_p99"]
+    assert figures["adds_by_tasks"] > 1 / figures["add"]  # coalesced
+    with own.client() as client:
+        assert client.keys() == []
+
+
+def test_on_a_cluster_figures_are_a_table_beside_the_round_trip_and_no_node_has_a_key_left(command: Command) -> None:
+    with running_cluster(replicas=0) as cluster:
+        code, output, errors = command("bench", "--url", all_may(cluster.url), "--seconds", "1")
+        assert code == 0
+        assert errors.startswith("aiodigest: for about 1 s this writes up to 50,000 records (15 MB) at a time in the ")
+        assert errors.count("\n") == 1
+        header, *rows = output.splitlines()
+        assert header.split()[-3:] == ["round", "trips", "each"]
+        assert [row.split("  ")[0] for row in rows] == [
+            "bare round trip",
+            "add, one after the other",
+            "adds by 200 tasks",
+            "adds by add_many",
+            "digests of ten records",
+            "add to callback, median",
+            "add to callback, 99 of 100",
+        ]
+        assert rows[0].split()[-1] == "1"
+        assert [node.ask("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_when_it_is_interrupted_no_key_is_left(own: Server, tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, "bench", "--url", all_may(own.url)) as process, own.client() as client:
+        until(lambda: client.dbsize() > 10, "something is written")
+        assert process.interrupt(number) == 130
+        assert process.output == b""
+        assert process.errors.count(b"\n") == 1
+        assert client.keys() == []
+
+
+def test_a_user_who_could_not_remove_what_was_written_is_refused_before_anything_is(
+    own: Server, command: Command
+) -> None:
+    code, output, errors = command("bench", "--url", own.url, "--seconds", "1")
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert "scan" in errors
+    with own.client() as client:
+        assert client.keys() == []
+
+
+def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path, command: Command) -> None:
+    code, output, errors = command("bench", "--url", f"unix://{tmp_path}/nobody", "--timeout", "1s")
+    assert (code, output, errors.count("\n")) == (69, "", 1)
+
+
+def test_a_server_that_goes_away_meanwhile_is_told_with_what_may_be_left(own: Server, tmp_path: Path) -> None:
+    arguments = "bench", "--url", all_may(own.url), "--timeout", "300ms", "--seconds", "1"
+    with running(tmp_path, *arguments) as process, own.client() as client:
+        until(lambda: client.keys("*:leased"), "a worker delivers, who by itself would wait for the server")
+        own.stop()
+        assert process.end() == 69
+        assert b"; what the namespace bench-" in process.errors.splitlines()[-1]
+        assert b"Traceback" not in process.errors
+
+
+@pytest.mark.parametrize("seconds", ["0", "601", "long"])
+def test_a_time_that_is_not_allowed_is_a_usage_error(command: Command, seconds: str) -> None:
+    code, output, errors = command("bench", "--seconds", seconds)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+
+
+# erase
+
+
+def keys_of(place: Place, *tags: str) -> set[bytes]:
+    found = set[bytes]()
+    for tag in tags:
+        with place.client_of(tag) as client:
+            found |= set(client.scan_iter(match=f"{{{tag}}}:*", count=1000))
+    return found
+
+
+async def test_a_namespace_is_erased_with_all_its_shards_and_its_neighbours_stay(place: Place, namespace: str) -> None:
+    url, neighbours = all_may(place.url), [f"{namespace}.", f"{namespace}-", namespace[:-1] + "_"]
+    for neighbour in neighbours:
+        async with DigestEngine(url, namespace=neighbour, policy=LATER) as engine:
+            await engine.add("k", 1)
+    before = keys_of(place, *neighbours)
+    async with DigestEngine(url, namespace=namespace, shards=4, policy=LATER) as engine:
+        await engine.add_many(Entry(f"k{number}", number) for number in range(2_500))
+        with place.client_of(namespace) as client:
+            client.set(f"{{{namespace}}}another-program", "s")
+        assert await engine.erase() >= 5_000
+        with place.client_of(namespace) as client:
+            assert client.delete(f"{{{namespace}}}another-program") == 1
+        assert await engine.erase() == 0
+        assert keys_of(place, *neighbours) == before
+        assert (await engine.stats()).waiting == 0
+        await engine.add("k", 1)  # it begins anew
+        assert (await engine.stats()).waiting == 1
+        await engine.erase()
+
+
+async def test_a_user_who_may_not_scan_erases_nothing(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace, policy=LATER) as engine:
+        await engine.add("k", 1)
+        with pytest.raises(ConfigurationError, match="scan"):
+            await engine.erase()
+        assert (await engine.stats()).waiting == 1
+
+
+@virtual_time
+async def test_a_store_in_memory_is_erased_too() -> None:
+    engine: DigestEngine[Any] = engine_on(WatchedBackend(), policy=LATER)
+    async with engine:
+        await engine.add("k", 1)
+        assert await engine.erase() == 1
+        assert await engine.peek("k") is None

@@ -1,0 +1,640 @@
+"""``engine.examine`` and ``aiodigest doctor``: what is found of servers in good and in bad order, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import running_cluster
+from commandline import DEADLINE, Command, environment, in_process
+from replicas import freeze, replicated, thaw
+from servers import PASSWORD, Server, rules, running_server
+from stores import Place
+
+from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
+from aiodigest.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
+from aiodigest.policy import Limits
+from aiodigest.redisbackend import RedisBackend
+
+LATER = Policy(initial_delay=1_500)
+OPTIONS = "--namespace", "mail"
+
+
+@pytest.fixture
+def own() -> Iterator[Server]:
+    """A server of the test's own."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, output and errors."""
+    return in_process(monkeypatch, capfd)
+
+
+def all_may(server: Server) -> str:
+    """The URL of a server's user who may do all."""
+    return f"unix://{server.socket}"
+
+
+async def examined(url: str, namespace: str = "mail", **options: Any) -> list[Finding]:
+    async with DigestEngine(url, namespace=namespace, **options) as engine:
+        return await engine.examine()
+
+
+def of(findings: list[Finding], name: str) -> Finding:
+    """The one finding of that name."""
+    [found] = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def problems(findings: list[Finding]) -> set[str]:
+    return {finding.name for finding in findings if finding.level == "problem"}
+
+
+# What a server tells
+
+
+def judged(name: str, **facts: Any) -> Finding:
+    return of(list(judge(Facts(**facts))), name)
+
+
+@pytest.mark.parametrize(
+    ("info", "level", "told"),
+    [
+        ({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.0.1"}, "ok", "Valkey 9.0.1"),
+        ({"redis_version": "8.2.0"}, "ok", "Redis 8.2.0"),
+        ({"redis_version": "6.2.6"}, "note", "Redis 6.2.6 works; 7.2 or newer is recommended"),
+        ({"redis_version": "6.0.16"}, "problem", "Redis 6.0.16; 6.2 is the oldest that works"),
+    ],
+)
+def test_a_version_is_recommended_works_or_is_too_old(info: dict[str, str], level: str, told: str) -> None:
+    found = judged("version", info=info)
+    assert (found.level, found.told) == (level, told)
+    assert bool(found.mend) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "level", "told"),
+    [
+        ("noeviction", "0", "ok", "drops nothing"),
+        ("noeviction", "1048576", "ok", "drops nothing"),
+        ("volatile-ttl", "1048576", "problem", "once 1 MiB are full, it drops keys"),
+        ("allkeys-lru", "0", "note", "as soon as a maxmemory is set"),
+    ],
+)
+def test_any_policy_but_noeviction_is_a_problem_as_soon_as_there_is_a_maxmemory(
+    policy: str, most: str, level: str, told: str
+) -> None:
+    found = judged("eviction", info={"maxmemory_policy": policy, "maxmemory": most, "evicted_keys": "0"})
+    assert found.level == level
+    assert told in found.told
+    assert "CONFIG SET maxmemory-policy noeviction" in found.mend or level == "ok"
+
+
+def test_keys_that_were_dropped_are_counted() -> None:
+    info = {"maxmemory_policy": "allkeys-lru", "maxmemory": "100", "evicted_keys": "1200"}
+    assert "it has dropped 1,200 keys since it started" in judged("eviction", info=info).told
+
+
+@pytest.mark.parametrize(
+    ("used", "most", "level"),
+    [
+        ("900", "0", "ok"),
+        ("799", "1000", "ok"),
+        ("800", "1000", "note"),
+        ("949", "1000", "note"),
+        ("950", "1000", "problem"),
+    ],
+)
+def test_memory_that_is_nearly_full_is_told_with_its_share(used: str, most: str, level: str) -> None:
+    found = judged("memory", info={"used_memory": used, "maxmemory": most})
+    assert found.level == level
+    assert ("adds are refused" in found.told) == bool(found.mend) == (level != "ok")
+
+
+def test_what_replicas_have_yet_to_read_does_not_count_as_full() -> None:
+    info = {"used_memory": "990", "maxmemory": "1000", "mem_not_counted_for_evict": "500"}
+    assert judged("memory", info=info).told.startswith("490 bytes of the 1000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("log", "settings", "level", "told"),
+    [
+        ("0", {"save": ""}, "problem", "no append-only file and no snapshot"),
+        ("0", {"save": "3600 1"}, "note", "only snapshots (save 3600 1): what came since the last one (7 changes now)"),
+        ("0", {}, "note", "whether it saves was not told"),
+        ("1", {"save": "", "appendfsync": "always"}, "ok", "on the disk before the answer"),
+        ("1", {"save": "", "appendfsync": "everysec"}, "note", "a power cut may lose a second"),
+        ("1", {"save": "", "appendfsync": "no"}, "note", "half a minute or more"),
+        ("1", {}, "ok", "how often it is synced was not told"),
+    ],
+)
+def test_persistence_is_told_with_what_a_power_cut_may_lose(
+    log: str, settings: dict[str, str], level: str, told: str
+) -> None:
+    info = {"aof_enabled": log, "rdb_changes_since_last_save": "7"}
+    found = judged("persistence", info=info, settings=settings)
+    assert found.level == level
+    assert told in found.told
+    assert bool(found.mend) == (level != "ok")
+
+
+@pytest.mark.parametrize("status", ["aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status"])
+def test_a_write_to_the_disk_that_failed_is_a_problem(status: str) -> None:
+    assert judged("disk", info={status: "err"}).level == "problem"
+    assert not [finding for finding in judge(Facts(info={status: "ok"})) if finding.name == "disk"]
+
+
+ONLINE = {"role": "master", "slave0": "ip=::1,port=1,state=online,offset=1,lag=0"}
+SYNCING = {"slave1": "ip=::1,port=2,state=wait_bgsave,offset=0,lag=0"}
+
+
+@pytest.mark.parametrize(
+    ("info", "least", "wanted", "level", "told"),
+    [
+        ({"role": "master"}, "0", 0, "note", "there is no replica"),
+        ({"role": "master"}, "0", 1, "problem", "wait_replicas=1: every add fails"),
+        (ONLINE | SYNCING, "0", 2, "problem", "1 replica is connected, and wait_replicas=2"),
+        (ONLINE, "0", 1, "note", "min-replicas-to-write is 0"),
+        (ONLINE, "1", 1, "ok", "1 replica is connected"),
+        (ONLINE | {"min_slaves_good_slaves": "1"}, "2", 0, "problem", "1 of the 2 that min-replicas-to-write wants"),
+    ],
+)
+def test_replicas_are_as_many_as_are_wanted_or_a_problem(
+    info: dict[str, str], least: str, wanted: int, level: str, told: str
+) -> None:
+    found = judged("replicas", info=info, settings={"min-replicas-to-write": least}, wait_replicas=wanted)
+    assert found.level == level
+    assert told in found.told
+
+
+def test_a_replica_is_no_server_to_write_to() -> None:
+    assert judged("role", info={"role": "slave"}).level == "problem"
+
+
+@pytest.mark.parametrize(
+    ("offset", "level", "told"),
+    [
+        (0.9, "ok", "900 ms ahead of this machine's"),
+        (-1.1, "note", "1 s behind this machine's: "),
+        (61.0, "problem", "61 s ahead of"),
+    ],
+)
+def test_a_clock_may_be_a_second_off_and_a_minute_is_a_problem(offset: float, level: str, told: str) -> None:
+    found = judged("clock", offset=offset)
+    assert (found.level, found.figure) == (level, offset)
+    assert told in found.told
+    assert ("NTP" in found.mend) == (level != "ok")
+
+
+@pytest.mark.parametrize(("trips", "level"), [([0.001, 0.002, 0.5], "ok"), ([0.001, 0.011, 0.5], "note")])
+def test_the_median_round_trip_is_told_and_noted_over_ten_milliseconds(trips: list[float], level: str) -> None:
+    found = judged("round trip", trips=trips)
+    assert (found.level, found.figure) == (level, sorted(trips)[1])
+    assert "(median of 3)" in found.told
+
+
+def test_slow_scripts_are_told_by_their_share_and_the_longest() -> None:
+    slow = [SlowCall("add", 0.012, 7_000), SlowCall("claim", 0.045, 300)]
+    found = judged("slow scripts", logged=128, slow=slow)
+    assert (found.level, found.figure) == ("note", 0.045)
+    assert found.told.startswith("2 of the 128 calls")
+    assert found.told.endswith("the longest, claim, took 45.00 ms; the latest came 5 minutes ago")
+    assert judged("slow scripts", logged=128).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("state", "served", "level"), [("ok", "16384", "ok"), ("fail", "16384", "problem"), ("ok", "10923", "problem")]
+)
+def test_a_cluster_is_in_order_with_all_its_slots_served(state: str, served: str, level: str) -> None:
+    found = judged("cluster", cluster={"cluster_state": state, "cluster_slots_ok": served})
+    assert found.level == level
+    assert f"{int(served):,} of 16,384" in found.told
+
+
+def test_of_what_a_server_does_not_tell_nothing_is_said() -> None:
+    assert list(judge(Facts())) == []
+
+
+def test_sizes_and_durations_are_told_in_units_of_people() -> None:
+    assert [in_bytes(size) for size in (7, 2048, 5 << 20, 3 << 30)] == ["7 bytes", "2 KiB", "5 MiB", "3 GiB"]
+    told = [in_time(seconds) for seconds in (0.00123, 0.5, 90, 600, 7_200, 400_000)]
+    assert told == ["1.23 ms", "500 ms", "90 s", "10 minutes", "2 hours", "5 days"]
+
+
+# Real servers
+
+
+def test_a_server_that_evicts_and_saves_nothing_is_told_of_both_with_what_to_do(command: Command) -> None:
+    with running_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as server:
+        code, output, errors = command("doctor", *OPTIONS, "--url", all_may(server))
+        assert (code, errors) == (1, "")
+        lines = output.splitlines()
+        for found, mend in [
+            ("problem  eviction: maxmemory-policy is allkeys-lru", "CONFIG SET maxmemory-policy noeviction"),
+            ("problem  persistence: there is no append-only file and no snapshot", "CONFIG SET appendonly yes"),
+        ]:
+            [at] = [number for number, line in enumerate(lines) if line.startswith(found)]
+            assert lines[at + 1].startswith(f"           {mend}")
+        assert lines[-1].startswith("2 problems, ")
+        with server.client() as client:  # what was said to do is enough
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("appendonly", "yes")
+        code, output, _ = command("doctor", *OPTIONS, "--url", all_may(server))
+        assert (code, output.splitlines()[-1].split(",")[0]) == (0, "0 problems")
+
+
+def test_an_embedded_server_is_in_order(folder: Path, command: Command) -> None:
+    code, output, errors = command("doctor", *OPTIONS, "--url", f"embedded://{folder}")
+    assert (code, errors) == (0, "")
+    assert "ok       persistence: append-only file, appendfsync always" in output
+    assert "note     namespace: namespace 'mail' was never used here" in output
+
+
+def test_in_json_each_finding_is_an_object_a_line(own: Server, command: Command) -> None:
+    code, output, errors = command("doctor", *OPTIONS, "--url", all_may(own), "--json")
+    assert (code, errors) == (1, "")
+    findings = [Finding(**json.loads(line)) for line in output.splitlines()]
+    assert problems(findings) == {"persistence"}
+    assert of(findings, "round trip").figure
+
+
+def test_on_a_terminal_the_marks_have_colours_and_long_lines_go_on_below_their_beginnings(
+    own: Server, tmp_path: Path
+) -> None:
+    terminal, end = pty.openpty()
+    variables = environment(tmp_path) | {"TERM": "xterm", "COLUMNS": "60"}
+    arguments = "doctor", *OPTIONS, "--url", all_may(own)
+    process = subprocess.Popen([sys.executable, "-m", "aiodigest", *arguments], env=variables, stdout=end, stdin=end)
+    os.close(end)
+    shown = b""
+    try:
+        while part := read(terminal):
+            shown += part
+        assert process.wait(DEADLINE) == 1
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    lines = shown.decode().split("\r\n")
+    [at] = [number for number, line in enumerate(lines) if "persistence" in line]
+    assert lines[at].startswith("\x1b[1;31mproblem\x1b[0m")
+    assert lines[at + 1].startswith(" " * 9)
+    assert lines[at + 1].strip()
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+async def test_looking_changes_nothing_and_makes_no_namespace(own: Server) -> None:
+    with own.client() as client:
+        await examined(all_may(own), "nobody")
+        assert client.keys() == []
+        async with DigestEngine(own.url, namespace="mail", policy=LATER) as engine:
+            await engine.add("k", 1)
+        before = {key: client.dump(key) for key in client.scan_iter()}
+        settings = client.config_get()
+        await examined(all_may(own))
+        assert {key: client.dump(key) for key in client.scan_iter()} == before
+        assert client.config_get() == settings
+
+
+async def test_each_place_is_examined(place: Place, namespace: str) -> None:
+    numbers = {
+        "redis": "there is no replica: while this server is away, so is the namespace",
+        "sentinel": "2 replicas are",
+    }
+    told = numbers.get(place.name, "1 replica is") + ("" if place.name == "redis" else " connected")
+    async with DigestEngine(place.url, namespace=namespace, policy=LATER) as engine:
+        await engine.add("k", 1)
+        findings = await engine.examine()
+        assert of(findings, "version").level != "problem"
+        assert of(findings, "replicas").told.endswith(told)
+        assert of(findings, "namespace").told == "timelines: 1 waiting, 0 ready, 0 leased; 0 digests delivered so far"
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["gone", "frozen"])
+def test_a_server_that_does_not_answer_is_one_line_and_exit_code_69(
+    own: Server, command: Command, frozen: bool
+) -> None:
+    freeze(own) if frozen else own.stop()
+    began = time.monotonic()
+    code, output, errors = command("doctor", *OPTIONS, "--url", own.url, "--timeout", "300ms")
+    if frozen:
+        thaw(own)
+    assert (code, output, errors.count("\n")) == (69, "", 1)
+    assert "is unavailable" in errors or "no connection within" in errors
+    assert time.monotonic() - began < 3
+
+
+def test_a_server_that_freezes_meanwhile_is_unavailable(own: Server) -> None:
+    async def examine() -> None:
+        async with DigestEngine(own.url, namespace="mail", timeout=0.3) as engine:
+            await engine.stats()
+            freeze(own)
+            try:
+                await engine.examine()
+            finally:
+                thaw(own)
+
+    with pytest.raises(Exception, match="is unavailable") as caught:
+        asyncio.run(examine())
+    assert type(caught.value).__name__ == "BackendUnavailable"
+
+
+# Users
+
+
+@pytest.mark.parametrize(
+    ("role", "may"), [("producer", "add"), ("worker", "deliver"), ("operator", "look, move by hand")]
+)
+async def test_a_user_of_one_role_hears_what_it_may_and_which_commands_the_others_take(
+    own: Server, role: str, may: str
+) -> None:
+    with own.client() as client:
+        own.allow(client, "limited", "~{mail}:*", *(word for word in rules()[role] if word.startswith("+")))
+    async with DigestEngine(own.url, namespace="mail") as engine:
+        await engine.add("k", 1)
+    findings = await examined(f"unix://limited:{PASSWORD}@{own.socket}")
+    found = of(findings, "permissions")
+    assert found.level == "note"
+    assert found.told.startswith(f"user 'limited' may {may}, and lacks, to ")
+    assert "ACL SETUSER limited +" in found.mend
+    notes = {finding.name: finding.mend for finding in findings if finding.level == "note"}
+    assert notes["server"] == "ACL SETUSER limited +info"
+    assert notes["settings"] == "ACL SETUSER limited +config|get"
+    assert notes["slow scripts"] == "ACL SETUSER limited +slowlog|get"
+    if role != "operator":
+        assert notes["namespace"].startswith("ACL SETUSER limited +")
+        assert "zcount" in notes["namespace"]
+
+
+async def test_a_user_who_gets_what_the_notes_name_is_told_all_at_the_next_look(own: Server) -> None:
+    with own.client() as client:
+        own.allow(client, "limited", "~{mail}:*", *(word for word in rules()["worker"] if word.startswith("+")))
+        async with DigestEngine(f"unix://limited:{PASSWORD}@{own.socket}", namespace="mail") as engine:
+            findings = await engine.examine()
+            for mend in [finding.mend for finding in findings if finding.mend.startswith("ACL ")]:
+                client.execute_command(*mend.split())
+            findings = await engine.examine()
+    assert not [finding for finding in findings if finding.mend.startswith("ACL ")]
+    assert of(findings, "permissions").told == "user 'limited' may add, deliver, look, move by hand"
+
+
+async def test_a_user_who_can_do_no_part_of_the_work_is_a_problem(own: Server) -> None:
+    with own.client() as client:
+        own.allow(client, "limited", "~{mail}:*", "+eval", "+evalsha", "+hmget", "+time")
+    found = of(await examined(f"unix://limited:{PASSWORD}@{own.socket}"), "permissions")
+    assert found.level == "problem"
+
+
+async def test_a_worker_s_user_who_may_not_hear_the_doorbell_is_told(own: Server) -> None:
+    with own.client() as client:
+        words = [word for word in rules()["worker"] if word.startswith("+") and word != "+xread"]
+        own.allow(client, "limited", "~{mail}:*", *words)
+    findings = await examined(f"unix://limited:{PASSWORD}@{own.socket}")
+    assert "ACL SETUSER limited +xread" in {finding.mend for finding in findings}
+
+
+async def test_what_a_server_does_not_have_is_told_and_not_guessed() -> None:
+    with running_server("--rename-command", "CONFIG", "") as server:
+        findings = await examined(all_may(server))
+    found = of(findings, "settings")
+    assert (found.level, found.mend) == ("note", "")
+    assert "not looked at, since " in found.told
+    assert "unknown command" in found.told
+    assert of(findings, "persistence").told.endswith("whether it saves was not told")
+
+
+# What a namespace holds
+
+
+async def test_records_that_nobody_delivers_are_a_problem_until_a_worker_is_there(
+    server: Server, namespace: str
+) -> None:
+    async def receive(digest: Digest[Any]) -> None:
+        delivered.set()
+
+    delivered = asyncio.Event()
+    async with DigestEngine(server.url, namespace=namespace, policy=LATER) as engine:
+        await engine.add("k", 1)
+        found = of(await engine.examine(), "workers")
+        assert (found.level, found.told) == (
+            "problem",
+            "nobody delivers (there never was a worker), and 1 timeline held",
+        )
+        assert "aiodigest run" in found.mend
+        async with DigestEngine(server.url, namespace=namespace, policy=LATER).delivering(receive):
+            await engine.flush("k")
+            await delivered.wait()
+            assert of(await engine.examine(), "workers").level == "ok"
+
+
+async def test_a_worker_that_was_heard_of_too_long_ago_is_none(server: Server, namespace: str) -> None:
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    await backend.claim(0, 1, 60_000, Limits(10, 0, 0, 1_000))
+    await backend.aclose()
+    assert of(await examined(server.url, namespace), "workers").level == "ok"
+    with server.client() as client:
+        client.hincrby(f"{{{namespace}}}:layout", "seen", -31_000)
+    found = of(await examined(server.url, namespace), "workers")
+    assert found.level == "note"  # since there is nothing to deliver
+    assert found.told.startswith("nobody delivers (the last sign of a worker is 31 s old)")
+
+
+async def test_a_shard_that_nobody_serves_is_told_among_those_that_are(server: Server, namespace: str) -> None:
+    async def receive(digest: Digest[Any]) -> None:
+        delivered.append(digest.key)
+        if len(delivered) == 12:
+            done.set()
+
+    delivered, done = list[str](), asyncio.Event()
+    worker = DigestEngine(server.url, namespace=namespace, shards=4)
+    async with DigestEngine(server.url, namespace=namespace, shards=4, policy=LATER) as engine:
+        await engine.add_many(Entry(f"k{number}", 1) for number in range(16))
+        async with worker.delivering(receive, shards=range(3)):
+            findings = await until_served(engine, 3)
+        assert of(findings, "shards").told == "4 shards on one server"
+        found = of(findings, "workers")
+        assert found.level == "problem"
+        assert found.told.startswith("nobody delivers of 1 of 4 shards (there never was a worker), and ")
+
+
+async def until_served(engine: DigestEngine[Any], shards: int) -> list[Finding]:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            findings = await engine.examine()
+            if f" {4 - shards} of 4 shards" in of(findings, "workers").told:
+                return findings
+
+
+async def test_a_timeline_that_is_overdue_is_a_problem_with_its_age(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace) as engine:
+        await engine.add("k", 1)
+        assert of(await engine.examine(), "overdue").level == "ok"
+        with server.client() as client:
+            client.zincrby(f"{{{namespace}}}:ready", -600_000, "k")
+        found = of(await engine.examine(), "overdue")
+    assert found.level == "problem"
+    assert found.told.startswith("a timeline has been due for 10 minutes")
+
+
+async def test_a_lease_that_ended_long_ago_is_a_problem(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace) as engine:
+        await engine.add("k", 1)
+        backend = RedisBackend(server.url, namespace=namespace)
+        await backend.connect()
+        await backend.claim(0, 1, 60_000, Limits(10, 0, 0, 1_000_000))
+        await backend.aclose()
+        assert "leases" not in {finding.name for finding in await engine.examine()}
+        with server.client() as client:
+            client.zincrby(f"{{{namespace}}}:leased", -181_000, "k")
+            found = of(await engine.examine(), "leases")
+            assert (found.level, found.told) == ("problem", "1 lease ended long ago, and nobody took over")
+            client.hset(f"{{{namespace}}}:layout", "hold", int(time.time() * 1000) + 60_000)
+        # after an outage nothing is taken over for a while
+        assert "leases" not in {finding.name for finding in await engine.examine()}
+
+
+async def test_dead_letters_are_told_with_their_number_and_age(server: Server, namespace: str) -> None:
+    async def refuse(digest: Digest[Any]) -> None:
+        raise Reject("no such address")
+
+    buried = asyncio.Event()
+    worker = DigestEngine(server.url, namespace=namespace)
+    worker.observe(lambda delivery: buried.set())
+    async with worker.delivering(refuse):
+        await worker.add("k", 1)
+        await buried.wait()
+        found = of(await worker.examine(), "dead letters")
+        assert (found.level, found.figure) == ("note", 1)
+        assert found.told.startswith("1 dead letter, the oldest ")
+        assert found.mend.startswith(f"aiodigest dead list --namespace {namespace} ")
+        with server.client() as client:
+            now = int(time.time() * 1000)
+            client.zadd(f"{{{namespace}}}:dead", {f"letter{number}": now - 3 * 86_400_000 for number in range(999)})
+        found = of(await worker.examine(), "dead letters")
+        assert (found.level, found.told) == ("problem", "1,000 dead letters, the oldest 3 days old")
+
+
+async def test_a_change_of_shards_under_way_is_told_with_what_is_left(server: Server, namespace: str) -> None:
+    async with (
+        DigestEngine(server.url, namespace=namespace, policy=LATER) as engine,
+        DigestEngine(server.url, namespace=namespace) as other,
+    ):
+        await engine.add("k", 1)
+        async for _ in engine.reshard(4):
+            break
+        findings = [finding for finding in await other.examine() if finding.name == "shards"]
+    assert [finding.level for finding in findings] == ["note", "ok"]
+    assert findings[0].told == (
+        "it goes over from 1 to 4 shards; in the old ones are 1 waiting, 0 ready, 0 leased, 0 dead"
+    )
+    assert findings[0].mend == f"unless it runs: aiodigest reshard --namespace {namespace} --to 4"
+
+
+async def test_a_layout_that_does_not_fit_is_a_problem_and_stays_as_it_is(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace) as engine:
+        await engine.add("k", 1)
+        with server.client() as client:
+            client.hset(f"{{{namespace}}}:layout", "version", "1:7:3")
+            [found] = [one for one in await engine.examine() if one.name == "shards" and one.level == "problem"]
+            assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:7:3"
+    assert found.told == "a shard has the layout 1:7:3, and the namespace has 1:1:1"
+
+
+async def test_a_shard_that_another_program_broke_is_a_problem(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace, policy=LATER) as engine:
+        await engine.add("k", 1)
+        with server.client() as client:
+            client.set(f"{{{namespace}}}:ready", "not a sorted set")
+        findings = await engine.examine()
+    assert {"shards"} == {one.name for one in findings if "a shard is broken" in one.told and one.level == "problem"}
+
+
+async def test_slow_scripts_of_the_namespace_are_told_and_those_of_others_are_not(own: Server) -> None:
+    async with DigestEngine(all_may(own), namespace="mail", policy=LATER) as engine:
+        with own.client() as client:
+            await engine.add("k", 1)
+            client.config_set("slowlog-log-slower-than", 0)
+            await engine.add("k", 2)
+            client.eval("return 1", 1, "{mailing}:k")
+            client.config_set("slowlog-log-slower-than", -1)
+            logged = client.slowlog_len()
+        found = of(await engine.examine(), "slow scripts")
+    assert found.level == "note"
+    assert found.told.startswith(f"1 of the {logged} calls in its log of slow ones")
+    assert "the longest, add, took" in found.told
+
+
+async def test_too_few_replicas_are_a_problem(namespace: str) -> None:
+    async with replicated(1) as (primary, replica):
+        url = f"redis://127.0.0.1:{primary.options[1]}/0"
+        assert of(await examined(url, wait_replicas=1), "replicas").level == "note"
+        assert of(await examined(url, wait_replicas=2), "replicas").level == "problem"
+        at = f"redis://127.0.0.1:{replica.options[1]}/0"
+        assert of(await examined(at), "role").level == "problem"
+
+
+# A cluster
+
+
+@pytest.fixture
+async def lame() -> AsyncIterator[tuple[str, str]]:
+    """A cluster without replicas, and the place of its first primary, which was killed: it had a shard of ``post``."""
+    with running_cluster("--cluster-require-full-coverage", "no", replicas=0) as cluster:
+        url = f"redis+cluster://{','.join(f'127.0.0.1:{node.port}' for node in cluster.nodes)}"
+        async with DigestEngine(url, namespace="post", shards=16, policy=LATER) as engine:
+            await engine.add_many(Entry(f"k{number}", 1) for number in range(64))
+        victim = cluster.holders()[0]
+        assert victim is not cluster.primary_of("{post}:layout")
+        victim.kill()
+        yield url, f"127.0.0.1:{victim.port}"
+
+
+async def test_a_primary_that_is_gone_is_a_problem_and_the_others_are_looked_at(lame: tuple[str, str]) -> None:
+    url, place = lame
+    findings = await examined(url, "post", timeout=1)
+    found = of(findings, "server")
+    assert found.level == "problem"
+    assert found.told.startswith(f"{place}: what it holds is out of reach")
+    assert {"server", "shards"} <= problems(findings)
+    [reach] = [finding for finding in findings if finding.name == "shards" and finding.level == "problem"]
+    assert " shards out of reach" in reach.told
+    version = of(findings, "version")
+    assert version.level != "problem"
+    assert len(version.told.split(": ")[0].split(", ")) == 2
+
+
+async def test_on_a_cluster_every_primary_is_asked_and_what_is_common_is_told_once(
+    on_cluster: Place, namespace: str
+) -> None:
+    url = f"redis+cluster://{on_cluster.url.rpartition('@')[2]}"
+    async with DigestEngine(url, namespace=namespace) as engine:
+        findings = await engine.examine()
+        assert of(findings, "version").told.startswith("all 3 primaries: ")
+        assert of(findings, "persistence").told.startswith("all 3 primaries: there is no append-only file")
+        assert len([finding for finding in findings if finding.name == "round trip"]) == 3
+        assert of(findings, "cluster").told == "all 3 primaries: cluster_state is ok, 16,384 of 16,384 slots are served"
+        found = of(findings, "shards")
+        assert (found.level, found.told) == ("note", "1 shard on 1 of 3 primaries: the others have nothing to do")
+        assert "--to 16" in found.mend
+    found = of(await examined(url, namespace, shards=16), "shards")
+    assert found.level == "ok"
+    assert found.told.startswith("16 shards on 3 of 3 primaries: ")
