@@ -22,7 +22,6 @@ from aiodigest.backend import (
     Retry,
     Window,
 )
-from aiodigest.checkup import check_up
 from aiodigest.connection import Link
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.models import Finding, State
@@ -274,6 +273,8 @@ class RedisBackend(Relocation, Backend):
         return total
 
     async def examine(self) -> list[Finding]:
+        from aiodigest.checkup.servers import check_up  # which a worker needs not
+
         return await check_up(self, await self._connected())
 
     async def erase(self) -> int:

@@ -21,7 +21,7 @@ from servers import PASSWORD, Server, rules, running_server
 from stores import Place
 
 from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
-from aiodigest.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
+from aiodigest.checkup.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
 from aiodigest.policy import Limits
 from aiodigest.redisbackend import RedisBackend
 

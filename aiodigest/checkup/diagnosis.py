@@ -1,4 +1,4 @@
-"""What is to be said of a server, from what it tells of itself. Nothing is asked here: see ``checkup.py``."""
+"""What is to be said of a server, from what it tells of itself. Nothing is asked here: see ``servers.py``."""
 
 from __future__ import annotations
 

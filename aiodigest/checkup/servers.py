@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import cache
 from typing import cast
 
+from aiodigest.checkup.diagnosis import Facts, SlowCall, judge
+from aiodigest.checkup.interview import Interview
+from aiodigest.checkup.shards import ShardCheck
 from aiodigest.cluster import ClusterLink
 from aiodigest.connection import Link
-from aiodigest.diagnosis import Facts, SlowCall, judge
 from aiodigest.errors import BackendUnavailable
-from aiodigest.interview import Interview
 from aiodigest.links import AnyLink
 from aiodigest.models import Finding
 from aiodigest.namespace import Namespace
 from aiodigest.scripts import COMMANDS, load_script, text
-from aiodigest.shardcheck import ShardCheck
 from aiodigest.transport import place
 
 SETTINGS = ("save", "appendfsync", "min-replicas-to-write")

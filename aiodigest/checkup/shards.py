@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from aiodigest.backend import LETTER_TTL_MS
+from aiodigest.checkup.diagnosis import in_time
+from aiodigest.checkup.interview import Interview
 from aiodigest.cluster import ClusterLink
 from aiodigest.connection import LayoutMismatch
-from aiodigest.diagnosis import in_time
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.interview import Interview
 from aiodigest.models import Finding
 from aiodigest.namespace import RETIRED, Namespace
 from aiodigest.scripts import COMMANDS, number, text
