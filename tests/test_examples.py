@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from pydantic import BaseModel
 from userland import DEADLINE, ROOT, Program, data_folder, running
@@ -141,13 +141,13 @@ async def test_the_command_runs_the_service_too(data: Path) -> None:
 
 
 @asynccontextmanager
-async def web_app(name: str, data: Path) -> AsyncGenerator[tuple[Program, httpx.AsyncClient], None]:
+async def web_app(name: str, data: Path) -> AsyncGenerator[tuple[Program, httpx2.AsyncClient], None]:
     """A web app under uvicorn, and a client of it."""
     options = "--app-dir", "examples", "--lifespan", "on", "--port", "0"
     async with running(sys.executable, "-m", "uvicorn", *options, f"{name}:app", data=data) as program:
         url = re.search(r"http://\S+", await program.until("Uvicorn running on"))
         assert url is not None
-        async with httpx.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
+        async with httpx2.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
             yield program, client
         # uvicorn shuts the app down, and then ends by the signal that it got
         assert await program.terminate() == -signal.SIGTERM

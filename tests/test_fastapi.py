@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from engines import Inbox, WatchedBackend, engine_on, forever, now, settle, virtual_time
 from fastapi import Depends, FastAPI
@@ -46,8 +46,8 @@ def app_of(*engines: DigestEngine[Any], overdue: float = 60) -> FastAPI:
     return app
 
 
-def client_of(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app")
+def client_of(app: FastAPI) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app")
 
 
 async def nothing(digest: Digest[JSON]) -> None:
@@ -86,7 +86,7 @@ async def test_livez_never_calls_the_server() -> None:
 @virtual_time
 async def test_a_fault_that_ends_the_background_task_fails_both() -> None:
     engine = engine_on(WatchedBackend())
-    answers = list[httpx.Response]()
+    answers = list[httpx2.Response]()
 
     async def fault(key: str) -> None:
         raise KeyError(key)
@@ -403,7 +403,7 @@ async def serving(
 
 
 async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> None:
-    async with serving(data, workers=3) as (program, url, told), httpx.AsyncClient(base_url=url) as client:
+    async with serving(data, workers=3) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
         told.hold()
         answer = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
         assert (answer.status_code, answer.json()) == (202, {"due_now": True})
@@ -422,7 +422,7 @@ async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> No
 
 async def test_an_outage_takes_the_app_out_of_service_and_restarts_nothing(data: Path) -> None:
     with running_server() as server:
-        async with serving(data, url=server.url) as (program, url, told), httpx.AsyncClient(base_url=url) as client:
+        async with serving(data, url=server.url) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
 
             async def ready(status: int) -> str:
                 async with asyncio.timeout(DEADLINE):

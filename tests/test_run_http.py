@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
-import httpx
+import httpx2
 import pytest
 from commandline import DEADLINE, Command, Running, aiodigest, environment, in_process, no_process_is_left, running
 from engines import WatchedBackend, engine_on
@@ -107,12 +107,12 @@ def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(fold
         assert process.read_line() == b"began quick\n"
         assert process.read_line() == b"ended quick\n"
         for path in ("/livez", "/healthz"):
-            answer = httpx.get(url + path)
+            answer = httpx2.get(url + path)
             assert answer.status_code == 200
             assert answer.json()["engines"]["mail"]["ok"] is True
         deadline = time.monotonic() + DEADLINE
         while True:  # the delivery is counted once the server knows of it
-            answer = httpx.get(url + "/metrics")
+            answer = httpx2.get(url + "/metrics")
             figures = samples(answer.text)
             if figures['aiodigest_deliveries_total{namespace="mail"}'] or time.monotonic() > deadline:
                 break
@@ -123,13 +123,13 @@ def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(fold
         assert figures['aiodigest_timelines{namespace="mail",state="ready"}'] == 0
         assert figures["sent_total"] == 1
         assert "quick" not in answer.text
-        newer = httpx.get(url + "/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+        newer = httpx2.get(url + "/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
         assert newer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
         assert newer.text.endswith("# EOF\n")
-        assert httpx.get(url + "/").status_code == 404
+        assert httpx2.get(url + "/").status_code == 404
         assert process.interrupt(signal.SIGTERM) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/livez")
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(url + "/livez")
     assert process.errors.count(b"\n") == 2  # no log of requests, nor of uvicorn's own beginning and end
     assert no_process_is_left(folder / "data")
 
@@ -139,7 +139,7 @@ def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder
         asyncio.run(add(folder, "slow"))
         assert process.read_line() == b"began slow\n"
         process.process.send_signal(signal.SIGTERM)
-        with httpx.Client(base_url=url) as client:
+        with httpx2.Client(base_url=url) as client:
             for _ in range(50):
                 assert client.get("/livez").status_code == 200
                 assert client.get("/healthz").status_code == 200
@@ -156,7 +156,7 @@ def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Pat
         asyncio.run(add(folder, "slow"))
         assert process.read_line() == b"began slow\n"
         process.process.send_signal(signal.SIGINT)
-        assert httpx.get(url + "/livez").status_code == 200
+        assert httpx2.get(url + "/livez").status_code == 200
         began = time.monotonic()
         assert process.interrupt(signal.SIGINT) == 0
         assert time.monotonic() - began < 15  # a drain is 20 s
@@ -165,7 +165,7 @@ def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Pat
 
 def test_what_an_app_tells_of_its_engine_by_an_exporter_of_its_own_is_told_once(folder: Path) -> None:
     with service(folder, "services:mail", "services:measured") as (process, url):
-        figures = samples(httpx.get(url + "/metrics").text)
+        figures = samples(httpx2.get(url + "/metrics").text)
         for namespace in ("mail", "measured"):
             assert figures[f'aiodigest_adds_total{{namespace="{namespace}"}}'] == 0
         assert process.interrupt(signal.SIGTERM) == 0
@@ -176,8 +176,8 @@ def test_probes_are_answered_until_all_that_was_opened_is_closed(folder: Path) -
     with service(folder, "services:measured") as (process, url):
         process.process.send_signal(signal.SIGTERM)
         assert process.read_line() == b"closing\n"
-        assert httpx.get(url + "/livez").status_code == 200
-        answer = httpx.get(url + "/healthz")
+        assert httpx2.get(url + "/livez").status_code == 200
+        answer = httpx2.get(url + "/healthz")
         assert (answer.status_code, answer.json()["ok"]) == (503, False)
         (folder / "hold").unlink()
         assert process.end() == 0
@@ -285,7 +285,7 @@ async def test_a_collection_that_waits_for_the_server_keeps_nobody_waiting() -> 
     store = Slow()
     engine = engine_on(store)
     with listening(address(LOCAL)) as sockets:
-        async with serving(sockets, [engine]), engine, httpx.AsyncClient(base_url=named(sockets)) as client:
+        async with serving(sockets, [engine]), engine, httpx2.AsyncClient(base_url=named(sockets)) as client:
             collected = asyncio.create_task(client.get("/metrics"))
             await store.asked.wait()
             assert (await client.get("/livez")).status_code == 200
@@ -300,6 +300,6 @@ async def test_signals_are_left_to_the_engines() -> None:
 
     before, engine = handlers(), engine_on(WatchedBackend())
     with listening(address(LOCAL)) as sockets:
-        async with serving(sockets, [engine]), httpx.AsyncClient(base_url=named(sockets)) as client:
+        async with serving(sockets, [engine]), httpx2.AsyncClient(base_url=named(sockets)) as client:
             assert (await client.get("/livez")).status_code == 200
             assert handlers() == before

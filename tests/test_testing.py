@@ -1,0 +1,820 @@
+"""``TestEngine``: the user's own engine in the user's own tests, which must do there what it does in production."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import redis
+from engines import Inbox, delivering, now, policy, virtual_time
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from servers import Server, free_port, server_binary
+from starlette.testclient import TestClient
+from userland import ROOT, data_folder, environment
+
+from aiodigest import (
+    JSON,
+    BackendUnavailable,
+    BackoffMode,
+    ConfigurationError,
+    Delivery,
+    Digest,
+    DigestEngine,
+    Entry,
+    InvalidArgument,
+    JSONCodec,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+)
+from aiodigest.integrations.opentelemetry import instrument
+from aiodigest.testing import TestEngine
+
+START = datetime(2030, 1, 1, tzinfo=UTC)
+RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
+MINUTE = timedelta(minutes=1)
+
+
+def engine(**options: Any) -> DigestEngine[JSON]:
+    """An engine at whose URL nobody listens."""
+    return DigestEngine[JSON](f"redis://127.0.0.1:{free_port()}/0", namespace="test", **options)
+
+
+def values(digests: Sequence[Digest[JSON]]) -> list[list[JSON]]:
+    return [[record.value for record in digest.records] for digest in digests]
+
+
+class Callback:
+    """Notes when each digest came, and then does what it was told, one reply a digest; after the last it returns."""
+
+    def __init__(self, t: TestEngine[JSON], *replies: Exception | Callable[[], Any] | None) -> None:
+        self.came: list[tuple[float, list[JSON]]] = []
+        self._t = t
+        self._replies = iter(replies)
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        self.came.append(((self._t.now - START).total_seconds(), [record.value for record in digest.records]))
+        reply = next(self._replies, None)
+        if isinstance(reply, Exception):
+            raise reply
+        if reply is not None:
+            await reply()
+
+
+@asynccontextmanager
+async def rehearsing(
+    *replies: Exception | Callable[[], Any] | None, **options: Any
+) -> AsyncGenerator[tuple[DigestEngine[JSON], TestEngine[JSON], Callback]]:
+    """An engine under test, and its callback."""
+    mail = engine(**options)
+    async with TestEngine(mail, start=START) as t:
+        callback = Callback(t, *replies)
+        mail.deliver(callback)
+        yield mail, t, callback
+
+
+# Time
+
+
+async def test_each_digest_is_delivered_at_its_own_due_time() -> None:
+    async with rehearsing(policy=Policy(minimum_delay=300, increment_delay=30)) as (mail, t, callback):
+        assert await mail.add("a", 1)
+        await t.advance()
+        assert [await mail.add("a", number) for number in (2, 3)] == [False, False]
+        await t.advance(seconds=100)
+        await mail.add("b", 4)
+        await t.advance(minutes=30)
+        assert callback.came == [(0, [1]), (100, [4]), (360, [2, 3])]
+        assert t.now == START + timedelta(seconds=1900)
+
+
+async def test_nothing_is_delivered_until_the_test_says_so() -> None:
+    async with rehearsing() as (mail, t, callback):
+        await mail.add("a", 1)
+        await asyncio.sleep(0.01)
+        assert callback.came == []
+        assert (await mail.stats()).ready == 1
+        await t.advance()
+        assert callback.came == [(0, [1])]
+
+
+async def test_a_retry_comes_at_its_own_time_on_the_way() -> None:
+    async with rehearsing(OSError(), OSError(), retry=RETRY) as (mail, t, callback):
+        await mail.add("a", 1)
+        await t.advance(minutes=1)
+        assert [when for when, _ in callback.came] == [0, 10, 20]
+        assert [(told.attempt, told.result) for told in t.attempts] == [(1, "failed"), (2, "failed"), (3, "delivered")]
+
+
+async def test_the_clock_starts_at_the_real_time_if_no_other_is_given() -> None:
+    before = datetime.now(UTC)
+    with TestEngine(engine()) as t:
+        assert before - MINUTE < t.now < before + MINUTE
+        assert t.now.tzinfo is UTC
+
+
+async def test_a_record_without_a_timestamp_has_that_of_the_clock() -> None:
+    async with rehearsing() as (mail, t, _):
+        await t.advance(hours=1)
+        await mail.add("a", 1)
+        await t.advance()
+        assert t.delivered[0].records[0].timestamp == START + timedelta(hours=1)
+
+
+async def test_a_span_is_a_timedelta_or_what_makes_one() -> None:
+    async with rehearsing() as (_, t, _):
+        await t.advance(timedelta(hours=1))
+        await t.advance(days=1, hours=2, minutes=3, seconds=4.5)
+        assert t.now == START + timedelta(days=1, hours=3, minutes=3, seconds=4.5)
+
+
+@pytest.mark.parametrize(
+    ("span", "options"),
+    [
+        ([], {"minutes": -1}),
+        ([300], {}),
+        ([], {"minutes": "5"}),
+        ([], {"days": 10**12}),
+        ([], {"seconds": float("nan")}),
+        ([], {"days": 9 * 365}),  # from near the end of all calendars
+    ],
+)
+async def test_a_span_that_is_none_is_refused(span: list[Any], options: dict[str, Any]) -> None:
+    async with TestEngine(engine(), start=datetime(9998, 1, 1, tzinfo=UTC)) as t:
+        with pytest.raises(InvalidArgument):
+            await t.advance(*span, **options)
+        assert t.now.year == 9998
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"start": datetime(2030, 1, 1)}, {"start": 1.5}, {"start": datetime(1969, 1, 1, tzinfo=UTC)}, {"clock": START}],
+)
+def test_an_argument_that_cannot_be_used_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        TestEngine(engine(), **options)
+
+
+def test_an_engine_is_needed() -> None:
+    with pytest.raises(InvalidArgument, match="engine must be a DigestEngine"):
+        TestEngine[JSON]("redis://localhost")  # pyright: ignore[reportArgumentType]
+
+
+# Taking over, and giving back
+
+
+async def test_an_engine_goes_back_to_its_own_server_with_nothing_of_the_test(server: Server, namespace: str) -> None:
+    mail = DigestEngine[JSON](server.url, namespace=namespace)
+    told: list[Delivery] = []
+    async with TestEngine(mail) as t:
+        mail.deliver(Callback(t))
+        mail.observe(told.append)
+        await mail.add("a", 1)
+        await t.advance()
+        assert (len(told), mail.activity.adds) == (1, 1)
+    inbox = Inbox()
+    async with mail.delivering(inbox):
+        assert [timeline async for timeline in mail.timelines()] == []
+        assert mail.activity.adds == 0
+        await mail.add("a", 2)
+        await inbox.digest()
+    assert (inbox.values, len(told)) == ([[2]], 1)
+    with pytest.raises(ConfigurationError, match="no callback"):
+        async with mail.delivering():
+            pass
+
+
+async def test_an_embedded_server_is_not_started(folder: Path) -> None:
+    mail = DigestEngine[JSON](f"embedded://{folder / 'data'}", namespace="test")
+    async with TestEngine(mail) as t:
+        await mail.add("a", 1)
+        await t.advance()
+    assert values(t.delivered) == [[1]]
+    assert not (folder / "data").exists()
+
+
+async def test_entering_the_engine_inside_changes_nothing() -> None:
+    async with rehearsing() as (mail, t, callback):
+        async with mail, mail.delivering(), mail.lifespan(None):
+            await mail.add("a", 1)
+            async with mail:
+                pass
+            await t.advance()
+        await mail.add("b", 2)
+        await t.advance()
+        assert callback.came == [(0, [1]), (0, [2])]
+
+
+async def test_run_waits_for_its_end_inside_too() -> None:
+    async with rehearsing() as (mail, t, callback):
+        running = asyncio.create_task(mail.run())
+        await mail.add("a", 1)
+        await t.advance()
+        assert callback.came == [(0, [1])]
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await mail.add("b", 2)
+
+
+async def test_delivering_to_another_callback_does_that() -> None:
+    async with rehearsing() as (mail, t, callback):
+        other = Callback(t)
+        async with mail.delivering(other):
+            await mail.add("a", 1)
+            await t.advance()
+        await mail.add("b", 2)
+        await t.advance()
+        assert (other.came, callback.came) == ([(0, [1])], [(0, [2])])
+
+
+async def test_an_engine_without_a_callback_delivers_to_nobody() -> None:
+    mail = engine()
+    async with TestEngine(mail) as t:
+        await mail.add("a", 1)
+        await t.advance()
+    assert values(t.delivered) == [[1]]
+
+
+async def test_an_engine_that_is_entered_is_refused(server: Server, namespace: str) -> None:
+    mail = DigestEngine[JSON](server.url, namespace=namespace)
+    async with mail:
+        with pytest.raises(ConfigurationError, match="entered already"):
+            async with TestEngine(mail):
+                pass
+        assert await mail.add("a", 1)
+
+
+@pytest.mark.parametrize("on_server", [False, True])
+async def test_a_test_engine_inside_one_of_the_same_engine_is_refused(on_server: bool) -> None:
+    async with rehearsing() as (mail, t, callback):
+        with pytest.raises(ConfigurationError, match="in a TestEngine already"):
+            async with TestEngine(mail, server=on_server):
+                pass
+        await mail.add("a", 1)
+        await t.advance()
+        assert callback.came == [(0, [1])]
+
+
+async def test_outside_of_it_there_is_no_time() -> None:
+    t = TestEngine(engine())
+    with pytest.raises(ConfigurationError, match="once it is entered"):
+        _ = t.now
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="inside"):
+            await t.advance()
+        async with t:
+            await t.advance(minutes=5)
+
+
+# Outcomes
+
+
+async def test_a_failure_that_was_asked_for_is_raised_in_place_of_the_callback() -> None:
+    async with rehearsing(retry=RETRY) as (mail, t, callback):
+        await mail.add("a", 1)
+        t.fail_next(ConnectionError("the mail server is away"), times=2)
+        await t.advance(minutes=1)
+        assert callback.came == [(20, [1])]
+        assert values(t.delivered) == [[1]]
+
+
+async def test_a_rejected_digest_is_a_dead_letter() -> None:
+    async with rehearsing() as (mail, t, callback):
+        await mail.add("a", 1)
+        t.fail_next(Reject("no such mailbox"))
+        await t.advance(days=1)
+        assert (callback.came, t.delivered) == ([], [])
+        assert [letter.reason async for letter in mail.dead_letters()] == ["no such mailbox"]
+
+
+async def test_a_digest_that_fails_too_often_is_a_dead_letter() -> None:
+    async with rehearsing(retry=RETRY) as (mail, t, _):
+        await mail.add("a", 1)
+        t.fail_next(OSError("away"), times=3)
+        await t.advance(hours=1)
+        assert [told.result for told in t.attempts] == ["failed", "failed", "buried"]
+        assert [letter.reason async for letter in mail.dead_letters()] == ["OSError: away"]
+
+
+async def test_a_deferred_digest_comes_later_without_an_attempt_charged() -> None:
+    async with rehearsing() as (mail, t, callback):
+        await mail.add("a", 1)
+        t.fail_next(RetryAfter(60))
+        await t.advance(minutes=2)
+        assert callback.came == [(60, [1])]
+        assert [told.attempt for told in t.attempts] == [1, 1]
+
+
+async def test_while_a_callback_has_asked_for_a_pause_nothing_is_delivered() -> None:
+    async with rehearsing(RetryAfter(60, pause=True)) as (mail, t, callback):
+        await mail.add("a", 1)
+        await t.advance(seconds=10)
+        await mail.add("b", 2)
+        await t.advance(seconds=49)
+        assert callback.came == [(0, [1])]
+        await t.advance(seconds=1)
+        assert callback.came == [(0, [1]), (60, [2]), (60, [1])]
+
+
+async def test_a_pause_holds_back_what_is_due_at_the_same_time() -> None:
+    async with rehearsing(RetryAfter(60, pause=True), concurrency=1) as (mail, t, callback):
+        await mail.add("a", 1)
+        await mail.add("b", 2)
+        await t.advance(seconds=60)
+        assert callback.came == [(0, [1]), (60, [2]), (60, [1])]
+
+
+async def test_of_a_partial_failure_what_was_delivered_counts_as_delivered() -> None:
+    async with rehearsing(PartialFailure({"x": "bounced"}), retry=RETRY) as (mail, t, callback):
+        await mail.add_many([Entry("a", 1, "x"), Entry("a", 2, "y")])
+        await t.advance(minutes=1)
+        assert callback.came == [(0, [1, 2]), (10, [1])]
+        assert values(t.delivered) == [[2], [1]]
+        assert [(told.result, told.records) for told in t.attempts] == [("partial", 1), ("delivered", 1)]
+
+
+async def test_of_a_partial_failure_at_the_last_attempt_what_was_delivered_counts_too() -> None:
+    async with rehearsing(PartialFailure(["x"]), retry=RetryPolicy(max_attempts=1)) as (mail, t, _):
+        await mail.add_many([Entry("a", 1, "x"), Entry("a", 2, "y")])
+        await t.advance()
+        assert values(t.delivered) == [[2]]
+        assert [len(letter.records) async for letter in mail.dead_letters()] == [1]
+
+
+async def test_a_digest_comes_in_parts_of_max_size() -> None:
+    async with rehearsing(policy=policy(max_size=2)) as (mail, t, callback):
+        await mail.add_many(Entry("a", number) for number in range(5))
+        await t.advance()
+        assert callback.came == [(0, [0, 1]), (0, [2, 3]), (0, [4])]
+
+
+async def test_a_large_digest_is_whole() -> None:
+    for on_server in (False, True):
+        mail = engine(policy=Policy(capacity=3000))
+        async with TestEngine(mail, server=on_server) as t:
+            await mail.add_many(Entry("a", number) for number in range(2500))
+            await t.advance()
+        assert values(t.delivered) == [list(range(2500))]
+
+
+class Unreadable(JSONCodec[JSON]):
+    def decode(self, data: bytes) -> JSON:
+        value = super().decode(data)
+        if value == "bad":
+            raise ValueError("an old version")
+        return value
+
+
+async def test_what_cannot_be_decoded_is_a_dead_letter_and_the_rest_is_delivered() -> None:
+    async with rehearsing(codec=Unreadable()) as (mail, t, callback):
+        await mail.add_many([Entry("a", "bad"), Entry("a", "good")])
+        await t.advance()
+        assert callback.came == [(0, ["good"])]
+        assert [letter.reason async for letter in mail.dead_letters()] == ["ValueError: an old version"]
+
+
+async def test_a_callback_that_takes_too_long_comes_again_with_the_same_id() -> None:
+    async with rehearsing(asyncio.Event().wait, delivery_timeout=0.01, retry=RETRY) as (mail, t, callback):
+        await mail.add("a", 1)
+        await t.advance(minutes=1)
+        assert callback.came == [(0, [1]), (10, [1])]
+        assert [told.result for told in t.attempts] == ["timeout", "delivered"]
+        assert len({told.digest_id for told in t.attempts}) == 1
+
+
+async def test_a_timeline_that_its_callback_deletes_is_gone() -> None:
+    async with rehearsing(lambda: mail.delete("a")) as (mail, t, _):
+        await mail.add("a", 1)
+        await t.advance(hours=1)
+        assert [told.result for told in t.attempts] == ["deleted"]
+
+
+async def test_a_cut_short_advance_gives_back_what_was_under_way() -> None:
+    begun = asyncio.Event()
+
+    async def hang() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with rehearsing(hang) as (mail, t, callback):
+        await mail.add("a", 1)
+        advancing = asyncio.create_task(t.advance())
+        await begun.wait()
+        assert mail.activity.delivering == 1
+        advancing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await advancing
+        await t.advance()
+        assert callback.came == [(0, [1]), (0, [1])]
+        assert [told.attempt for told in t.attempts] == [1]
+
+
+async def test_observers_are_told_of_every_attempt_and_may_raise() -> None:
+    async with rehearsing(OSError(), retry=RETRY) as (mail, t, _):
+        told: list[Delivery] = []
+
+        @mail.observe
+        def broken(delivery: Delivery) -> None:
+            told.append(delivery)
+            raise RuntimeError("an observer of no use")
+
+        await mail.add("a", 1)
+        await t.advance(minutes=1)
+        assert told == t.attempts == [
+            Delivery("a", told[0].digest_id, 1, "failed", 0, 0.0, 0.0),
+            Delivery("a", told[1].digest_id, 2, "delivered", 1, 0.0, 0.0),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "times"), [("boo", 1), (OSError, 1), (OSError(), 0)])
+async def test_only_exceptions_can_be_asked_for(error: Any, times: int) -> None:
+    with pytest.raises(InvalidArgument):
+        TestEngine(engine()).fail_next(error, times)
+
+
+# What callbacks may do
+
+
+async def test_no_more_than_the_engines_concurrency_is_delivered_at_once() -> None:
+    running, most = 0, 0
+
+    async def slowly() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+
+    async with rehearsing(*[slowly] * 8, concurrency=3) as (mail, t, callback):
+        await mail.add_many(Entry(f"{number}", number) for number in range(8))
+        await t.advance()
+        assert (len(callback.came), most) == (8, 3)
+
+
+async def test_what_a_callback_adds_is_delivered_too() -> None:
+    async with rehearsing(lambda: mail.add("b", 2), policy=policy(initial_delay=5)) as (mail, t, callback):
+        await mail.add("a", 1)
+        await t.advance(seconds=10)
+        assert callback.came == [(5, [1]), (10, [2])]
+
+
+async def test_a_chain_without_an_end_is_an_error() -> None:
+    async def forever() -> None:
+        await mail.add("a", 2)
+
+    async with rehearsing(*[forever] * 2000, policy=policy()) as (mail, t, _):
+        await mail.add("a", 1)
+        with pytest.raises(ConfigurationError, match="at one instant bring about more and more, the latest of 'a'"):
+            await t.advance(minutes=5)
+        assert t.now == START
+
+
+async def test_a_callback_cannot_advance_the_clock() -> None:
+    async with rehearsing(lambda: t.advance(minutes=5)) as (mail, t, _):
+        await mail.add("a", 1)
+        await t.advance()
+        assert [told.result for told in t.attempts] == ["failed"]
+        timeline = await mail.peek("a")
+        assert timeline is not None
+        assert str(timeline.last_error).startswith("ConfigurationError: advance is under way")
+
+
+# Several engines
+
+
+async def test_engines_on_one_clock_are_delivered_in_the_order_of_their_due_times() -> None:
+    mail, slack = engine(policy=policy(initial_delay=20)), engine(policy=policy(initial_delay=10))
+    async with TestEngine(mail, start=START) as t, TestEngine(slack, clock=t) as other:
+        mailed, posted = Callback(t), Callback(other, lambda: mail.add("a", "posted"))
+        mail.deliver(mailed)
+        slack.deliver(posted)
+        await slack.add("a", 1)
+        await mail.add("b", 2)
+        await other.advance(minutes=1)
+        assert t.now == other.now == START + MINUTE
+        assert (posted.came, mailed.came) == ([(10, [1])], [(20, [2]), (30, ["posted"])])
+        assert (values(t.delivered), values(other.delivered)) == ([[2], ["posted"]], [[1]])
+
+
+async def test_a_clock_that_does_not_go_cannot_be_shared() -> None:
+    with pytest.raises(ConfigurationError, match="clock must be a TestEngine that is entered"):
+        async with TestEngine(engine(), clock=TestEngine(engine())):
+            pass
+    with pytest.raises(InvalidArgument, match="start must be that of the clock"):
+        TestEngine(engine(), clock=TestEngine(engine()), start=START)
+
+
+# Web apps, threads, and tests without an event loop
+
+
+def app_on(mail: DigestEngine[JSON]) -> FastAPI:
+    app = FastAPI(lifespan=mail.lifespan)
+
+    @app.post("/{key}")
+    async def add(key: str) -> bool:
+        return await mail.add(key, "hello")
+
+    return app
+
+
+async def test_an_app_is_called_in_the_loop_of_the_test() -> None:
+    async with rehearsing() as (mail, t, callback):
+        app = app_on(mail)
+        client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app")
+        async with app.router.lifespan_context(app), client:
+            assert (await client.post("/bob")).json() is True
+        await t.advance()
+        assert callback.came == [(0, ["hello"])]
+
+
+def test_an_app_is_called_in_a_loop_of_its_own_by_a_test_without_one() -> None:
+    mail = engine()
+    threads: list[int] = []
+
+    @mail.deliver
+    async def send(digest: Digest[JSON]) -> None:
+        threads.append(threading.get_ident())
+
+    with TestEngine(mail) as t, TestClient(app_on(mail)) as client:
+        assert client.post("/bob").json() is True
+        assert client.portal is not None
+        client.portal.call(t.advance)  # the callback runs where the app does
+        assert client.post("/bob").json() is False
+        asyncio.run(t.advance(minutes=10))  # or anywhere else
+    assert values(t.delivered) == [["hello"], ["hello"]]
+    assert len(set(threads)) == 2
+
+
+async def test_on_a_server_an_app_in_a_loop_of_its_own_is_told_what_to_use() -> None:
+    mail = engine()
+    async with TestEngine(mail, server=True) as t:
+        mail.deliver(Callback(t))
+        with (
+            pytest.raises(ConfigurationError, match=r"TestClient starts another one: use httpx2\.AsyncClient"),
+            TestClient(app_on(mail)),
+        ):
+            pass
+        with pytest.raises(ConfigurationError, match="TestClient starts another one"):
+            TestClient(app_on(mail)).post("/bob")
+
+
+@pytest.mark.parametrize("on_server", [False, True])
+async def test_adds_of_threads_go_to_the_test(on_server: bool) -> None:
+    mail = engine(policy=policy())
+    async with TestEngine(mail, server=on_server) as t:
+        assert await asyncio.to_thread(mail.sync.add, "a", 1)
+        assert await asyncio.to_thread(mail.sync.add_many, [Entry("b", 2)]) == [True]
+        with pytest.raises(ConfigurationError, match="would block the event loop"):
+            mail.sync.add("a", 3)
+        await t.advance()
+    assert values(t.delivered) == [[1], [2]]
+
+
+def test_adds_of_a_program_without_an_event_loop_go_to_the_test() -> None:
+    mail = engine()
+    with TestEngine(mail) as t:
+        assert mail.sync.add("a", 1)
+        asyncio.run(t.advance())
+    assert values(t.delivered) == [[1]]
+
+
+def test_metrics_are_collected_in_a_test_too(caplog: pytest.LogCaptureFixture) -> None:
+    reader, mail = InMemoryMetricReader(), engine()
+    instrument(mail, meter_provider=MeterProvider([reader]))
+    with TestEngine(mail) as t:
+        mail.sync.add("a", 1)
+        asyncio.run(t.advance())
+        collected = reader.get_metrics_data()
+    assert collected is not None
+    metrics = collected.resource_metrics[0].scope_metrics[0].metrics
+    assert {"aiodigest.deliveries", "aiodigest.adds"} <= {metric.name for metric in metrics}
+    assert caplog.records == []
+
+
+# On a server
+
+
+@pytest.fixture(autouse=True)
+def binary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedded server is of the kind that all tests run on."""
+    monkeypatch.setenv("AIODIGEST_SERVER", server_binary())
+
+
+async def test_a_server_is_entered_in_an_event_loop_alone() -> None:
+    mail = engine()
+    with pytest.raises(ConfigurationError, match="async with"), TestEngine(mail, server=True):
+        pass
+    async with TestEngine(mail):
+        pass
+
+
+async def test_nothing_is_left_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mail = engine()
+    async with TestEngine(mail, server=True):
+        await mail.add("a", 1)
+        [folder] = tmp_path.iterdir()
+        assert (folder / "data" / "server.log").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_adds_at_once_on_a_server_stay_in_order() -> None:
+    mail = engine(policy=policy())
+    async with TestEngine(mail, server=True) as t:
+        await asyncio.gather(*(mail.add("a", number, timestamp=0) for number in range(50)))
+        await t.advance()
+    assert values(t.delivered) == [list(range(50))]
+
+
+async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
+    mail = engine(timeout=0.1)
+    async with TestEngine(mail, server=True) as t:
+        await mail.add("a", 1)
+        backend: Any = await mail._backend()
+        to_server: Any = redis.Redis  # whose types are of no help here
+        with to_server.from_url(backend.url) as client:
+
+            @mail.deliver
+            async def away(digest: Digest[JSON]) -> None:
+                client.client_pause(60_000, all=False)
+
+            for _ in range(2):  # after the callback, and before it
+                with pytest.raises(BackendUnavailable):
+                    await t.advance()
+
+
+# The same as in production
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Adds, each some time after the one before (ms), and what the n-th delivery of a timeline comes to."""
+
+    policy: Policy
+    adds: Sequence[tuple[int, str]]
+    replies: dict[tuple[str, int], str]
+
+
+class Recipient:
+    """A callback that fails as planned, and keeps what it was given and when."""
+
+    def __init__(self, replies: dict[tuple[str, int], str], clock: Callable[[], int]) -> None:
+        self.got: list[tuple[int, str, list[JSON], int, int, int]] = []
+        self._replies = replies
+        self._clock = clock
+        self._count = Counter[str]()
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        key = digest.key.rpartition("/")[2]
+        what = [record.value for record in digest.records]
+        self.got.append((self._clock(), key, what, digest.attempt, digest.iteration, digest.dropped))
+        self._count[key] += 1
+        match self._replies.get((key, self._count[key])):
+            case "fail":
+                raise OSError
+            case "later":
+                raise RetryAfter(4)
+            case "reject":
+                raise Reject
+            case "partly":
+                raise PartialFailure([digest.records[0].id])
+            case _:
+                pass
+
+
+KEYS = ["a", "b", "c"]
+OUTCOMES = ["fail", "later", "reject", "partly"]
+LONG = timedelta(minutes=30)  # after which nothing is left to deliver
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, grain: int = 1) -> Scenario:
+    """``grain`` is in what all times are given, in ms."""
+    times = st.integers(0, 60_000 // grain).map(lambda number: number * grain)
+    initial, minimum, increment, beyond = (draw(times) for _ in range(4))
+    limits = draw(st.sampled_from([{}, {"max_size": 2}, {"capacity": 2}, {"max_size": 1, "capacity": 4}]))
+    delays = {"initial_delay": initial, "minimum_delay": minimum, "increment_delay": increment}
+    delays["maximum_delay"] = max(initial, minimum) + beyond
+    adds = draw(st.lists(st.tuples(times, st.sampled_from(KEYS)), min_size=1, max_size=9))
+    numbered = st.tuples(st.sampled_from(KEYS), st.integers(1, 4))
+    replies = draw(st.dictionaries(numbered, st.sampled_from(OUTCOMES), max_size=4))
+    in_seconds: dict[str, Any] = {name: delay / 1000 for name, delay in delays.items()}
+    return Scenario(Policy(**in_seconds, **limits), adds, replies)
+
+
+async def play(scenario: Scenario, mail: DigestEngine[JSON], t: TestEngine[JSON], prefix: str = "") -> Recipient:
+    """What comes of a scenario in a test that may have played others before."""
+    begun = t.now
+    recipient = Recipient(scenario.replies, lambda: (t.now - begun) // timedelta(milliseconds=1))
+    async with mail.delivering(recipient):
+        for number, (delay, key) in enumerate(scenario.adds):
+            await t.advance(timedelta(milliseconds=delay))
+            await mail.add(prefix + key, number, record_id=f"{number}")
+        await t.advance(LONG)
+    assert (await mail.stats()).waiting == 0
+    return recipient
+
+
+def test_a_server_delivers_the_same_at_the_same_times_as_memory() -> None:
+    current: list[Scenario] = []
+
+    def of_now(key: str) -> Policy:
+        return current[-1].policy
+
+    with asyncio.Runner() as runner:
+        real = engine(policy=of_now, retry=RETRY)
+        of_real = TestEngine(real, server=True, start=START)
+        runner.run(of_real.__aenter__())
+
+        @settings(max_examples=25, deadline=None)
+        @given(scenario=scenarios())
+        def compare(scenario: Scenario) -> None:
+            current.append(scenario)
+            mail = engine(policy=of_now, retry=RETRY)
+            with TestEngine(mail, start=START) as t:
+                expected = runner.run(play(scenario, mail, t))
+            found = runner.run(play(scenario, real, of_real, f"{len(current)}/"))
+            assert found.got == expected.got
+
+        try:
+            compare()
+        finally:
+            runner.run(of_real.__aexit__(None, None, None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenario=scenarios(grain=1000))
+def test_a_worker_delivers_the_same_at_the_same_times(scenario: Scenario) -> None:
+    # no add at the very time at which something is due: who comes first then is nobody's promise
+    adds = [(delay + 1, key) for delay, key in scenario.adds]
+    scenario = replace(scenario, adds=adds)
+    options: dict[str, Any] = {"policy": scenario.policy, "retry": RETRY}
+    mail = engine(**options)
+    with TestEngine(mail) as t:
+        expected = asyncio.run(play(scenario, mail, t))
+
+    @virtual_time
+    async def work() -> None:
+        recipient = Recipient(scenario.replies, lambda: round(now() * 1000))
+        inbox, rest = Inbox(*[recipient] * 1000), BackoffMode(maximum=0)  # which there is none of in a test
+        async with delivering(inbox, backoff_mode=rest, lease_timeout=600, **options) as (worker, _):
+            for number, (delay, key) in enumerate(scenario.adds):
+                await asyncio.sleep(delay / 1000)
+                await worker.add(key, number, record_id=f"{number}")
+            await asyncio.sleep(LONG.total_seconds())
+        assert recipient.got == expected.got
+
+    work()
+
+
+# The page about it
+
+SCOPE = ["-o", "asyncio_default_fixture_loop_scope=function"]  # pytest-asyncio warns of what is to come without it
+
+
+def test_the_tests_on_the_page_pass() -> None:
+    page = ROOT / "docs" / "howto" / "test-your-callbacks.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 1
+    with data_folder() as folder:
+        for number, block in enumerate(blocks):
+            (folder / f"test_block_{number}.py").write_text(block)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "pytest_asyncio.plugin",
+                *SCOPE,
+                folder,
+            ],
+            cwd=folder,
+            env=environment(folder) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
