@@ -5,6 +5,9 @@ one in which it may be entered at the same time. Nothing is buffered, so the pro
 
 A forked child gets a portal of its own. That of its parent is kept there, but never used again: what is in it shares
 sockets and a selector with the parent, and to close them would write to the parent's.
+
+Why not anyio's ``start_blocking_portal``: a child that ends collects its generator, which then waits for ever for a
+thread that only the parent has; Ctrl-C while it starts waits for a thread that nobody stops.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ Given = TypeVar("Given", contravariant=True)
 Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 
-GRACE = 0.5  # seconds that calls under way have at the end of the process, and then the closing of connections
+GRACE = 1.0  # seconds for calls under way and for closing connections, at the end of the process
 
 
 class Adding(Protocol[Given]):
@@ -208,18 +211,16 @@ class Portal:
         if self._loop is None or self._thread is None or not self._thread.is_alive():
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * GRACE)
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(GRACE)
         except TimeoutError:
-            return  # the thread ends with the process
+            return  # the thread ends with the process, and what waits for it
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _stop(self) -> None:
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=GRACE)
-        for session in self._sessions:
-            session.main.cancel()  # of what is under way even now, nobody will hear
+            await asyncio.wait(self._tasks)  # which are not refused: nobody might catch that
         await asyncio.gather(*(session.stop() for session in self._sessions), return_exceptions=True)
 
 

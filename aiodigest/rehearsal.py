@@ -36,8 +36,13 @@ class Rehearsal:
 
     @property
     def main(self) -> asyncio.Future[None]:
-        """There is no background task that might end."""
-        return (self.loop or asyncio.get_running_loop()).create_future()
+        """There is no background task that might end; nor a loop, for who asks from where none runs."""
+        try:
+            return (self.loop or asyncio.get_running_loop()).create_future()
+        except RuntimeError:
+            none = asyncio.new_event_loop()
+            none.close()
+            return none.create_future()
 
     @property
     def activity(self) -> Activity:

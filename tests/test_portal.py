@@ -1,0 +1,372 @@
+"""``engine.sync``: adds from threads without an event loop, from forked processes, and at the end of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import PROGRAMS
+from servers import PASSWORD, USER, Server, free_port, running_server
+from userland import DEADLINE, data_folder, environment
+
+from aiodigest import (
+    BackendUnavailable,
+    Bounds,
+    ConfigurationError,
+    DigestEngine,
+    Entry,
+    InvalidArgument,
+    LimitExceeded,
+    PartialAdd,
+    Policy,
+)
+
+
+@pytest.fixture
+def engine(server: Server, namespace: str) -> DigestEngine[int]:
+    return DigestEngine(server.url, namespace=namespace, value_type=int)
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+def stored(url: str, namespace: str, key: str = "k") -> list[str]:
+    """The ids that a timeline holds, sorted."""
+
+    async def look() -> list[str]:
+        async with DigestEngine(url, namespace=namespace) as engine:
+            timeline = await engine.peek(key)
+            return sorted(record.id for record in timeline.records) if timeline else []
+
+    return asyncio.run(look())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    last = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < last
+        time.sleep(0.01)
+
+
+# The same adds
+
+
+def test_a_sync_add_stores_its_record_and_tells_whether_it_is_due(engine: DigestEngine[int], server: Server) -> None:
+    assert engine.sync.add("k", 1, record_id="a", timestamp=1.5) is True
+    assert engine.sync.add("k", 2, record_id="b") is False
+    assert stored(server.url, engine.namespace) == ["a", "b"]
+
+
+def test_a_sync_add_many_answers_each_entry(engine: DigestEngine[int], server: Server) -> None:
+    assert engine.sync.add_many(Entry(key, 1, record_id=key) for key in ("k", "l", "k")) == [True, True, False]
+    assert engine.sync.add_many([]) == []
+    assert stored(server.url, engine.namespace) == ["k"]
+
+
+def test_sync_adds_raise_what_the_engine_raises(server: Server, namespace: str) -> None:
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int, bounds=Bounds(records=2))
+    with pytest.raises(InvalidArgument, match="key") as refused:
+        engine.sync.add("", 1)
+    assert refused.value.__context__ is None, "its traceback tells of nothing else"
+    with pytest.raises(InvalidArgument, match="entries one after another"):
+        engine.sync.add_many(5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(LimitExceeded, match="at most 2"):
+        engine.sync.add_many([Entry("k", 1)] * 3)
+    with pytest.raises(PartialAdd) as raised:
+        engine.sync.add_many([Entry("k", 1), Entry("", 1)])
+    assert raised.value.results[0] is True
+    assert isinstance(raised.value.results[1], InvalidArgument)
+
+
+def test_entries_are_taken_in_the_thread_that_adds(engine: DigestEngine[int]) -> None:
+    taking: list[threading.Thread] = []
+
+    def entries() -> Iterator[Entry[int]]:
+        taking.append(threading.current_thread())
+        yield Entry("k", 1)
+
+    assert engine.sync.add_many(entries()) == [True]
+    assert taking == [threading.current_thread()]
+
+
+def test_sync_adds_are_counted_with_the_others(engine: DigestEngine[int]) -> None:
+    engine.sync.add("k", 1)
+    engine.sync.add_many([Entry("k", 1), Entry("k", 2)])
+
+    async def add() -> None:
+        async with engine:
+            await engine.add("k", 1)
+
+    asyncio.run(add())
+    assert engine.activity.adds == 4
+
+
+def test_a_sync_add_is_traced_to_what_the_thread_was_doing(engine: DigestEngine[int]) -> None:
+    doing: ContextVar[str] = ContextVar("doing")
+    told: list[str] = []
+
+    class Tracing:
+        def context(self) -> bytes:
+            told.append(doing.get("nothing"))
+            return b""
+
+        def delivering(self, digest: Any, contexts: Any) -> Any: ...
+
+    engine._tracing = Tracing()
+    for request in ("first request", "second request"):
+        doing.set(request)
+        engine.sync.add("k", 1)
+    assert told == ["first request", "second request"]
+
+
+# Threads and loops
+
+
+def test_fifty_threads_add_at_once_over_two_connections() -> None:
+    with running_server() as server, server.client() as client:
+        engine = DigestEngine(server.url, namespace="many", value_type=int)
+        before = client.info("stats")["total_connections_received"]
+        start = threading.Barrier(50)
+
+        def add(thread: int) -> None:
+            start.wait()
+            for number in range(20):
+                engine.sync.add(f"k{thread % 5}", 1, record_id=f"{thread}-{number}")
+
+        with ThreadPoolExecutor(50) as pool:
+            list(pool.map(add, range(50)))
+        assert client.info("stats")["total_connections_received"] - before <= 2
+        calls = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        assert calls < 600, "adds of several threads go out in one call"
+        held = [record for key in range(5) for record in stored(server.url, "many", f"k{key}")]
+        assert sorted(held) == sorted(f"{thread}-{number}" for thread in range(50) for number in range(20))
+
+
+def test_all_engines_share_one_thread(engine: DigestEngine[int], server: Server) -> None:
+    other = DigestEngine(server.url, namespace=f"{engine.namespace}-other", value_type=str)
+    assert engine.sync.add("k", 1)
+    threads = threading.active_count()
+    assert other.sync.add("k", "text")
+    assert threading.active_count() == threads
+
+
+def test_an_engine_may_be_entered_and_used_by_threads_at_the_same_time(engine: DigestEngine[int]) -> None:
+    async def serve() -> None:
+        async with engine:
+            assert await engine.add("k", 1)
+            assert not await asyncio.to_thread(engine.sync.add, "k", 2)
+            assert not await engine.add("k", 3)
+        assert not await asyncio.to_thread(engine.sync.add, "k", 4), "and when it was left, too"
+        with pytest.raises(ConfigurationError, match="not entered"):
+            await engine.add("k", 5)
+
+    asyncio.run(serve())
+    assert not engine.sync.add("k", 6)
+
+
+async def test_a_sync_add_is_refused_where_it_would_block_an_event_loop(engine: DigestEngine[int]) -> None:
+    with pytest.raises(ConfigurationError, match=r"await engine\.add, "):
+        engine.sync.add("k", 1)
+    with pytest.raises(ConfigurationError, match=r"await engine\.add_many, "):
+        engine.sync.add_many([])
+
+
+def test_a_policy_function_must_not_add_in_the_thread_that_serves_all(server: Server, namespace: str) -> None:
+    def policy(key: str) -> Policy:
+        if key == "k":
+            engine.sync.add("other", 1)
+        return Policy()
+
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int, policy=policy)
+    with pytest.raises(ConfigurationError, match="would block"):
+        engine.sync.add("k", 1)
+    assert engine.sync.add("other", 1)
+
+
+def test_whatever_a_policy_function_raises_the_others_go_on(server: Server, namespace: str) -> None:
+    def policy(key: str) -> Policy:
+        if key == "bad":
+            sys.exit(3)
+        return Policy()
+
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int, policy=policy)
+    with pytest.raises(SystemExit):
+        engine.sync.add("bad", 1)
+    assert engine.sync.add("k", 1)
+
+
+def test_an_add_that_is_interrupted_is_withdrawn_and_the_others_go_on(server: Server, namespace: str) -> None:
+    withdrawn = threading.Event()
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    async def policy(key: str) -> Policy:
+        if key == "slow":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                withdrawn.set()
+                raise
+        return Policy()
+
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int, policy=policy, timeout=2 * DEADLINE)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            engine.sync.add("slow", 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert withdrawn.wait(DEADLINE)
+    assert engine.sync.add("k", 1)
+
+
+def test_the_connections_of_an_engine_that_nobody_holds_are_closed() -> None:
+    with running_server() as server, server.client() as client:
+        before = len(client.client_list())
+        for number in range(3):
+            DigestEngine(server.url, namespace=f"short-{number}", value_type=int).sync.add("k", 1)
+        gc.collect()
+        wait_until(lambda: len(client.client_list()) == before)
+
+
+# Outages
+
+
+def test_a_server_that_is_away_is_told_and_used_again_when_it_is_back() -> None:
+    with running_server() as server:
+        server.stop()
+        engine = DigestEngine(server.url, namespace="back", value_type=int, timeout=0.5)
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable) as raised:
+                engine.sync.add("k", 1, record_id="a")
+            assert (raised.value.record_id, raised.value.stored) == ("a", "no")
+            assert engine.activity.unavailable
+        server.start()
+        assert engine.sync.add("k", 1)
+        server.stop()
+        with pytest.raises(PartialAdd):
+            engine.sync.add_many([Entry("k", 1)])
+        server.start()
+        assert engine.sync.add("k", 1)
+        assert not engine.activity.unavailable
+
+
+def test_a_thread_that_cannot_be_started_is_told_as_an_outage(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aiodigest import portal
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fresh = portal.Portal()
+    monkeypatch.setattr(portal, "_portal", fresh)
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(BackendUnavailable, match="can't start new thread"):
+            engine.sync.add("k", 1)
+    assert engine.sync.add("k", 1)
+    fresh.end()
+
+
+def test_an_embedded_server_serves_threads_as_well(folder: Path) -> None:
+    url = f"embedded://{folder}"
+
+    async def add(engine: DigestEngine[int]) -> None:
+        async with engine:
+            await asyncio.to_thread(engine.sync.add, "k", 1, record_id="a")
+            await engine.add("k", 2, record_id="b")
+
+    engine = DigestEngine(url, namespace="embedded", value_type=int)
+    asyncio.run(add(engine))
+    engine.sync.add("k", 3, record_id="c")  # each of the two has its own share of the server
+    assert stored(url, "embedded") == ["a", "b", "c"]
+    del engine
+    gc.collect()  # the share of the folder's server ends, and with the last one the server
+    wait_until(lambda: not (folder / "run" / "server.sock").exists())
+
+
+# The end of a process, and forks
+
+
+def run(program: str, data: Path, *arguments: object) -> list[str]:
+    """What a program prints, which ends well, and has no complaint, even of what Python keeps quiet about."""
+    command = [sys.executable, PROGRAMS / program, *map(str, arguments)]
+    pipe, settings = subprocess.PIPE, environment(data)
+    with subprocess.Popen(
+        command, env=settings, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
+            raise
+    assert (process.returncode, errors) == (0, "")
+    return output.split()
+
+
+@pytest.mark.parametrize(
+    ("way", "printed"),
+    [
+        ("returns", ["True", "False"]),
+        ("ends_in_order", ["0", "left", "the", "process", "is", "ending"]),
+        ("exits_in_a_thread", ["True"]),
+        ("is_interrupted", ["interrupted", "False"]),
+        ("leaves_daemons", []),
+        ("leaves_a_server_that_hangs", []),
+        ("is_outlived", ["False"]),
+        ("adds_at_the_end", ["False"]),
+    ],
+)
+def test_a_process_that_adds_may_end_in_any_way(way: str, printed: list[str], data: Path) -> None:
+    port = free_port()
+    with running_server("--port", str(port)) as server:
+        assert server.process is not None
+        url = f"redis://{USER}:{PASSWORD}@localhost:{port}/0"  # a name, which is looked up in a thread
+        began = time.monotonic()
+        try:
+            assert run("sync_ends.py", data, url, way, way, server.process.pid) == printed
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        assert time.monotonic() - began < 10, "no end waits for a timeout"
+
+
+def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Path) -> None:
+    assert run("sync_ends.py", data, f"embedded://{data / 'data'}", "embedded", "returns", 0) == ["True", "False"]
+    wait_until(lambda: not (data / "data" / "run" / "server.sock").exists())
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_forked_processes_add_by_themselves_and_leave_the_connections_of_their_parent_alone(
+    busy: bool, data: Path
+) -> None:
+    names = ["first", "second", "third", "fourth", "fifth", *([] if busy else ["sixth"])]
+    with running_server() as server, server.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        ended = run("sync_forks.py", data, server.url, "forks", *(["busy"] if busy else []))
+        assert ended == ["0"] * len(names)
+        connections = client.info("stats")["total_connections_received"] - before
+        assert busy or connections == 1 + 5, "the parent has kept its own, and each child that adds has one"
+        expected = {f"parent of {name}" for name in names} | {name for name in names if name != "third"}
+        assert set(stored(server.url, "forks")) == expected
