@@ -19,12 +19,7 @@ from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.dispatch import Callback, Dispatcher, describe
-from aiodigest.errors import (
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    PartialAdd,
-)
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
 from aiodigest.management import Management
 from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
