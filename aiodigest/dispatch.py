@@ -125,7 +125,8 @@ def is_small(entries: Sequence[bytes]) -> bool:
 def describe(error: BaseException) -> str:
     """An error in one line of bounded length, for dead letters and retries."""
     text = _text(error)
-    return _line(text if isinstance(error, (CodecError, DeliverySignal, _TimedOut)) else f"{type(error).__name__}: {text}")
+    says_all = isinstance(error, (CodecError, DeliverySignal, _TimedOut))
+    return _line(text if says_all else f"{type(error).__name__}: {text}")
 
 
 def _text(value: object) -> str:

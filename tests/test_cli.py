@@ -15,7 +15,7 @@ import pytest
 from commandline import Command, aiodigest, environment, in_process, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
-from aiodigest.commands import inspect
+from aiodigest.commands import answers
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"
@@ -130,7 +130,7 @@ def test_the_id_and_time_of_a_dead_letter_are_whole_where_its_reason_is_cut(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncio.run(bury(tmp_path, "no such address, " * 10))
-    monkeypatch.setattr(inspect, "PIPE_WIDTH", 40)
+    monkeypatch.setattr(answers, "PIPE_WIDTH", 40)
     letter = json.loads(command("dead", "list", "--json")[1])
     [head, reason] = command("dead", "list")[1].splitlines()
     assert head.startswith(f"{letter['id']}  {letter['buried_at'][:10]} ")
@@ -217,6 +217,41 @@ def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], com
     assert len(error.splitlines()) == 1
     assert "127.0.0.1:1" in error
     assert "secret" not in error
+
+
+def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    settings = {**environment(tmp_path), "AIODIGEST_NAMESPACE": "mail"}
+    for name in ("timelines", "top"):
+        shell = f"{sys.executable} -m aiodigest {name} >&-"
+        done = subprocess.run(["sh", "-c", shell], env=settings, capture_output=True, timeout=30, check=False)
+        assert done.returncode == 1
+        assert done.stderr.endswith(b"aiodigest: standard output is closed\n")
+        assert b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
+    command = (
+        sys.executable,
+        "-m",
+        "aiodigest",
+        "top",
+        "--namespace",
+        "mail",
+        "--json",
+        "--count",
+        "9",
+        "--interval",
+        "0.1",
+    )
+    with subprocess.Popen(
+        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_the_version_is_printed(tmp_path: Path) -> None:

@@ -416,10 +416,10 @@ async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    assert wires
-    assert not any(wire.is_connected for wire in wires)
     with pytest.raises(BackendUnavailable):
         await calling
+    assert wires
+    assert not any(wire.is_connected for wire in wires)
 
 
 async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path as File
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Temp
 from aiodigest.commands.lines import Splitter
 from aiodigest.commands.lock import data_folder
 from aiodigest.commands.loops import play
-from aiodigest.commands.options import duration
+from aiodigest.commands.options import AsObjects, duration, log_to_stderr, tell
 from aiodigest.commands.words import printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -297,3 +299,66 @@ def test_a_service_runs_on_uvloop_where_it_is_installed_and_on_asyncio_where_it_
     assert play(loop()) == "uvloop"
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert play(loop()) == "asyncio"
+
+
+# The log as JSON
+
+
+def logged(message: str, *arguments: object, error: BaseException | None = None, **fields: object) -> dict[str, Any]:
+    """What a line of the log is as JSON."""
+    reason = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("shop.mail", logging.WARNING, "mail.py", 1, message, arguments, reason)
+    vars(record).update(created=0.25, **fields)
+    line = AsObjects().format(record)
+    assert line.isascii()
+    assert "\n" not in line
+    return json.loads(line)
+
+
+def test_a_line_of_the_log_is_an_object_with_the_fields_that_it_was_given() -> None:
+    assert logged("attempt %d failed", 3, timeline="user:1\n", attempt=3, reason="503") == {
+        "time": "1970-01-01T00:00:00.250000Z",
+        "level": "warning",
+        "logger": "shop.mail",
+        "message": "attempt 3 failed",
+        "timeline": "user:1\n",
+        "attempt": 3,
+        "reason": "503",
+    }
+
+
+def test_an_exception_in_the_log_is_two_fields() -> None:
+    try:
+        raise ConnectionError("no route\n")
+    except ConnectionError as raised:
+        told = logged("failed", error=raised)
+    assert told["error"] == "ConnectionError: no route\n"
+    assert told["traceback"].startswith("Traceback (most recent call last):\n")
+    assert "test_commands.py" in told["traceback"]
+
+
+def test_no_field_breaks_a_line_or_hides_what_each_line_has() -> None:
+    odd: list[Any] = []
+    odd.append(odd)
+    told = logged("m", level="mine", time=1, nan=float("nan"), odd=odd, key={(1, 2): 3}, thing=EPOCH, text="\udc80")
+    assert (told["level"], told["time"]) == ("warning", "1970-01-01T00:00:00.250000Z")
+    assert (told["nan"], told["odd"], told["key"]) == ("nan", "[[...]]", "{(1, 2): 3}")
+    assert told["thing"].startswith("datetime.datetime(1970")
+    assert told["text"] == "\udc80"
+
+
+def test_all_that_a_process_logs_is_json_and_what_it_announces_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
+    monkeypatch.setattr(logging.Logger, "root", logging.root)
+    monkeypatch.setattr(logging.Logger, "manager", logging.Manager(logging.root))
+    tell("delivering")
+    log_to_stderr(in_json=True)
+    logging.getLogger("theirs").info("hello", extra={"user": 1})
+    tell("delivering")
+    said, *lines = capfd.readouterr().err.splitlines()
+    assert said == "aiodigest: delivering"
+    theirs, ours = map(json.loads, lines)
+    assert (theirs["logger"], theirs["message"], theirs["user"]) == ("theirs", "hello", 1)
+    assert (ours["level"], ours["message"]) == ("info", "delivering")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -59,3 +60,14 @@ def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers_and_l
     folder = demo.data
     assert list(folder.iterdir()) == []
     assert no_process_is_left(folder)
+
+
+def test_in_json_what_happens_is_an_object_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running(tmp_path / "unused", "demo", "--json") as demo:
+        told = [json.loads(demo.read_line()) for _ in range(3)]
+        assert demo.interrupt() == 130
+    assert [one["what"] for one in told] == ["remark", "event", "digest"]
+    assert told[2]["channel"] == "#builds"
+    assert told[2]["texts"] == [told[1]["text"]]
+    assert 0 < told[1]["at"] <= told[2]["at"]

@@ -1,8 +1,9 @@
-"""``aiodigest run --http``: real processes, asked over HTTP how they are."""
+"""``aiodigest run`` for operators: real processes, asked over HTTP how they are, and what they log."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from textwrap import dedent
 
@@ -47,6 +49,12 @@ SERVICE = """
         sent.inc()
         print("ended", digest.key, flush=True)
 
+    failing = DigestEngine(namespace="failing")
+
+    @failing.deliver
+    async def fail(digest):
+        raise ValueError("no such mailbox")
+
     @asynccontextmanager
     async def measured():
         engine = DigestEngine(namespace="measured")
@@ -82,6 +90,20 @@ def service(folder: Path, *engines: str) -> Generator[tuple[Running, str], None,
         for _ in engines:
             assert b"delivering namespace" in process.error_line()
         yield process, told[1]
+
+
+def test_the_log_of_a_service_is_json_where_that_is_asked_for(folder: Path) -> None:
+    with running(folder / "data", "run", "services:failing", "--json", cwd=folder) as process:
+        began = json.loads(process.error_line())
+        asyncio.run(add(folder, "ann", "failing"))
+        failed = json.loads(process.error_line())
+    assert began["message"].startswith("services:failing: delivering namespace failing on ")
+    assert {began[name] for name in ("level", "logger")} == {"info", "aiodigest.commands.options"}
+    named = ("level", "logger", "timeline", "attempt", "reason", "error")
+    assert [failed[name] for name in named] == [
+        "warning", "aiodigest.dispatch", "ann", 1, "ValueError: no such mailbox", "ValueError: no such mailbox",
+    ]  # fmt: skip
+    assert datetime.fromisoformat(failed["time"]) >= datetime.fromisoformat(began["time"])
 
 
 async def add(folder: Path, key: str, namespace: str = "mail") -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from servers import free_port, running_server
 from userland import DEADLINE, ROOT, data_folder, running
@@ -33,7 +33,7 @@ async def test_threads_of_forked_django_workers_add_and_a_worker_of_its_own_deli
     ):
         url = re.search(r"http://\S+", await site.until("Listening at"))
         assert url is not None
-        async with httpx.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
+        async with httpx2.AsyncClient(base_url=url[0], timeout=DEADLINE) as client:
             first = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
             assert (first.status_code, first.json()) == (202, {"due_now": True})
             await worker.until("mail to bob: 1 new from ann")

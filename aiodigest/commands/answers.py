@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from aiodigest import DigestEngine, InvalidState
+from aiodigest import AiodigestError, DigestEngine, InvalidState
 from aiodigest.commands.options import Address
-from aiodigest.commands.words import as_json, printable
+from aiodigest.commands.words import as_json, is_terminal, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,13 +35,8 @@ def ask(address: Address, question: Callable[[DigestEngine], Awaitable[T]]) -> T
 
 def confirm(yes: bool, question: str) -> None:
     """Ask, if there is a terminal to ask on; Abort is raised if the answer is no."""
-    if not yes and on_terminal():
+    if not yes and is_terminal(sys.stdin):
         typer.confirm(question, abort=True, err=True)
-
-
-def on_terminal() -> bool:
-    """Whether somebody can be asked."""
-    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def done(success: bool, in_json: bool, facts: dict[str, Any], done: str, failed: str, name: str) -> None:
@@ -61,9 +56,11 @@ def print_lines(objects: Iterable[dict[str, Any]]) -> None:
 
 
 def console() -> Console:
-    """Standard output, in colours if it is a terminal and NO_COLOR is not set."""
+    """Standard output, in colours if it is a terminal and NO_COLOR is not set. Raises AiodigestError if closed."""
     from rich.console import Console
 
+    if sys.stdout is None:
+        raise AiodigestError("standard output is closed")
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 

@@ -7,6 +7,7 @@ import sys
 from io import TextIOWrapper
 from typing import Annotated, Protocol, runtime_checkable
 
+import rich as rich  # its parts are imported when they are needed: here only to find out that it is not there
 import typer
 
 from aiodigest import AiodigestError, __version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -13,7 +14,6 @@ from aiodigest.commands.answers import (
     confirm,
     console,
     done,
-    on_terminal,
     print_lines,
     print_table,
 )
@@ -29,7 +29,7 @@ from aiodigest.commands.options import (
 )
 from aiodigest.commands.sweep import Act, Buried, Sweep, all_buried
 from aiodigest.commands.views import letter_json, record_rows, shown
-from aiodigest.commands.words import as_json, count, printable, say, shortened
+from aiodigest.commands.words import as_json, count, is_terminal, printable, say, shortened
 
 LETTER = "The id of a dead letter, or enough of its beginning."
 LetterId: TypeAlias = Annotated[str, typer.Argument(metavar="ID", show_default=False, help=LETTER)]
@@ -149,7 +149,7 @@ def _sweep(address: Address, verb: str, participle: str, act: Act, yes: bool, in
         say(f"namespace {address.namespace!r} has no dead letters")
         return
     number = count(len(letters), "dead letter")
-    if not yes and not on_terminal():
+    if not yes and not is_terminal(sys.stdin):
         raise typer.BadParameter(f"{number} would be {participle}: give --yes, since there is no terminal to ask on")
     records = count(sum(letter.size for letter in letters), "record")
     confirm(yes, f"{verb} {number} of {address.namespace} ({records})?")

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from aiodigest.commands.words import is_terminal
+
 
 @contextmanager
 def progress_bar(work: str, total: int, *, in_bytes: bool = False) -> Generator[Callable[[int], None], None, None]:
@@ -13,7 +15,7 @@ def progress_bar(work: str, total: int, *, in_bytes: bool = False) -> Generator[
 
     Nothing may be printed on a terminal's standard output meanwhile.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda done: None
         return
     from rich.console import Console

@@ -12,7 +12,7 @@ import typer
 
 from aiodigest import Draining
 from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url
-from aiodigest.commands.words import as_json, count, printable, say
+from aiodigest.commands.words import as_json, count, is_terminal, printable, say
 
 To: TypeAlias = Annotated[
     int, typer.Option("--to", metavar="SHARDS", show_default=False, help="How many there are to be: from 1 to 1024.")
@@ -71,7 +71,7 @@ class Progress:
     def __init__(self, namespace: str, shards: int) -> None:
         self._goes_over = f"namespace {namespace!r} goes over to {count(shards, 'shard')}"
         self._last: Draining | None = None
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._is_terminal = is_terminal(sys.stderr)
         self._is_shown = False
         self._same = 0  # looks in a row at which nothing had changed
 

@@ -20,8 +20,7 @@ from typing_extensions import TypeIs
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.commands.http import Address, Sockets, address, listening, named, serving
 from aiodigest.commands.loops import play, settle
-from aiodigest.commands.options import checked
-from aiodigest.commands.words import say
+from aiodigest.commands.options import AsJson, checked, log_to_stderr, tell
 
 Engine: TypeAlias = DigestEngine[Any]
 Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
@@ -70,6 +69,7 @@ def run(
     ],
     shards: Chosen = None,
     http: Http = None,
+    in_json: AsJson = False,
 ) -> None:
     """Deliver the digests of engines, until SIGTERM or Ctrl-C; a second one stops at once.
 
@@ -77,7 +77,10 @@ def run(
     parameters that returns an async context manager of one, as contextlib.asynccontextmanager makes them.
     """
     sys.path.insert(0, os.getcwd())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if in_json:
+        log_to_stderr(in_json=True)
+    else:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with nullcontext(()) if http is None else listening(http) as sockets:
         play(serve([(name, find(name)) for name in engines], shards, sockets))
 
@@ -130,7 +133,7 @@ async def serve(
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
         if sockets:
             await last.enter_async_context(serving(sockets, [engine for _, engine in engines]))
-            say(f"answering /livez, /healthz and /metrics on {named(sockets)}")
+            tell(f"answering /livez, /healthz and /metrics on {named(sockets)}")
         settle()
         services = [asyncio.create_task(_deliver(name, engine, shards)) for name, engine in engines]
         try:
@@ -158,7 +161,7 @@ async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> E
 async def _deliver(name: str, engine: Engine, shards: Container[int] | None) -> None:
     # Said as soon as `run` waits for the first time: by then it has a callback, and hears signals.
     line = f"{name}: delivering namespace {engine.namespace} on {engine.url}"
-    announcement = asyncio.get_running_loop().call_soon(say, line)
+    announcement = asyncio.get_running_loop().call_soon(tell, line)
     try:
         await engine.run(shards=shards)
     finally:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from aiodigest import DigestEngine, InvalidState, LimitExceeded
 from aiodigest.commands.loops import stopped_by
 from aiodigest.commands.progress import progress_bar
-from aiodigest.commands.words import as_json
+from aiodigest.commands.words import as_json, is_terminal
 
 PATIENCE = 5.0  # seconds in which nothing has changed
 LOOK_AGAIN = 0.5
@@ -36,7 +36,6 @@ Act: TypeAlias = Callable[[DigestEngine, Buried], Awaitable[dict[str, Any] | Non
 async def all_buried(engine: DigestEngine) -> list[Buried]:
     """The dead letters that there are now, the newest first."""
     found = [Buried(one.id, one.key, one.buried_at, len(one.records)) async for one in engine.dead_letters()]
-    found.reverse()  # of those buried in the same instant, too
     return sorted(found, key=lambda letter: letter.buried_at, reverse=True)
 
 
@@ -99,6 +98,6 @@ class Sweep:
         return left
 
     def _bar(self, work: str) -> AbstractContextManager[Callable[[int], None]]:
-        if self._in_json and sys.stdout.isatty():
+        if self._in_json and is_terminal(sys.stdout):
             return nullcontext(lambda done: None)  # the lines show it
         return progress_bar(work, self._all)

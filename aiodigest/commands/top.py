@@ -17,7 +17,7 @@ from aiodigest.commands.answers import console
 from aiodigest.commands.looks import Look, away, look_at, look_json, rates
 from aiodigest.commands.loops import stopped_by
 from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url, duration
-from aiodigest.commands.words import as_json
+from aiodigest.commands.words import as_json, is_terminal
 
 SHORTEST = 0.1  # seconds between two looks: each is a few calls to the server
 
@@ -60,7 +60,7 @@ def top(
     On a terminal it goes on until q or Ctrl-C, also while the server is away; else it looks once. Adds cannot be
     counted: the server knows only what became of them.
     """
-    lives = not in_json and sys.stdout.isatty()
+    lives = not in_json and is_terminal(sys.stdout)
     address = Address(url, namespace, timeout)
     asyncio.run(Watch(address, interval, looks or (None if lives else 1)).run(lives, in_json))
 
@@ -142,7 +142,7 @@ def screen(lives: bool) -> Generator[Show, None, None]:
 @contextmanager
 def ended_by_q(stop: asyncio.Event) -> Generator[None, None, None]:
     """Hear the key q, if standard input is a terminal: it gives what is typed at once and does not show it."""
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not is_terminal(sys.stdin):
         yield
         return
     import termios

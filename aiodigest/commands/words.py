@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import suppress
 from datetime import datetime
+from typing import TextIO
 
 
 def printable(text: str) -> str:
@@ -26,6 +27,11 @@ def say(text: str) -> None:
     if sys.stderr is not None:  # it is None when closed by the caller
         with suppress(OSError, ValueError):
             print(f"aiodigest: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is one; it is None when closed by the caller."""
+    return stream is not None and stream.isatty()
 
 
 def count(number: int, noun: str) -> str:

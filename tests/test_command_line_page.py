@@ -1,0 +1,123 @@
+"""docs/howto/use-the-command-line.md, read from top to bottom by somebody who types what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commandline import aiodigest, in_process
+from servers import Server
+from userland import DEADLINE, ROOT, data_folder, environment
+
+from aiodigest import Delivery, Digest, DigestEngine, Policy, Reject
+
+PAGE = (ROOT / "docs" / "howto" / "use-the-command-line.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+FIELDS = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", PAGE, re.MULTILINE))
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+def typed() -> Iterator[tuple[str, list[str]]]:
+    """The commands of the page, and what they print; ``…`` stands for anything."""
+    for language, text in BLOCKS:
+        if not language:
+            for command in text.removeprefix("$ ").split("\n$ "):
+                line, *shown = command.splitlines()
+                yield line, shown
+
+
+def assert_shown(command: str, output: str, expected: list[str]) -> None:
+    """Line by line, however wide the columns are; a line of nothing but ``…`` is any number of lines."""
+    lines = ["…" if line == "…" else " ".join(line.split()) for line in expected if line]
+    parts = ["(?:.*\n)*?" if line == "…" else f"{re.escape(line).replace('…', '.*')}\n" for line in lines]
+    found = "".join(f"{' '.join(line.split())}\n" for line in output.splitlines() if line)
+    assert re.fullmatch("".join(parts), found), f"{command}:\n{output}"
+
+
+def test_every_command_of_the_page_shows_what_it_says(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment(home).items():
+        monkeypatch.setenv(name, value)
+    command = in_process(monkeypatch, capfd)
+    program = next(text for language, text in BLOCKS if language == "python")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE)
+    for line, expected in typed():
+        if export := re.fullmatch(r"export (\w+)=(\w+)", line):
+            monkeypatch.setenv(export[1], export[2])
+            continue
+        if re.fullmatch(r"aiodigest [\w :-]+", line):  # what needs no shell need not wait for one
+            code, output, errors = command(*line.split()[1:])
+        else:
+            shell = "bash", "-euo", "pipefail", "-c", line
+            done = subprocess.run(shell, cwd=home, capture_output=True, text=True, timeout=DEADLINE)
+            code, output, errors = done.returncode, done.stdout, done.stderr
+        assert (code, errors) == (0, ""), f"{line}: {errors}"
+        assert_shown(line, output, expected)
+
+
+def fields_of(command: str) -> list[str]:
+    """The fields that the page's table gives the objects of a command."""
+    return re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", FIELDS[command]))
+
+
+async def fill(url: str, namespace: str) -> list[str]:
+    """One timeline that waits, and two dead letters: their ids."""
+
+    async def refuse(digest: Digest) -> None:
+        raise Reject("no")
+
+    later = Policy(initial_delay=600)
+    engine = DigestEngine(url, namespace=namespace, policy=lambda key: later if key == "k" else Policy())
+    attempts: asyncio.Queue[Delivery] = asyncio.Queue()
+    engine.observe(attempts.put_nowait)
+    async with engine.delivering(refuse):
+        for key in ("k", "a", "b"):
+            await engine.add(key, 1)
+        for _ in range(2):
+            await attempts.get()
+        return [letter.id async for letter in engine.dead_letters()]
+
+
+def test_the_page_names_the_fields_of_each_object(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = in_process(monkeypatch, capfd)
+    monkeypatch.setenv("AIODIGEST_URL", server.url)
+    monkeypatch.setenv("AIODIGEST_NAMESPACE", namespace)
+
+    def fields(*arguments: str) -> list[str]:
+        code, output, errors = command(*arguments, "--json")
+        assert code == 0, errors
+        return list(json.loads(output.splitlines()[0]))
+
+    first, second = asyncio.run(fill(server.url, namespace))
+    timeline, letter = fields_of("timelines"), fields_of("dead list")
+    assert fields("stats") == fields_of("stats")
+    assert fields("timelines") == timeline
+    assert fields("show", "k") == [*timeline, "records"]
+    assert fields("top") == fields_of("top")
+    assert fields("dead", "list") == letter
+    assert fields("dead", "show", first) == [*letter, "records"]
+    assert fields("dead", "replay", first) == fields_of("dead replay")
+    assert fields("dead", "discard", second) == fields_of("dead discard")
+    assert fields("flush", "k") == fields_of("flush")
+    assert fields("delete", "k") == fields_of("delete")
+    assert fields("reshard", "--to", "1") == fields_of("reshard")
+
+
+@pytest.mark.parametrize("option", ["--json", "--output=json"])
+def test_the_page_names_the_fields_of_a_digest(option: str, tmp_path: Path) -> None:
+    done = aiodigest(tmp_path, "pipe", "--group-by", "key", option, input=b'{"key": "k"}\n')
+    assert list(json.loads(done.stdout)) == fields_of("pipe")

@@ -1,0 +1,113 @@
+"""Completion in shells: what a real bash gets, and what the others are answered."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from terminals import STREAMS, OnTerminal, plain
+from userland import DEADLINE, data_folder, environment
+
+from aiodigest.commands import app
+
+Completed: TypeAlias = Callable[[str, str], list[str]]
+
+BASH = shutil.which("bash") or "bash"
+COMMANDS = {"demo", "pipe", "run", "stats", "timelines", "show", "flush", "delete", "top", "reshard", "dead"}
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with data_folder() as folder:
+        yield folder
+
+
+def run(home: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command of a user at home there."""
+    settings = {**environment(home), "HOME": str(home), **variables}
+    return subprocess.run(command, env=settings, cwd=home, capture_output=True, text=True, timeout=DEADLINE)
+
+
+@pytest.fixture
+def completed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Completed:
+    """What the command answers to a shell that asks how a line may go on."""
+
+    def complete(shell: str, line: str) -> list[str]:
+        monkeypatch.setenv("_AIODIGEST_COMPLETE", f"complete_{shell}")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+        with pytest.raises(SystemExit) as ended:
+            app.run()
+        printed = capfd.readouterr()
+        assert (ended.value.code, printed.err) == (0, "")
+        return printed.out.splitlines()
+
+    return complete
+
+
+def test_commands_options_and_choices_are_completed(completed: Completed) -> None:
+    assert set(completed("bash", "aiodigest ")) >= COMMANDS
+    assert completed("bash", "aiodigest dead ") == ["list", "show", "replay", "discard"]
+    assert "--interval" in completed("bash", "aiodigest top --")
+    assert completed("bash", "aiodigest timelines --state w") == ["waiting"]
+    assert completed("bash", "aiodigest pipe --output ") == ["text", "json"]
+
+
+def test_zsh_and_fish_are_answered_in_their_ways(completed: Completed) -> None:
+    assert completed("zsh", "aiodigest timelines --state r") == ["_arguments '*: :((\"ready\"))'"]
+    assert completed("fish", "aiodigest fl") == ["flush\tMake a timeline due now."]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_can_be_had_without_being_in_it(shell: str, home: Path) -> None:
+    script = run(home, "aiodigest", _AIODIGEST_COMPLETE=f"source_{shell}").stdout
+    assert f"_AIODIGEST_COMPLETE=complete_{shell}" in script
+
+
+def test_no_server_is_asked_for_the_names_of_timelines(completed: Completed, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        monkeypatch.setenv("AIODIGEST_URL", f"redis://127.0.0.1:{listener.getsockname()[1]}")
+        for line in ("aiodigest show ", "aiodigest dead show ", "aiodigest flush --namespace mail "):
+            assert completed("bash", line) == [""]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_shell_that_shows_its_script_completes_by_the_tab_key(home: Path) -> None:
+    (home / "events.ndjson").touch()
+    variables = {**environment(home), "HOME": str(home), "TERM": "xterm", "PS1": "> ", "INPUTRC": "/dev/null"}
+    bash = OnTerminal([BASH, "--norc", "--noprofile", "-i"], variables, STREAMS, home)
+    try:
+        bash.until("> ")
+        bash.type(b'eval "$(aiodigest --show-completion)"; echo it is $?\n')
+        bash.until("it is 0")
+        for typed, shown in ((b"timelines --state w", "waiting "), (b"pipe ev", "events.ndjson ")):
+            bash.type(b"aiodigest " + typed + b"\t")
+            bash.until(shown)
+            bash.type(b"\x15")  # the line again, empty
+        bash.type(b"exit\n")
+        bash.end()
+    finally:
+        bash.close()
+    assert b"Traceback" not in plain(bash.shown)
+
+
+def test_it_is_installed_for_the_shell_that_asks(home: Path) -> None:
+    done = run(home, BASH, "-c", "aiodigest --install-completion; echo $?")
+    assert done.stdout.splitlines()[-1] == "0", done
+    [line] = [line for line in (home / ".bashrc").read_text().splitlines() if line]
+    words = run(home, BASH, "-c", f"{line}; complete -p aiodigest").stdout
+    assert words == "complete -o default -F _aiodigest_completion aiodigest\n"
+
+
+def test_the_help_of_a_command_is_not_longer_for_it(home: Path) -> None:
+    assert "completion" in run(home, "aiodigest", "--help").stdout
+    assert "completion" not in run(home, "aiodigest", "stats", "--help").stdout

@@ -1,0 +1,276 @@
+"""``aiodigest dead replay --all`` and ``dead discard --all``: what an operator does after an incident."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import DEADLINE, Command, environment, in_process, running
+from servers import Server, running_server
+from terminals import on_terminal, plain
+
+from aiodigest import Digest, DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
+from aiodigest.commands import sweep
+from aiodigest.commands.sweep import Act, Buried, Sweep
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+AT_ONCE = Policy(minimum_delay=0, increment_delay=0)
+OPTIONS = "--namespace", "mail"
+
+
+@pytest.fixture
+def place() -> Iterator[Server]:
+    """A server of the test's own."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def command(place: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.setenv("AIODIGEST_URL", place.url)
+    monkeypatch.setenv("AIODIGEST_NAMESPACE", "mail")
+    return in_process(monkeypatch, capfd)
+
+
+def bury(server: Server, *digests: list[Entry[Any]]) -> None:
+    """A dead letter for each timeline of these entries, one after the other."""
+
+    async def work() -> None:
+        left = 0
+        buried = asyncio.Event()
+
+        async def refuse(digest: Digest[Any]) -> None:
+            raise Reject("no such address")
+
+        def attempted(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                buried.set()
+
+        engine = DigestEngine(server.url, namespace="mail", policy=AT_ONCE)
+        engine.observe(attempted)
+        async with engine.delivering(refuse):
+            for entries in digests:
+                left = len({entry.key for entry in entries})
+                buried.clear()
+                await engine.add_many(entries)
+                await buried.wait()
+
+    asyncio.run(work())
+
+
+def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
+    async def do() -> Any:
+        async with DigestEngine(server.url, namespace="mail", policy=AT_ONCE) as engine:
+            return await work(engine)
+
+    return asyncio.run(do())
+
+
+def dead(server: Server) -> int:
+    return manage(server, lambda engine: engine.stats()).dead
+
+
+def many(server: Server) -> None:
+    """Two hundred dead letters, of which JSON tells more than a pipe takes: so it waits for who reads it."""
+    bury(server, [Entry(f"{number:03}{'k' * 900}", 1) for number in range(200)])
+
+
+def test_all_dead_letters_are_replayed_and_of_a_record_in_several_the_newest_value_wins(
+    place: Server, command: Command
+) -> None:
+    for value in ("old", "newer", "newest"):
+        bury(place, [Entry("user:1", value, "one")])
+    bury(place, [Entry("user:2", 1), Entry("user:2", 2)])
+    code, output, errors = command("dead", "replay", "--all", "--yes")
+    assert (code, output, errors) == (0, "4 dead letters replayed, with 5 records\n", "")
+    assert dead(place) == 0
+    timeline = manage(place, lambda engine: engine.peek("user:1"))
+    assert [record.value for record in timeline.records] == ["newest"]
+
+
+def test_in_json_each_letter_is_an_object(place: Server, command: Command) -> None:
+    bury(place, [Entry("user:1", 1), Entry("user:2", 1)])
+    ids = {letter["id"]: letter["key"] for letter in map(json.loads, command("dead", "list", "--json")[1].splitlines())}
+    code, output, errors = command("dead", "replay", "--all", "--yes", "--json")
+    assert (code, errors) == (0, "")
+    told = [json.loads(line) for line in output.splitlines()]
+    assert {one["id"]: one["key"] for one in told} == ids
+    assert {(one["replayed"], type(one["ready"])) for one in told} == {(True, bool)}
+
+
+def test_all_dead_letters_are_discarded(place: Server, command: Command) -> None:
+    bury(place, [Entry("user:1", 1), Entry("user:2", 1)])
+    code, output, _ = command("dead", "discard", "--all", "--yes")
+    assert (code, output) == (0, "2 dead letters discarded, with 2 records\n")
+    assert dead(place) == 0
+    code, output, errors = command("dead", "discard", "--all", "--yes", "--json")
+    assert (code, output, errors) == (0, "", "aiodigest: namespace 'mail' has no dead letters\n")
+
+
+@pytest.mark.parametrize("action", ["replay", "discard"])
+def test_where_nobody_can_be_asked_all_needs_a_yes(action: str, place: Server, tmp_path: Path) -> None:
+    bury(place, [Entry("user:1", 1)])
+    with running(tmp_path, "dead", action, "--all", *OPTIONS, "--url", place.url) as process:
+        assert process.end() == 2
+        assert b"give --yes, since there is no terminal to ask on" in process.errors
+        assert process.errors.count(b"\n") == 1
+    assert dead(place) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("some-id", "--all")])
+@pytest.mark.parametrize("action", ["replay", "discard"])
+def test_it_is_one_letter_or_all(action: str, arguments: tuple[str, ...], command: Command) -> None:
+    code, output, errors = command("dead", action, *arguments)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert "give the ID of a dead letter, or --all" in errors
+
+
+def test_on_a_terminal_it_asks_first_and_shows_how_far_it_is(place: Server, tmp_path: Path) -> None:
+    bury(place, [Entry("user:1", 1), Entry("user:1", 2), Entry("user:2", 1)])
+    arguments = "dead", "replay", "--all", *OPTIONS, "--url", place.url
+    for answer, ends in ((b"n", 1), (b"y", 0)):
+        with on_terminal(tmp_path, *arguments) as terminal:
+            terminal.until("Replay 2 dead letters of mail (3 records)?")
+            terminal.type(answer + b"\n")
+            assert terminal.end()[0] == ends
+            assert (b"dead letters replayed \xe2\x94" in plain(terminal.shown)) == (ends == 0)
+            assert terminal.shown.rfind(b"\x1b[?25h") >= terminal.shown.rfind(b"\x1b[?25l")  # the cursor is there
+        assert dead(place) == (2 if ends else 0)
+    assert b"2 dead letters replayed, with 3 records" in terminal.shown
+
+
+def test_a_bar_on_a_terminal_keeps_nothing_from_standard_output(place: Server, tmp_path: Path) -> None:
+    bury(place, [Entry("user:1", 1)])
+    arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", place.url
+    with on_terminal(tmp_path, *arguments, streams=["stdin", "stderr"]) as terminal:
+        code, output = terminal.end()
+    assert (code, json.loads(output)["replayed"]) == (0, True)
+    assert b"dead letters replayed" in terminal.shown
+    assert b"user:1" not in terminal.shown
+
+
+def test_a_letter_whose_timeline_cannot_take_it_stays_and_is_told(
+    place: Server, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(engine: DigestEngine) -> None:
+        failed = asyncio.Event()
+
+        async def refuse(digest: Digest[Any]) -> None:
+            raise ConnectionError("503")
+
+        worker = DigestEngine(place.url, namespace="mail", policy=AT_ONCE, retry=RetryPolicy(backoff=lambda _: 60.0))
+        worker.observe(lambda _: failed.set())
+        async with worker.delivering(refuse):
+            await worker.add("user:1", 1)
+            await failed.wait()
+
+    bury(place, [Entry("user:1", 1), Entry("user:2", 1)])
+    manage(place, fail)
+    monkeypatch.setattr(sweep, "PATIENCE", 0)
+    code, output, errors = command("dead", "replay", "--all", "--yes")
+    assert (code, output) == (1, "1 dead letter replayed, with 1 record\n")
+    assert errors.startswith("aiodigest: 1 of 2 dead letters could not be replayed: ")
+    assert "user:1" in errors
+    code, output, errors = command("dead", "replay", "--all", "--yes", "--json")
+    assert (code, json.loads(output)["replayed"], errors.count("\n")) == (1, False, 1)
+    assert dead(place) == 1
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
+    """Ctrl-C while the command waits for its reader: what it tells of letters, and its errors."""
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=DEADLINE)
+    return [json.loads(line) for line in (first + rest).splitlines()], errors.decode()
+
+
+def started(server: Server, folder: Path) -> subprocess.Popen[bytes]:
+    """The command on many letters, its output unread."""
+    arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", server.url, "--timeout", "2s"
+    command = sys.executable, "-m", "aiodigest", *arguments
+    return subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(place: Server, tmp_path: Path) -> None:
+    many(place)
+    with started(place, tmp_path) as process:
+        told, errors = interrupted(process)
+    assert process.returncode == 130
+    assert 0 < len(told) < 200
+    assert dead(place) == 200 - len(told)
+    assert errors == (
+        f"aiodigest: interrupted: {len(told)} of 200 dead letters were replayed, the others are where they were\n"
+    )
+
+
+def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(place: Server, tmp_path: Path) -> None:
+    many(place)
+    with started(place, tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        place.stop()
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 69
+    assert errors.count(b"\n") == 1
+    assert b" of 200 dead letters were replayed\n" in errors
+
+
+# The order in which it goes about it
+
+
+def buried(number: int, key: str) -> Buried:
+    return Buried(f"letter-{number}", key, EPOCH, 1)
+
+
+async def swept(act: Act, *letters: Buried) -> Sweep:
+    """A sweep that has no engine, and so needs none."""
+    work = Sweep(letters, act, in_json=False)
+    await work.run(DigestEngine(namespace="unused"), "swept")
+    return work
+
+
+async def test_a_timeline_that_takes_no_letter_yet_is_asked_again_and_its_letters_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweep, "LOOK_AGAIN", 0)
+    asked: list[str] = []
+
+    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any]:
+        asked.append(letter.id)
+        if asked.count(letter.id) < 3 and letter.key == "busy":
+            raise InvalidState("a digest is under delivery")
+        return {}
+
+    work = await swept(act, buried(1, "busy"), buried(2, "busy"), buried(3, "free"))
+    assert (work.done, work.left, work.is_interrupted) == (3, [], False)
+    assert asked == ["letter-1", "letter-3", "letter-1", "letter-1", "letter-2", "letter-2", "letter-2"]
+
+
+async def test_a_letter_that_somebody_else_has_done_away_with_does_not_count() -> None:
+    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any] | None:
+        return None if letter.id == "letter-1" else {}
+
+    work = await swept(act, buried(1, "k"), buried(2, "k"))
+    assert (work.done, work.records, work.left) == (1, 1, [])
+
+
+async def test_what_was_begun_when_ctrl_c_came_is_ended() -> None:
+    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # noqa: ASYNC110 - until it is heard
+            await asyncio.sleep(0)
+        return {}
+
+    work = await swept(act, buried(1, "a"), buried(2, "b"))
+    assert (work.done, [letter.id for letter in work.left], work.is_interrupted) == (1, ["letter-2"], True)

@@ -1,0 +1,103 @@
+"""What commands show on a terminal alone: bars and colours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commandline import aiodigest, digests
+from servers import Server, running_server
+from terminals import COLOUR, on_terminal, plain
+
+from aiodigest import Delivery, Digest, DigestEngine, Reject
+
+EVENTS = b"".join(json.dumps({"key": "k", "n": n}).encode() + b"\n" for n in range(3))
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Server]:
+    """A server with a namespace ``mail`` that has a dead letter and a timeline that is due."""
+
+    async def fill(url: str) -> None:
+        async def refuse(digest: Digest) -> None:
+            raise Reject("no such address")
+
+        engine = DigestEngine(url, namespace="mail")
+        attempts: asyncio.Queue[Delivery] = asyncio.Queue()
+        engine.observe(attempts.put_nowait)
+        async with engine.delivering(refuse):
+            await engine.add("buried", 1)
+            await attempts.get()
+        async with engine:
+            await engine.add("due", 1)
+
+    with running_server() as server:
+        asyncio.run(fill(server.url))
+        yield server
+
+
+def test_a_pipe_of_a_file_shows_how_much_it_has_read_and_what_is_wrong_above_it(tmp_path: Path) -> None:
+    file = tmp_path / "events.ndjson"
+    file.write_bytes(EVENTS + b"no json\n")
+    arguments = "pipe", "--group-by", "key", "--json", str(file)
+    with on_terminal(tmp_path, *arguments, streams=["stdin", "stderr"]) as pipe:
+        code, output = pipe.end()
+    assert code == 0
+    assert [len(digest["records"]) for digest in digests(output)] in ([3], [1, 2])
+    assert b"\x1b" not in output
+    shown = plain(pipe.shown)
+    assert b"reading \xe2\x94" in shown
+    assert f"{len(EVENTS) + 8} bytes".encode() in shown
+    assert b"events.ndjson:4: " in shown
+    assert pipe.shown.rindex(b"\x1b[?25h") > pipe.shown.rindex(b"\x1b[?25l")  # the cursor is back
+
+
+@pytest.mark.parametrize("streams", [["stdin", "stdout", "stderr"], ["stdin"]], ids=["printed there", "no terminal"])
+def test_there_is_no_bar_among_digests_and_none_in_a_log(streams: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "events.ndjson"
+    file.write_bytes(EVENTS)
+    with on_terminal(tmp_path, "pipe", "--group-by", "key", str(file), streams=streams) as pipe:
+        errors = pipe.process.stderr.read() if pipe.process.stderr is not None else b""
+        assert pipe.end()[0] == 0
+    assert b"reading" not in plain(pipe.shown) + errors
+
+
+def test_standard_input_has_no_end_that_a_bar_could_show(tmp_path: Path) -> None:
+    with on_terminal(tmp_path, "pipe", "--group-by", "key", "--json", streams=["stderr"]) as pipe:
+        assert pipe.process.stdin is not None
+        pipe.process.stdin.write(EVENTS)
+        pipe.process.stdin.close()
+        pipe.process.stdin = None
+        assert pipe.end()[0] == 0
+    assert pipe.shown == b""
+
+
+@pytest.mark.parametrize("name", ["pipe", "top", "timelines", "dead list"])
+def test_colours_are_for_terminals_and_for_those_who_want_them(name: str, place: Server, tmp_path: Path) -> None:
+    (tmp_path / "events.ndjson").write_bytes(EVENTS)
+    arguments = [*name.split(), "--url", place.url, "--namespace", "mail"]
+    arguments += {"pipe": ["--group-by", "key", "events.ndjson"], "top": ["--count", "1"]}.get(name, [])
+    with on_terminal(tmp_path, *arguments, NO_COLOR="1") as unwanted:
+        assert unwanted.end()[0] == 0
+    assert len(plain(unwanted.shown)) > 20
+    assert not COLOUR.search(unwanted.shown)
+    piped = aiodigest(tmp_path, *arguments, cwd=tmp_path, TERM="xterm-256color")
+    assert piped.returncode == 0
+    assert piped.stdout
+    assert b"\x1b" not in piped.stdout + piped.stderr
+    if name in ("pipe", "top"):  # the others have headings in bold
+        with on_terminal(tmp_path, *arguments) as wanted:
+            assert wanted.end()[0] == 0
+        assert COLOUR.search(wanted.shown)
+
+
+def test_a_demo_is_in_colours_unless_they_are_unwanted(tmp_path: Path) -> None:
+    for variables, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        with on_terminal(tmp_path, "demo", **variables) as demo:
+            demo.until("DIGEST")
+            demo.type(b"\x03")
+            assert demo.end()[0] == 130
+        assert bool(COLOUR.search(demo.shown)) == coloured
