@@ -20,6 +20,7 @@ from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest
 from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Retry
 from aiodigest.memory import ReferenceBackend
 from aiodigest.policy import Limits
+from aiodigest.session import Session
 from aiodigest.wire import pack
 
 P = ParamSpec("P")
@@ -268,6 +269,13 @@ class Inbox:
     @property
     def results(self) -> list[str]:
         return [delivery.result for delivery in self.seen]
+
+
+def session_of(engine: DigestEngine[Any]) -> Session:
+    """What an engine that is entered in this loop consists of."""
+    session = engine._entered()
+    assert isinstance(session, Session)
+    return session
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from zlib import crc32
 import pytest
 import trustme
 from clusters import Cluster, Move, Node, info, node_port, running_cluster
+from engines import session_of
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
@@ -616,9 +617,9 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
 
 def lanes_of(engine: DigestEngine[int]) -> dict[int, Lane]:
     """What an engine's worker knows of each shard."""
-    assert engine._session is not None
-    assert engine._session._scheduler is not None
-    return engine._session._scheduler._lanes
+    scheduler = session_of(engine)._scheduler
+    assert scheduler is not None
+    return scheduler._lanes
 
 
 def is_leased(cluster: Cluster, namespace: str, shard: int) -> bool:

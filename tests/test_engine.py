@@ -23,6 +23,7 @@ from engines import (
     lasting,
     now,
     policy,
+    session_of,
     settle,
     virtual_time,
 )
@@ -1130,7 +1131,7 @@ async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog:
         async with delivering(inbox) as (engine, _):
             await engine.add("key", 1)
             await inbox.digest()
-            scheduler = engine._entered()._scheduler
+            scheduler = session_of(engine)._scheduler
             assert scheduler is not None
             scheduler._slots.free = fault
             await engine.add("other", 1)
@@ -1342,7 +1343,7 @@ async def test_run_ends_when_its_background_task_has_a_fault() -> None:
     engine = engine_on(backend)
     running = asyncio.create_task(engine.run(inbox))
     await inbox.digest()
-    scheduler = engine._entered()._scheduler
+    scheduler = session_of(engine)._scheduler
     assert scheduler is not None
 
     scheduler._slots.free = fault

@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from random import Random
 
-from engines import policy
+from engines import policy, session_of
 from servers import Server, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, Policy
@@ -22,8 +22,7 @@ LARGE = 8_192
 
 async def filled(engine: DigestEngine[JSON], adds: list[asyncio.Task[bool]]) -> tuple[int, int]:
     """Entries and bytes that wait to be sent, once every add does or waits for room."""
-    assert engine._session is not None
-    [coalescer] = engine._session._adds.values()
+    [coalescer] = session_of(engine)._adds.values()
     before = -1
     while before != coalescer._items or coalescer._room.is_set():
         assert len(coalescer._unanswered()) < len(adds), "there is room for all that was added"

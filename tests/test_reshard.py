@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import pytest
 from cancelling import Driven, at_awaits
 from clusters import running_cluster
+from engines import session_of
 from processes import Program, running
 from servers import PASSWORD, Proxy, Server, commands, running_server
 from stores import DAY, LEASE, MINUTE, NOW, records
@@ -1220,12 +1221,12 @@ async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(serv
             await all_looks(engine, shards)
             await asyncio.gather(*(engine.add(f"k{number}", shards) for number in range(20)))
             await until(partial(serves, engine, shards))
-            counts.append(len(engine._entered()._adds))
+            counts.append(len(session_of(engine)._adds))
         assert counts == [3, 2, 3, 2]
 
 
 async def serves(engine: DigestEngine[Any], shards: int) -> bool:
-    scheduler = engine._entered()._scheduler
+    scheduler = session_of(engine)._scheduler
     return scheduler is not None and len(scheduler._lanes) == shards
 
 

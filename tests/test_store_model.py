@@ -279,6 +279,9 @@ class Pair(Backend):
 
         return await self._read(counted)
 
+    async def erase(self) -> int:
+        return await self.redis.erase() + await self.reference.erase()
+
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         return await self._read(lambda store: store.letters(0, start, count))
 

@@ -28,6 +28,7 @@ from aiodigest import (
 )
 from aiodigest.backend import Backend
 from aiodigest.errors import DeliverySignal
+from aiodigest.session import Session
 from simulation.loop import Process, SeededLoop
 from simulation.network import Link, Server
 from simulation.records import Receipt
@@ -143,8 +144,7 @@ class Actor:
         await leaving
 
     def _backs_off(self) -> bool:
-        session = self.engine._session
-        return session is not None and session._scheduler is not None and session._scheduler._slots.backoff.level > 0
+        return self.engine.activity.backoff_level > 0
 
     def leave(self) -> None:
         """Ask it to leave, as SIGTERM does."""
@@ -218,7 +218,7 @@ class Actor:
 
     def _see_room(self) -> None:
         session = self.engine._session
-        for adds in session._adds.values() if session is not None else ():
+        for adds in session._adds.values() if isinstance(session, Session) else ():
             if adds._items > coalesce.QUEUE_ITEMS or adds._bytes > coalesce.QUEUE_BYTES + LARGEST:
                 self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
 

@@ -292,6 +292,9 @@ class Link(Backend):
     async def counts(self) -> dict[str, int]:
         return await self._ask("counts", self._server.store.counts)
 
+    async def erase(self) -> int:
+        return await self._ask("erase", self._server.store.erase)
+
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         return await self._ask("letters", partial(self._server.store.letters, shard, start, count))
 
