@@ -59,12 +59,6 @@ class Lease:
     entries: Sequence[bytes] = field(default=(), repr=False)
 
 
-def facts_of(lease: Lease, reason: object = "") -> dict[str, object]:
-    """What a line of the log says of a lease, for those who read fields and not texts."""
-    facts: dict[str, object] = {"timeline": lease.key, "digest_id": lease.digest_id, "attempt": lease.attempt}
-    return {**facts, "reason": str(reason)} if reason else facts
-
-
 @dataclass(frozen=True, slots=True)
 class Claims:
     """The answer of a claim: leases, what to sleep on, and what was met on the way.

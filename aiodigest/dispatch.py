@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
-from aiodigest.backend import Close, Closed, Lease, Letter, Retry, facts_of
+from aiodigest.backend import Close, Closed, Lease, Letter, Retry
 from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.logs import facts_of
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.tracing import Tracing

@@ -10,9 +10,10 @@ from math import inf
 from typing import Literal
 
 from aiodigest.alarm import GRAIN, Alarm
-from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry, facts_of
+from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
+from aiodigest.logs import facts_of
 from aiodigest.outage import Outage
 from aiodigest.policy import milliseconds
 

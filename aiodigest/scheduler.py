@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry, facts_of
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
 from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.lane import Hold, Lane
+from aiodigest.logs import facts_of
 from aiodigest.models import Delivery
 from aiodigest.outage import BACKOFF, Outage, elapse
 from aiodigest.policy import Limits, milliseconds
@@ -30,8 +31,7 @@ def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
         try:
             observer(delivery)
         except Exception:
-            facts = {"timeline": delivery.key, "digest_id": delivery.digest_id, "attempt": delivery.attempt}
-            logger.exception("an observer of deliveries failed", extra=facts)
+            logger.exception("an observer of deliveries failed", extra=facts_of(delivery))
 
 
 class Scheduler:

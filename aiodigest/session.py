@@ -137,7 +137,7 @@ class Session:
 
     async def _open(self) -> Backend:
         backend = await self._store.open()
-        self._backend = backend
+        self._backend, self._cut_off = backend, False
         return backend
 
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
@@ -164,7 +164,6 @@ class Session:
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
         """The same error, of a record if one is named, with what an embedded server's log says."""
-        self._cut_off = True
         message, reason = str(error), self._store.why_down()
         if reason and reason not in message:
             message += f" ({reason})"
@@ -186,6 +185,9 @@ class Session:
                 ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
             except Retired:  # and so not stored: it goes to where its timeline is now
                 continue
+            except BackendUnavailable:
+                self._cut_off = True
+                raise
             self._cut_off = False
             if ready:
                 self.poke(shard)
@@ -220,7 +222,8 @@ class Session:
                 try:
                     results = await backend.add(shard, batch)
                 except AiodigestError as error:
-                    unsent = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
+                    self._cut_off = isinstance(error, BackendUnavailable)
+                    unsent = BackendUnavailable(str(error)) if self._cut_off else error
                     answers.update(dict.fromkeys(some, error))
                     answers.update(dict.fromkeys(indices[sent:], unsent))
                     return

@@ -1,6 +1,6 @@
 """One record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
 
-An entry is a byte of version (low four bits) and flags (high four), the timestamp in microseconds, the length of
+An entry is a byte of version and flags (``UNSTAMPED``, ``TRACED``), the timestamp in microseconds, the length of
 the id, the id, a trace context if a flag says so, and the encoded value. The latest entry of an id wins.
 """
 
@@ -15,6 +15,7 @@ from aiodigest.errors import CodecError
 VERSION = 1
 UNSTAMPED = 0x10  # the server fills in the time of arrival
 TRACED = 0x20  # a trace context follows the id
+VERSION_BITS = 0xFF ^ UNSTAMPED ^ TRACED  # a flag that is not known may change what follows
 CONTEXT_SIZE = 25  # 16 bytes of the trace's id, 8 of the span's, and 1 of flags: W3C Trace Context, version 00
 HEADER = struct.Struct(">BqH")
 HEADER_SIZE = HEADER.size
@@ -51,7 +52,7 @@ def unpack(entry: bytes) -> RawRecord:
     if len(entry) >= HEADER_SIZE:
         flags, timestamp, length = _unpack_header(entry)
         end = HEADER_SIZE + length
-        if flags & 0x0F == VERSION and len(entry) >= end:
+        if flags & VERSION_BITS == VERSION and len(entry) >= end:
             if not flags & TRACED:
                 return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[end:])
             value = end + CONTEXT_SIZE

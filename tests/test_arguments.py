@@ -131,8 +131,9 @@ def test_a_record_may_take_a_trace_context_along(record: bytes, timestamp: int |
     with_context, without = (stamp(pack(record, timestamp, value, each), now // 1000) for each in (context, b""))
     assert unpack(with_context) == unpack(without)._replace(context=context)
     assert unpack(without).context == b""
-    with pytest.raises(CodecError):
-        unpack(pack(record, timestamp, b"", context)[:-1])
+    for unreadable in (pack(record, timestamp, b"", context)[:-1], b"\x41" + with_context[1:], b"\x81" + without[1:]):
+        with pytest.raises(CodecError):
+            unpack(unreadable)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None, nan])

@@ -12,6 +12,8 @@ from engines import Inbox, WatchedBackend, delivering, virtual_time
 from userland import ROOT
 
 from aiodigest import JSON, Digest, RetryPolicy
+from aiodigest.backend import Lease
+from aiodigest.logs import facts_of
 
 PACKAGE = ROOT / "aiodigest"
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
@@ -35,7 +37,7 @@ def texts(nodes: Iterable[ast.expr | None]) -> Iterator[str]:
             yield node.value
 
 
-LOGGED = [(path, line) for path in sorted(PACKAGE.glob("*.py")) for line in logs(ast.parse(path.read_text()))]
+LOGGED = [(path, line) for path in sorted(PACKAGE.rglob("*.py")) for line in logs(ast.parse(path.read_text()))]
 
 
 def test_every_line_of_the_log_carries_fields_and_one_logger_a_module_writes_it() -> None:
@@ -68,14 +70,30 @@ async def test_a_failed_delivery_is_logged_with_the_fields_that_the_page_names(
         }
 
 
+def fields_of(function: ast.AST) -> Iterator[str]:
+    """The fields that lines of a function carry, as far as they stand there."""
+    given = [keyword.value for line in logs(function) for keyword in line.keywords if keyword.arg == "extra"]
+    names = {one.id for one in given if isinstance(one, ast.Name)}
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as facts) if name in names:
+                given.append(facts)
+            case _:
+                pass
+    for one in given:
+        if isinstance(one, ast.Dict):
+            yield from texts(one.keys)
+
+
 def test_every_field_is_explained_on_the_page() -> None:
-    named = set[str]()
-    for path in sorted(PACKAGE.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
-                node.name == "facts_of" or any(logs(node))
-            ):
-                named |= {key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in texts(each.keys)}
+    functions = [
+        node
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    named = {field for function in functions for field in fields_of(function)}
+    named |= {*facts_of(Lease("k", "t", "d", 1, 1, 0, 0, 1), "why")}
     assert {"timeline", "digest_id", "shards", "seconds"} <= named
     assert named <= set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert not named & GIVEN

@@ -693,6 +693,21 @@ async def test_activity_tells_what_an_engine_does_in_this_process() -> None:
 
 
 @virtual_time
+async def test_a_worker_that_began_before_its_server_is_available_once_it_is_there() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    backend.take_down()
+    async with delivering(inbox, backend) as (engine, _):
+        assert engine.activity.unavailable
+        assert not (await engine.health()).ok
+        backend.bring_up()
+        await asyncio.sleep(2)
+        assert not engine.activity.unavailable
+        backend.gates["counts"] = asyncio.Event()
+        assert "no answer within" in (await engine.health()).reason
+        assert not engine.activity.unavailable, "a look is no add, and no claim"
+
+
+@virtual_time
 async def test_activity_tells_how_deep_a_worker_is_in_backoff_mode() -> None:
     inbox = Inbox(*[ValueError("down")] * 3)
     async with delivering(inbox, backoff_mode=BackoffMode(threshold=2)) as (engine, _):

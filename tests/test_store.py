@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 
-from aiodigest.backend import MOVES, Closed, Lease, Move, Retry
+from aiodigest.backend import MOVES, Add, Closed, Lease, Move, Retry
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
+from aiodigest.wire import CONTEXT_SIZE, pack
 
 # Records and digests
 
@@ -393,6 +394,25 @@ async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(sto
     claims = await store.claims()
     assert (claims.leases, claims.expired) == ([], [("k", 2)])
     assert ((await store.backend.counts())["expired"], await store.state("k")) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_known"),
+    [
+        (pack(b"a", 0, b"v", bytes(CONTEXT_SIZE)), True),
+        (pack(b"a", 0, b"v", bytes(CONTEXT_SIZE))[:-2], False),
+        (b"\x41" + pack(b"a", 0, b"v")[1:], False),
+        (b"\x81" + pack(b"a", 0, b"v")[1:], False),
+        (b"\x02" + pack(b"a", 0, b"v")[1:], False),
+    ],
+    ids=["with its context", "whose context is cut", "of an unknown flag", "of another one", "of another version"],
+)
+async def test_what_cannot_be_read_stands_for_itself(store: Store, entry: bytes, is_known: bool) -> None:
+    terms = Policy(initial_delay=60, max_size=3).terms
+    entries = [entry, pack(b"a", 0, b"v"), pack(b"b", 0, b"v")]
+    shard = store.backend.shard_of("k")
+    answers = [await store.backend.add(shard, [Add("k", each, terms, own=True)]) for each in entries]
+    assert answers[-1] == [not is_known], "three records are due at once, two are not"
 
 
 async def test_the_earliest_due_timeline_is_overdue_from_its_due_time_until_it_is_claimed(store: Store) -> None:

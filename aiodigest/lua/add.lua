@@ -6,7 +6,6 @@
 -- Returns   for each add: 1 if it made its timeline ready, 0 if not, or the text of its error. Shorter than the
 --           request if much had to be compacted; the rest was not looked at.
 
-local UNSTAMPED = 16
 local stamp = struct.pack('>i8', now * 1000)
 local all_terms = {}
 local cursor = 4

@@ -143,12 +143,15 @@ end
 
 -- Lists of entries
 
+local UNSTAMPED = 16 -- a flag: the server fills in the time of arrival. The next one: a trace context follows the id
+local CONTEXT = 25 -- bytes of it
+
 -- The id of an entry; one that cannot be read stands for itself. See wire.py.
 local function identity(entry)
-  local high, low = string.byte(entry, 10, 11)
-  if low and string.byte(entry) % 16 == 1 then
+  local flags, high, low = string.byte(entry), string.byte(entry, 10, 11)
+  if low and flags % 16 == 1 and flags < 4 * UNSTAMPED then -- version 1, and no flag that is not known
     local stop = 11 + high * 256 + low
-    if #entry >= stop then
+    if #entry >= stop + (flags >= 2 * UNSTAMPED and CONTEXT or 0) then
       return string.sub(entry, 12, stop)
     end
   end
