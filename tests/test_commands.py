@@ -18,8 +18,9 @@ from aiodigest.commands import app, output, render
 from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
 from aiodigest.commands.lines import Splitter
 from aiodigest.commands.lock import data_folder
+from aiodigest.commands.logs import AsObjects, log_objects
 from aiodigest.commands.loops import play
-from aiodigest.commands.options import AsObjects, duration, log_to_stderr, tell
+from aiodigest.commands.options import duration
 from aiodigest.commands.words import printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -347,18 +348,12 @@ def test_no_field_breaks_a_line_or_hides_what_each_line_has() -> None:
     assert told["text"] == "\udc80"
 
 
-def test_all_that_a_process_logs_is_json_and_what_it_announces_too(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_a_process_logs_is_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
     monkeypatch.setattr(logging.Logger, "root", logging.root)
     monkeypatch.setattr(logging.Logger, "manager", logging.Manager(logging.root))
-    tell("delivering")
-    log_to_stderr(in_json=True)
+    log_objects()
     logging.getLogger("theirs").info("hello", extra={"user": 1})
-    tell("delivering")
-    said, *lines = capfd.readouterr().err.splitlines()
-    assert said == "aiodigest: delivering"
-    theirs, ours = map(json.loads, lines)
-    assert (theirs["logger"], theirs["message"], theirs["user"]) == ("theirs", "hello", 1)
-    assert (ours["level"], ours["message"]) == ("info", "delivering")
+    [line] = capfd.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["level"], told["logger"], told["message"], told["user"]) == ("info", "theirs", "hello", 1)

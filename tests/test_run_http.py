@@ -98,7 +98,7 @@ def test_the_log_of_a_service_is_json_where_that_is_asked_for(folder: Path) -> N
         asyncio.run(add(folder, "ann", "failing"))
         failed = json.loads(process.error_line())
     assert began["message"].startswith("services:failing: delivering namespace failing on ")
-    assert {began[name] for name in ("level", "logger")} == {"info", "aiodigest.commands.options"}
+    assert {began[name] for name in ("level", "logger")} == {"info", "aiodigest.commands.run"}
     named = ("level", "logger", "timeline", "attempt", "reason", "error")
     assert [failed[name] for name in named] == [
         "warning", "aiodigest.dispatch", "ann", 1, "ValueError: no such mailbox", "ValueError: no such mailbox",

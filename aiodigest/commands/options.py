@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
 from aiodigest import AiodigestError, BackendUnavailable, ConfigurationError, DigestEngine, InvalidArgument
-from aiodigest.commands.words import as_json, printable, rfc3339, say
 
 T = TypeVar("T")
 
@@ -106,66 +101,3 @@ def exit_code(error: AiodigestError) -> int:
             return USAGE
         case _:
             return FAILED
-
-
-class OneLine(logging.Formatter):
-    """What the engine logs, as this command speaks: a line each, without tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        error = record.exc_info[1] if record.exc_info else None
-        reason = f" ({type(error).__name__}: {error})" if error is not None else ""
-        return printable(f"aiodigest: {record.getMessage()}{reason}")
-
-
-class AsObjects(logging.Formatter):
-    """What is logged as JSON, an object a line.
-
-    ``time``, ``level``, ``logger`` and ``message``, then what the line says in fields of its own (``timeline``,
-    ``digest_id``, ``attempt``, ``reason`` ...), and ``error`` and ``traceback`` if there was an exception.
-    """
-
-    def format(self, record: logging.LogRecord) -> str:
-        facts: dict[str, object] = {
-            "time": rfc3339(datetime.fromtimestamp(record.created, UTC)),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
-            facts["error"] = f"{type(error).__name__}: {error}"
-            facts["traceback"] = self.formatException(record.exc_info)
-        extra = {name: value for name, value in vars(record).items() if name not in ORDINARY}
-        return as_json({**facts, **{name: _plain(value) for name, value in extra.items() if name not in facts}})
-
-
-ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what every record of a log has
-
-
-def _plain(value: object) -> object:
-    """What JSON takes of a value of the log."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)
-
-
-def log_to_stderr(in_json: bool = False) -> None:
-    """Show the engine's warnings; or, as JSON, all that the process logs from INFO on."""
-    handler = logging.StreamHandler(sys.stderr)
-    if in_json:
-        handler.setFormatter(AsObjects())
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
-        return
-    handler.setFormatter(OneLine())
-    logger = logging.getLogger("aiodigest")
-    logger.addHandler(handler)
-    logger.propagate = False
-
-
-def tell(text: str) -> None:
-    """Say it; or log it, where the log is JSON and who reads it expects nothing else."""
-    if any(isinstance(handler.formatter, AsObjects) for handler in logging.getLogger().handlers):
-        logging.getLogger(__name__).info("%s", text)
-    else:
-        say(text)

@@ -20,6 +20,7 @@ import typer
 from aiodigest import BackendUnavailable, DigestEngine, Policy
 from aiodigest.commands import fields, lock
 from aiodigest.commands.lines import Intake, Source, sources
+from aiodigest.commands.logs import log_lines
 from aiodigest.commands.loops import play, settle
 from aiodigest.commands.options import (
     EMBEDDED,
@@ -31,7 +32,6 @@ from aiodigest.commands.options import (
     Url,
     checked,
     duration,
-    log_to_stderr,
 )
 from aiodigest.commands.output import Output, prepare
 from aiodigest.commands.piping import Pipe, pipe_engine, verdict
@@ -235,7 +235,7 @@ async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -
         pipe = Pipe(engine, settings.shape, Intake(inputs, settings.follow), output, room, settings.strict)
         try:
             async with shown(inputs, settings.follow):
-                log_to_stderr()  # above the bar
+                log_lines()  # above the bar
                 await pipe.run()
         except (BackendUnavailable, OSError):
             verdict(pipe, output, settings.namespace, settings.strict)

@@ -19,8 +19,10 @@ from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.commands.http import Address, Sockets, address, listening, named, serving
+from aiodigest.commands.logs import log_objects
 from aiodigest.commands.loops import play, settle
-from aiodigest.commands.options import AsJson, checked, log_to_stderr, tell
+from aiodigest.commands.options import AsJson, checked
+from aiodigest.commands.words import say
 
 Engine: TypeAlias = DigestEngine[Any]
 Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
@@ -77,12 +79,14 @@ def run(
     parameters that returns an async context manager of one, as contextlib.asynccontextmanager makes them.
     """
     sys.path.insert(0, os.getcwd())
+    announce: Callable[[str], object] = say
     if in_json:
-        log_to_stderr(in_json=True)
+        log_objects()
+        announce = logging.getLogger(__name__).info
     else:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with nullcontext(()) if http is None else listening(http) as sockets:
-        play(serve([(name, find(name)) for name in engines], shards, sockets))
+        play(serve([(name, find(name)) for name in engines], shards, sockets, announce))
 
 
 def find(name: str) -> Engine | Opener:
@@ -123,9 +127,12 @@ def told(error: BaseException) -> str:
 
 
 async def serve(
-    found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None = None, sockets: Sockets = ()
+    found: Sequence[tuple[str, Engine | Opener]],
+    shards: Container[int] | None = None,
+    sockets: Sockets = (),
+    announce: Callable[[str], object] = say,
 ) -> None:
-    """Open all engines, then deliver (only these shards, if any are given) until a signal.
+    """Open all engines, then deliver (only these shards, if any are given) until a signal; say so by ``announce``.
 
     If one engine cannot go on, none does. Who asks at the sockets how they are is answered until all are closed.
     """
@@ -133,9 +140,9 @@ async def serve(
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
         if sockets:
             await last.enter_async_context(serving(sockets, [engine for _, engine in engines]))
-            tell(f"answering /livez, /healthz and /metrics on {named(sockets)}")
+            announce(f"answering /livez, /healthz and /metrics on {named(sockets)}")
         settle()
-        services = [asyncio.create_task(_deliver(name, engine, shards)) for name, engine in engines]
+        services = [asyncio.create_task(_deliver(name, engine, shards, announce)) for name, engine in engines]
         try:
             await asyncio.gather(*services)
         finally:
@@ -158,10 +165,10 @@ async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> E
     return engine
 
 
-async def _deliver(name: str, engine: Engine, shards: Container[int] | None) -> None:
+async def _deliver(name: str, engine: Engine, shards: Container[int] | None, announce: Callable[[str], object]) -> None:
     # Said as soon as `run` waits for the first time: by then it has a callback, and hears signals.
     line = f"{name}: delivering namespace {engine.namespace} on {engine.url}"
-    announcement = asyncio.get_running_loop().call_soon(tell, line)
+    announcement = asyncio.get_running_loop().call_soon(announce, line)
     try:
         await engine.run(shards=shards)
     finally:
