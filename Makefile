@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check coverage simulation chaos soak bench bench-smoke latency \
-	overload mutants format clean
+.PHONY: demo test check docs coverage simulation chaos soak bench bench-smoke latency \
+	overload mutants dist check-deps test-pythons format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -18,6 +18,10 @@ check: $(VENV)/.dev
 	$(BIN)/basedpyright
 	$(BIN)/mypy examples
 	$(BIN)/lint-imports
+
+# into site/index.html; a warning fails
+docs: $(VENV)/.dev
+	@$(BIN)/properdocs build --clean --strict
 
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
@@ -57,12 +61,24 @@ overload: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py
 
+# the sdist and the wheel, in dist, once they have run in an empty environment
+dist: $(VENV)/.dev
+	@$(BIN)/python tests/dist.py
+
+# a quick part of the suite with the oldest and the newest versions of what aiodigest needs
+check-deps: $(VENV)/.dev
+	@$(BIN)/python tests/dependencies.py deps
+
+# and with each Python that is there
+test-pythons: $(VENV)/.dev
+	@$(BIN)/python tests/dependencies.py pythons
+
 format: $(VENV)/.dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache dist
+	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .venvs dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -130,7 +130,8 @@ async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> 
     assert target.url == "redis+sentinel://h1:1,[::1]:2/mail/4"
     assert target.pool is client.connection_pool
     await client.aclose()
-    await manager.aclose()
+    for sentinel in manager.sentinels:  # newer ones have aclose()
+        await sentinel.aclose()
 
 
 async def test_a_client_without_sentinels_is_refused() -> None:
@@ -146,7 +147,8 @@ async def test_a_client_of_replicas_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="master_for"):
         find_target(client)
     await client.aclose()
-    await manager.aclose()
+    for sentinel in manager.sentinels:  # newer ones have aclose()
+        await sentinel.aclose()
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,57 @@
-"""What is written is true: every code block of the documents runs, every public name is explained.
+"""What is written is true: every code block of the documents runs, every link leads somewhere.
 
 How a block is run depends on its language:
 
-* ``python``: as a script, in a process of its own. A block that only defines an app or an engine is thereby imported.
+* ``python``: as a script, in a process of its own, or by pytest if it imports that. A block that only defines an app
+  or an engine is thereby imported.
 * ``sh``: commands of ``make`` and ``pip install`` are looked up (the target, the extras exist); all others are run.
+* ``yaml``, ``toml``, ``json`` and ``ini`` (units of systemd too): parsed.
 * none: drawings and listings, which nobody can run.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
+import json
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from dataclasses import Field, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
+import yaml
 from userland import DEADLINE, ROOT, data_folder, environment
 
-import aiodigest
 from aiodigest import DigestEngine, Policy
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
+
+
+def read_ini(text: str) -> None:
+    """Units of systemd too, which may have an option twice."""
+    ConfigParser(strict=False, interpolation=None).read_string(text)
+
+
+def read_yaml(text: str) -> None:
+    assert list(yaml.safe_load_all(text))
+
+
+PARSERS: dict[str, Callable[[str], object]] = {
+    "ini": read_ini,
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "yaml": read_yaml,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,12 @@ class Block:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.document.name}:{self.line}"
+        return f"{title(self.document)}:{self.line}"
+
+
+def title(document: Path) -> str:
+    """A document's name, below ``docs`` with its folder."""
+    return document.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
 def blocks_of(document: Path) -> Iterator[Block]:
@@ -54,14 +80,15 @@ def blocks_of(document: Path) -> Iterator[Block]:
         if fence is None:
             lines.append(line)
         elif begin:
-            yield Block(document, begin, language, "\n".join(lines) + "\n")
+            yield Block(document, begin, language, dedent("\n".join(lines) + "\n"))  # it may stand in a list
             begin = 0
         else:
             language, begin, lines = fence[2].strip(), number, []
-    assert not begin, f"{document.name}:{begin}: the block does not end"
+    assert not begin, f"{title(document)}:{begin}: the block does not end"
 
 
-BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+FOLLOWED = {ROOT / "docs" / "tutorial.md": "test_tutorial.py"}  # as a whole, by tests of their own
+BLOCKS = [block for document in DOCUMENTS if document not in FOLLOWED for block in blocks_of(document)]
 
 
 def written_in(*languages: str) -> pytest.MarkDecorator:
@@ -107,17 +134,22 @@ def data() -> Iterator[Path]:
 
 
 def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
-    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in ("python", "sh", "")]
+    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in {"python", "sh", "", *PARSERS}]
     assert not unknown
     assert {block.document.name for block in BLOCKS} >= {"README.md", "CONTRIBUTING.md", "design.md"}
+
+
+@pytest.mark.parametrize("test", FOLLOWED.values())
+def test_a_document_that_is_no_collection_of_blocks_has_tests_of_its_own(test: str) -> None:
+    assert (ROOT / "tests" / test).is_file()
 
 
 @written_in("python")
 def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     script = data / "block.py"
     script.write_text(block.text)
-    done = run(sys.executable, script, data=data)
-    assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stderr}"
+    done = run(sys.executable, *(PYTEST if "import pytest" in block.text else []), script, data=data)
+    assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stdout}{done.stderr}"
 
 
 @written_in("sh")
@@ -139,8 +171,14 @@ def test_a_shell_block_runs_or_names_what_is_there(block: Block, data: Path) -> 
                 pytest.fail(f"{block}: no rule for {words[0]!r}: {command}")
 
 
-def assert_target_exists(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_configuration_can_be_read() -> None:
+    for block in BLOCKS:
+        if block.language in PARSERS:
+            PARSERS[block.language](block.text)
+
+
+def assert_target_exists(*targets: str) -> None:
+    done = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -153,46 +191,40 @@ def assert_can_be_installed(requirement: str) -> None:
     assert extras <= project["optional-dependencies"].keys(), f"{requirement} names an extra that there is not"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_every_make_target_that_is_named_exists(document: Path) -> None:
-    for target in set(re.findall(r"\bmake ([a-z]+)`", document.read_text())):
-        assert_target_exists(target)
+def test_every_make_target_that_is_named_exists() -> None:
+    named = re.findall(r"`make ([a-z-]+)", "".join(document.read_text() for document in DOCUMENTS))
+    assert_target_exists(*sorted(set(named)))
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    for document in DOCUMENTS:
+        for target, anchor in links_of(document.read_text()):
+            file = document.parent / target if target else document
+            assert file.exists(), f"{title(document)}: {target}"
+            assert not anchor or anchor in anchors_of(file), f"{title(document)}: {target}#{anchor}"
+
+
+def prose_of(text: str) -> str:
+    """A document without its code."""
+    return re.sub(r"(```+|~~~+).*?\n\s*\1|`[^`\n]+`", "", text, flags=re.DOTALL)
+
+
+def links_of(text: str) -> list[tuple[str, str]]:
+    """The links to files of the repository: path and anchor."""
+    return re.findall(r"\]\((?!\w+:)([^()\s#]*)(?:#([^()\s]*))?\)", prose_of(text))
+
+
+def anchors_of(document: Path) -> set[str]:
+    """Those of a document's headings."""
+    headings = re.findall(
+        r"^#+ +(.+?) *$", re.sub(r"(```+|~~~+).*?\n\s*\1", "", document.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_quickstart_of_the_readme_is_the_example() -> None:
     quickstart = next(block for block in BLOCKS if block.document.name == "README.md" and block.language == "python")
     assert quickstart.text in (ROOT / "examples" / "quickstart.py").read_text()
-
-
-# Names
-
-
-@pytest.mark.parametrize("name", aiodigest.__all__)
-def test_every_public_name_is_explained(name: str) -> None:
-    value = getattr(aiodigest, name)
-    explained = inspect.cleandoc(vars(value).get("__doc__") or "") if inspect.isclass(value) else alias_doc(name)
-    assert explained, f"{name} has no docstring"
-    assert not explained.startswith(f"{name}("), f"{name} has no docstring but the one that dataclass made up"
-
-
-def alias_doc(name: str) -> str:
-    """The string below the assignment of an alias, which Python does not keep."""
-    for path in (ROOT / "aiodigest").glob("*.py"):
-        for assignment, below in pairwise(ast.parse(path.read_text()).body):
-            match assignment, below:
-                case (
-                    ast.Assign(targets=[ast.Name(assigned)]) | ast.AnnAssign(target=ast.Name(assigned)),
-                    ast.Expr(ast.Constant(str(explanation))),
-                ) if assigned == name:
-                    return explanation
-                case _:
-                    pass
-    return ""
-
-
-@pytest.mark.parametrize("name", [name for name in dir(DigestEngine) if not name.startswith("_")])
-def test_everything_that_an_engine_offers_is_explained(name: str) -> None:
-    assert getattr(DigestEngine, name).__doc__
 
 
 # The policy table
