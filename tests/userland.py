@@ -29,9 +29,9 @@ def environment(data: Path) -> dict[str, str]:
     """The environment of a program that keeps its data in ``data``, as if this aiodigest were installed."""
     tools = data / "bin"
     tools.mkdir(exist_ok=True)
-    command = tools / "aiodigest"  # of this checkout, also where nothing is installed
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m aiodigest "$@"\n')
-    command.chmod(0o755)
+    _write_command(tools / "aiodigest", "-m aiodigest")  # of this checkout, also where nothing is installed
+    if shutil.which("curl") is None:
+        _write_command(tools / "curl", str(ROOT / "tests" / "programs" / "curl.py"))
     paths = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     if server := os.environ.get("AIODIGEST_TEST_SERVER"):
@@ -43,6 +43,11 @@ def environment(data: Path) -> dict[str, str]:
         "PYTHONWARNINGS": "error",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _write_command(path: Path, program: str) -> None:
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {program} "$@"\n')
+    path.chmod(0o755)
 
 
 class Program:
