@@ -35,6 +35,7 @@ from aiodigest.models import (
     Timeline,
 )
 from aiodigest.policy import Policy, RetryPolicy
+from aiodigest.portal import Sync
 
 __version__ = "0.1.0"
 
@@ -75,5 +76,6 @@ __all__ = [
     "State",
     "Stats",
     "Strategy",
+    "Sync",
     "Timeline",
 ]

@@ -343,6 +343,9 @@ class Backend(Protocol):
         """Drop the namespace with all that it holds; how many keys went."""
         ...
 
+    async def try_erase(self) -> None:
+        """``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
+
     async def letters(self, shard: int, start: int, count: int) -> list[str]:
         """Ids of dead letters, the oldest first."""
         ...

@@ -60,8 +60,9 @@ def longest(strategy: Strategy, n: int) -> float:
 class IterationBackoff:
     """Waits that double with each digest in a row: ``base * 2**min(n, steps)`` seconds.
 
-    The defaults give 300 (n = 0, the initial delay of the design), 600, 1200, 1200, ... as in Sentry's timelines of
-    2015: ``300 << min(iteration, 2)``. Raises `InvalidArgument` if the longest wait is over ten years.
+    The defaults, ``base=300`` and ``steps=2``, give 300 (n = 0, the initial delay of the design), 600, 1200, 1200, ...
+    as in Sentry's timelines of 2015: ``300 << min(iteration, 2)``. Raises `InvalidArgument` if the longest wait is over
+    ten years.
     """
 
     base: float
@@ -78,7 +79,7 @@ class IterationBackoff:
 
 @dataclass(frozen=True, slots=True, init=False)
 class IntervalBackoff:
-    """A wait (seconds) for each count that ``intervals`` names, and ``default`` for every other.
+    """The waits that ``intervals`` has, in seconds by their counts, and ``default`` (seconds too) for every other count.
 
     ``IntervalBackoff({0: 30, 1: 300}, default=900)`` is the interval strategy of Sentry's digests (October 2015).
     Raises `InvalidArgument` if a key is no whole number from 0, or a wait no duration.
@@ -106,8 +107,9 @@ class DecorrelatedJitter:
     """Waits drawn uniformly from ``[base, min(cap, base * 3**n)]`` seconds; n = 0 counts as 1.
 
     This is decorrelated jitter (Brooker, "Exponential Backoff And Jitter", 2015) made stateless: the previous wait is
-    replaced by the most that it could have been. With the defaults, base 1 and cap 60, the windows are [1, 3], [1, 9],
-    [1, 27], then [1, 60]. ``random`` is the source of the draw. Raises `InvalidArgument` unless 0 < base <= cap.
+    replaced by the most that it could have been. With the defaults, ``base=1`` and ``cap=60``, the windows are [1, 3],
+    [1, 9], [1, 27], then [1, 60]. ``random`` is the source of the draw. Raises `InvalidArgument` unless
+    0 < base <= cap.
     """
 
     base: float

@@ -49,6 +49,13 @@ class Outcome(NamedTuple):
     success: bool | None = None
     pause: float = 0.0
 
+    @property
+    def reason(self) -> str:
+        """Why records of it were not delivered, if any were not."""
+        if isinstance(self.report, Retry):
+            return self.report.error
+        return self.report.letters[0].reason if self.report.letters else ""
+
     def rest(self, closed: Closed) -> Lease:
         """The lease on what is left of a digest that is delivered in parts."""
         lease, entries = self.report.lease, self.report.lease.entries[self.report.taken :]
@@ -191,31 +198,47 @@ class Dispatcher(Generic[T]):
         try:
             attempt.policy = await self._policy(lease.key)
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
-            if not attempt.contents.records:
-                return self._closed(attempt, "empty")
-            if lease.attempt > self._retry.max_attempts:
-                return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
-            if self._tracing is None:
-                await self._call(attempt.digest)
-            else:
-                with self._tracing.delivering(attempt.digest, attempt.contents.contexts):
-                    await self._call(attempt.digest)
-        except RetryAfter as signal:
-            return self._deferred(attempt, signal)
-        except Reject as signal:
-            return self._buried(attempt, describe(signal), "rejected")
-        except PartialFailure as signal:
-            return self._partial(attempt, signal)
-        except _TimedOut as error:
-            return self._failed(attempt, error, unknown=True)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # SystemExit too: a callback ends its own delivery, and nothing else
-            task = asyncio.current_task()
-            if task is None or task.cancelling():  # whatever it says, it was cut short, and nobody knows where
-                raise asyncio.CancelledError from error
-            return self._failed(attempt, error)
-        return self._closed(attempt, "delivered")
+        except BaseException as error:
+            return self._raised(attempt, error)
+        if not attempt.contents.records:
+            return self._closed(attempt, "empty")
+        if lease.attempt > self._retry.max_attempts:
+            return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
+        digest = attempt.digest
+        span = None if self._tracing is None else self._tracing.delivering(digest, attempt.contents.contexts)
+        try:
+            await self._call(digest)
+        except BaseException as error:
+            outcome = self._raised(attempt, error)
+            if span is not None:
+                span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, _TimedOut) else error)
+        else:
+            outcome = self._closed(attempt, "delivered")
+            if span is not None:
+                span.ended(outcome.result)
+        finally:
+            if span is not None:
+                span.left()
+        return outcome
+
+    def _raised(self, attempt: Attempt[T], error: BaseException) -> Outcome:
+        """What comes of an error of a policy or callback; raises it, or CancelledError, of an attempt cut short."""
+        match error:
+            case RetryAfter():
+                return self._deferred(attempt, error)
+            case Reject():
+                return self._buried(attempt, describe(error), "rejected")
+            case PartialFailure():
+                return self._partial(attempt, error)
+            case _TimedOut():
+                return self._failed(attempt, error, unknown=True)
+            case KeyboardInterrupt() | GeneratorExit():
+                raise error
+            case _:  # SystemExit too: a callback ends its own delivery, and nothing else
+                task = asyncio.current_task()
+                if task is None or task.cancelling():  # whatever it says, it was cut short, and nobody knows where
+                    raise asyncio.CancelledError from error
+                return self._failed(attempt, error)
 
     async def _call(self, digest: Digest[T]) -> None:
         timer = asyncio.timeout(self._timeout)

@@ -182,7 +182,7 @@ class DigestEngine(Management[T]):
     # Entering and leaving
 
     def deliver(self, callback: Callback[T]) -> Callback[T]:
-        """Register the delivery callback (a decorator; the function is returned unchanged).
+        """Register ``callback``, an async function of a digest (a decorator; it is returned unchanged).
 
         Returning means delivered, and raising that the digest is to be tried again; ``RetryAfter``, ``Reject`` and
         ``PartialFailure`` say more. Raises ConfigurationError for a second one.
@@ -260,7 +260,10 @@ class DigestEngine(Management[T]):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        """Deliver during the life of an ASGI app: ``FastAPI(lifespan=engine.lifespan)``."""
+        """Deliver during the life of an ASGI app: ``FastAPI(lifespan=engine.lifespan)``; ``app`` is not looked at.
+
+        Raises what ``delivering`` does, so that the app does not start.
+        """
         async with self.delivering():
             yield
 
@@ -319,9 +322,9 @@ class DigestEngine(Management[T]):
     ) -> bool:
         """Add a record to the timeline ``key``; True if it is due now, and this add made it so.
 
-        ``record_id`` (any text, within the engine's ``bounds``; made up if absent) replaces the value held under it.
-        ``timestamp`` (an aware datetime, or epoch seconds; the server's time of arrival if absent) orders the records
-        of a digest. When this returns, the record is stored.
+        ``value`` must be of the engine's ``value_type``. ``record_id`` (any text, within the engine's ``bounds``; made up
+        if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
+        time of arrival if absent) orders the records of a digest. When this returns, the record is stored.
 
         Raises
         ------

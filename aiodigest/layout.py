@@ -57,10 +57,10 @@ class Home:
 
 def read_layout(version: str, namespace: str) -> Layout:
     """The layout of a version; ConfigurationError if another version of aiodigest made it."""
-    parts = re.fullmatch(r"(\d+):(\d+):(\d+)", version)
-    if not parts or int(parts[1]) != SCHEMA:
+    parts = re.fullmatch(rf"{SCHEMA}:([0-9]{{1,4}}):([0-9]{{1,9}})", version)
+    if not parts or not 1 <= int(parts[1]) <= MAX_SHARDS:
         raise ConfigurationError(
             f"namespace {namespace!r} has the layout {version!r}, and this version of aiodigest knows only "
-            f"schema {SCHEMA}"
+            f"schema {SCHEMA}, of 1 to {MAX_SHARDS} shards"
         )
-    return Layout(int(parts[2]), int(parts[3]))
+    return Layout(int(parts[1]), int(parts[2]))

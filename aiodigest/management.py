@@ -23,7 +23,7 @@ from aiodigest.errors import (
     shown,
 )
 from aiodigest.layout import MAX_SHARDS
-from aiodigest.models import DeadLetter, Draining, Finding, Health, Record, State, Stats, Timeline
+from aiodigest.models import OVERDUE, DeadLetter, Draining, Finding, Health, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Entered, Session
 
@@ -31,10 +31,11 @@ T = TypeVar("T", default=JSON)
 
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
+TIMES = ("oldest_due", "overdue")  # of Stats; the others are counts that the store has under the same names
 
 
 class Management(Generic[T]):
-    """The part of an engine that needs no callback. Every method may raise BackendUnavailable."""
+    """The part of an engine that needs no callback. Every method but ``health`` may raise BackendUnavailable."""
 
     namespace: str
     _bounds: Bounds
@@ -122,9 +123,9 @@ class Management(Generic[T]):
         return self._view(window, await self._records(await backend.entries(key)))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
-        """The timelines of a state, or of all, the earliest due of each shard and state first; without records.
+        """The timelines, the earliest due of each shard and state first; without records.
 
-        A timeline that changes its state meanwhile may be missed, or come twice.
+        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline that changes its state meanwhile may be missed, or come twice.
         """
         states: tuple[State, ...] = get_args(State)
         if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -142,16 +143,17 @@ class Management(Generic[T]):
         """Timelines by state, dead letters, and counters of what happened."""
         counts = await (await self._backend()).counts()
         oldest = counts.get("oldest_due_ms")
-        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.type == "int"}
+        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name not in TIMES}
         due = None if oldest is None else nearest(oldest)
         return Stats(**numbers, oldest_due=due, overdue=counts.get("overdue_ms", 0) / 1000)
 
-    async def health(self, *, overdue: float | timedelta = 60) -> Health:
+    async def health(self, *, overdue: float | timedelta = OVERDUE) -> Health:
         """Whether the server answers, and no timeline has been due for more than ``overdue`` (seconds or a timedelta).
 
-        It raises nothing but InvalidArgument: that the server is away is its answer, within the engine's ``timeout``.
-        A timeline is overdue while no worker claims it: there is none, or too few, or they are in backoff mode, or
-        rest since a callback asked for it. An engine whose background task a fault has ended is not healthy either.
+        By default that is a minute. It raises nothing but InvalidArgument: that the server is away is its answer,
+        within the engine's ``timeout``. A timeline is overdue while no worker claims it: there is none, or too few, or
+        they are in backoff mode, or rest since a callback asked for it. An engine whose background task a fault has
+        ended is not healthy either.
         """
         bound = duration(overdue, "overdue")
         try:
@@ -165,10 +167,7 @@ class Management(Generic[T]):
                 raise session.explained(BackendUnavailable(f"no answer within {self._timeout:g} s")) from None
         except AiodigestError as error:
             return Health(False, str(error))
-        if stats.overdue > bound:
-            reason = f"a timeline has been due for {stats.overdue:.0f} s, and nobody has claimed it"
-            return Health(False, reason, stats.overdue)
-        return Health(True, "", stats.overdue)
+        return stats.health(bound)
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """All dead letters, the oldest of each shard first."""
@@ -211,7 +210,7 @@ class Management(Generic[T]):
         return await (await self._backend()).discard(letter_id)
 
     async def examine(self) -> list[Finding]:
-        """What is to be said of the servers and of the namespace: each check with what was found, and its mend.
+        """What is to be said of the servers and of the namespace: what each check found, and what to do about it.
 
         Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
         scripts, the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and a
@@ -230,8 +229,12 @@ class Management(Generic[T]):
         """
         return await (await self._backend()).erase()
 
+    async def _try_erase(self) -> None:
+        """Raise what ``erase`` would, before anything is in the namespace. It is a call to each server."""
+        await (await self._backend()).try_erase()
+
     async def reshard(self, shards: int) -> AsyncIterator[Draining]:
-        """Give the namespace another number of shards, from 1 to 1024, while it is used; yields what is left to do.
+        """Give the namespace ``shards`` shards, from 1 to 1024, while it is used; yields what is left to do.
 
         The new shards take all adds from the first moment on, and the timelines of the old ones are delivered by their
         schedule. A process that runs takes over the new number at its next call. Once the old shards are empty, which

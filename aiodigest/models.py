@@ -39,6 +39,14 @@ Result = Literal[
     "delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty", "lost", "deleted"
 ]
 
+Check = Literal[
+    "server", "version", "role", "eviction", "memory", "persistence", "disk", "replicas", "cluster", "clock",
+    "round trip", "slow scripts", "settings", "permissions", "shards", "namespace", "workers", "overdue", "leases",
+    "dead letters",
+]  # fmt: skip
+
+OVERDUE = 60.0  # seconds that a timeline may be due before somebody should look
+
 
 @dataclass(frozen=True)
 class Record(Generic[T]):
@@ -282,6 +290,13 @@ class Stats:
     oldest_due: datetime | None = None
     overdue: float = 0.0
 
+    def health(self, overdue: float = OVERDUE) -> Health:
+        """Whether no timeline has been due for more than ``overdue`` seconds, by default 60."""
+        if self.overdue > overdue:
+            reason = f"a timeline has been due for {self.overdue:,.0f} s, and nobody has claimed it"
+            return Health(False, reason, self.overdue)
+        return Health(True, "", self.overdue)
+
 
 @dataclass(frozen=True, slots=True)
 class Activity:
@@ -311,27 +326,27 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What ``DigestEngine.examine`` found in one respect.
+    """What one check of ``DigestEngine.examine`` found.
 
     Attributes
     ----------
-    name : str
-        The respect.
+    check : str
+        Which one; the reference has a table of them. It may have several findings, one for each server or matter.
     level : str
         "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they are).
-    told : str
-        What was found.
-    mend : str, default ""
+    message : str
+        What was found, for people: the words may be others in the next version.
+    remedy : str, default ""
         What to do about it, a command or a setting where there is one.
-    figure : float or None, default None
-        What was measured, if anything was: seconds, or a number of what is told.
+    value : float or None, default None
+        What was measured, in the unit that the table has for the check, if it measures anything.
     """
 
-    name: str
+    check: Check
     level: Literal["ok", "note", "problem"]
-    told: str
-    mend: str = ""
-    figure: float | None = None
+    message: str
+    remedy: str = ""
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,22 +82,22 @@ class Policy:
 
     Parameters
     ----------
-    initial_delay : default 0
+    initial_delay : seconds, default 0
         From the add that opened the window; 0 means that the first record is due at once.
-    minimum_delay : default 300, or a strategy of the iteration
+    minimum_delay : seconds, or a strategy of the iteration, default 300
         From the close of the last digest: the cool-down. A strategy is called with the number of the digest (in a
         row, 1 first) and is clamped to ``maximum_delay``.
-    increment_delay : default 30
+    increment_delay : seconds, default 30
         Each add to a waiting timeline pushes its due time by this much.
-    maximum_delay : default 1800
+    maximum_delay : seconds, default 1800
         From the last digest, or else from the add that opened the window: no due time is later.
     max_size : int or None, default None
         This many distinct records are due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000
         The newest this many distinct records are kept, by arrival; what is dropped is counted.
-    max_age : default None
+    max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
-    ttl : default 7 days
+    ttl : seconds, default 7 days
         From the last touch of the timeline (late by up to one part in 64, never early): the only thing that ends
         records that nobody delivers.
 

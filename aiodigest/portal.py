@@ -64,6 +64,11 @@ class Sync(Generic[T]):
 
     Beside what the methods of the engine raise, each raises ConfigurationError in a thread with a running event loop,
     which it would block.
+
+    Parameters
+    ----------
+    engine : DigestEngine
+        Whose it is; nobody needs to make one, since every engine has it as ``engine.sync``.
     """
 
     def __init__(self, engine: Adding[T]) -> None:
@@ -74,8 +79,8 @@ class Sync(Generic[T]):
     ) -> bool:
         """``DigestEngine.add``, with the same arguments, answer and errors; blocks until the record is stored.
 
-        That is within the engine's ``timeout``, or it raises BackendUnavailable. If the waiting is interrupted, as by
-        Ctrl-C, the record may be stored.
+        That is within the engine's ``timeout``, or it raises BackendUnavailable; with a running event loop in this
+        thread it raises ConfigurationError. If the waiting is interrupted, as by Ctrl-C, the record may be stored.
         """
         engine = self._engine
         return self._run("add", lambda: engine.add(key, value, record_id=record_id, timestamp=timestamp))
@@ -83,20 +88,24 @@ class Sync(Generic[T]):
     def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """``DigestEngine.add_many``, with the same arguments, answers and errors; blocks until all are stored.
 
-        The entries are taken in the thread that calls, so that a generator may query a database.
+        The entries are taken in the thread that calls, so that a generator may query a database. Raises
+        ConfigurationError with a running event loop in this thread.
         """
         engine = self._engine
         given = taken(entries, engine._bounds.records)
         return self._run("add_many", lambda: engine.add_many(given))
 
     def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Carry out a call where the engine has a session; a test may have that elsewhere."""
         with suppress(RuntimeError):
             asyncio.get_running_loop()
             raise ConfigurationError(
                 f"engine.sync.{name} would block the event loop that runs in this thread: "
                 f"await engine.{name}, inside `async with engine:`"
             )
+        return self._carry_out(work)
+
+    def _carry_out(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Do that where the engine has a session; a test has that elsewhere."""
         return _current().call(self._engine, work)
 
 
@@ -126,7 +135,7 @@ class Portal:
         self._lock = threading.RLock()  # a signal handler may add, too
         self._over = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._turning = threading.Lock()  # held by the thread in which the loop runs
         self._sessions: set[Session] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # calls under way, and sessions that are being left
 
@@ -151,7 +160,7 @@ class Portal:
         def begin() -> None:
             task = self._note(loop.create_task(self._serve(engine, work)))
             task.add_done_callback(partial(_settle, answer))
-            answer.add_done_callback(lambda done: done.cancelled() and loop.call_soon_threadsafe(task.cancel))
+            answer.add_done_callback(partial(_withdraw, loop, task))
 
         with self._lock:
             if self._over:
@@ -161,24 +170,32 @@ class Portal:
             return True
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop, once its thread is started."""
+        """The loop, once its thread is started. A signal handler that adds may do the same in the middle of this."""
         try:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loop.set_default_executor(Helpers())
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, args=[self._loop], name="aiodigest", daemon=True)
-                self._thread.start()
+                loop = asyncio.new_event_loop()
+                loop.set_default_executor(Helpers())
+                if self._loop is None:
+                    self._loop = loop
+                else:
+                    loop.close()
+            if not self._turning.locked():
+                threading.Thread(target=self._run, args=[self._loop], name="aiodigest", daemon=True).start()
         except (RuntimeError, OSError) as error:  # too many threads or files; or the main thread has ended
             raise BackendUnavailable(f"the thread that adds cannot be started: {error}") from error
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        while True:
-            try:
-                return loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):
-                pass  # of a policy function or codec: its caller gets it too, and the others need the loop
+        if not self._turning.acquire(blocking=False):
+            return  # two were started, and the other came first
+        try:
+            while True:
+                try:
+                    return loop.run_forever()
+                except (SystemExit, KeyboardInterrupt):
+                    pass  # of a policy function or codec: its caller gets it too, and the others need the loop
+        finally:
+            self._turning.release()
 
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if engine._sync_session not in self._sessions:  # there is none, or it is of the parent process
@@ -208,15 +225,15 @@ class Portal:
         """Close all connections, at the end of the process."""
         with self._lock:
             self._over = True
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
+        if self._loop is None or not self._turning.locked():
             return
         try:
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(GRACE)
         except TimeoutError:
             return  # the thread ends with the process, and what waits for it
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._turning:
+            self._loop.close()
 
     async def _stop(self) -> None:
         if self._tasks:
@@ -231,6 +248,13 @@ def _settle(answer: Future[Answer], task: asyncio.Task[Answer]) -> None:
             answer.set_result(task.result())
         except BaseException as error:
             answer.set_exception(error)
+
+
+def _withdraw(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], answer: Future[Any]) -> None:
+    """End a call whose thread was interrupted."""
+    if answer.cancelled():
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(task.cancel)
 
 
 _portal = Portal()

@@ -47,12 +47,17 @@ from aiodigest.wire import identity
 Fields = Sequence[bytes | int]
 
 
+async def _scan(server: Link, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:
+    """One page of a server's keys, only those of a namespace, and where the next page begins."""
+    page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
+    return cast("tuple[bytes, list[bytes]]", page)
+
+
 async def _erase(server: Link, namespace: str) -> int:
     """Drop all keys of a namespace that a server has; how many there were."""
     cursor, erased = b"", 0
     while cursor != b"0":
-        page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
-        cursor, keys = cast("tuple[bytes, list[bytes]]", page)
+        cursor, keys = await _scan(server, namespace, cursor)
         groups: dict[bytes, list[bytes]] = {}
         for key in keys:
             tag, _, name = key.partition(b"}")
@@ -280,6 +285,11 @@ class RedisBackend(Relocation, Backend):
     async def erase(self) -> int:
         link = await self._connected()
         return sum([await _erase(server, self.namespace) for server in link.primaries])
+
+    async def try_erase(self) -> None:
+        link = await self._connected()
+        for server in link.primaries:
+            await _scan(server, self.namespace, b"")
 
     # Dead letters
 

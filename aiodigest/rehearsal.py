@@ -36,13 +36,8 @@ class Rehearsal:
 
     @property
     def main(self) -> asyncio.Future[None]:
-        """There is no background task that might end; nor a loop, for who asks from where none runs."""
-        try:
-            return (self.loop or asyncio.get_running_loop()).create_future()
-        except RuntimeError:
-            none = asyncio.new_event_loop()
-            none.close()
-            return none.create_future()
+        """There is no background task that might end."""
+        return asyncio.get_running_loop().create_future()
 
     @property
     def activity(self) -> Activity:
@@ -87,14 +82,15 @@ class Adds(Sync[T]):
         super().__init__(engine)
         self._loop = loop
 
-    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            if self._loop is None:
-                return asyncio.run(work())
-            return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
-        return super()._run(name, work)  # which says what is wrong
+    def _carry_out(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        if self._loop is None:
+            return asyncio.run(work())
+        if not self._loop.is_running():
+            raise ConfigurationError(
+                "engine.sync can add to a TestEngine with server=True only while its event loop runs, which it does "
+                "not: use the TestEngine in memory, without server=True"
+            )
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
 
 @asynccontextmanager

@@ -37,6 +37,8 @@ class Entered(Protocol):
     @property
     def main(self) -> asyncio.Future[None]: ...
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None: ...  # the only one in which it can be used
+    @property
     def is_here(self) -> bool: ...
     @property
     def is_over(self) -> bool: ...
@@ -85,6 +87,11 @@ class Session:
         self._home = (os.getpid(), asyncio.get_running_loop())
         self.main = asyncio.create_task(self._run(), name="aiodigest")
         self.main.add_done_callback(self._ended)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that it belongs to."""
+        return self._home[1]
 
     @property
     def is_here(self) -> bool:

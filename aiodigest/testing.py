@@ -34,7 +34,8 @@ class TestEngine(Generic[T]):
     Inside ``async with TestEngine(mail) as t:`` (or ``with``, which needs no event loop) your own engine is entered,
     and never connects to its URL. It keeps its callback, policy, value type, codec, retries, bounds and observers. The
     app under test may enter it once more, to no effect but that ``delivering(callback)`` names a callback. Nothing is
-    delivered until ``advance``. After leaving, the engine is as it was before, and the test's records are gone.
+    delivered until ``advance``. After leaving, the engine is as it was before, and the test's records are gone;
+    ``delivered`` and ``attempts`` stay until this is entered again, which begins a test anew.
 
     In memory an engine serves any event loop, one thread at a time. There is no consumer backoff mode, and no lease
     ends. What callbacks await takes real time, in which the test's clock stands still; the engine's
@@ -195,6 +196,7 @@ class TestEngine(Generic[T]):
         engine = self._engine
         self._before = engine._session, engine._callback, engine._observers, engine._added
         self._session = session
+        self.delivered, self.attempts = [], []
         if self._shared is None:
             self._clock.ms = system_ms() if self._start is None else microseconds(self._start) // 1000
         self._clock.tests.append(self)
@@ -206,6 +208,8 @@ class TestEngine(Generic[T]):
         engine._sync = engine._rehearse = self._session = None
         engine._session, engine._callback, engine._observers, engine._added = self._before
         self._clock.tests.remove(self)
+        self._failures.clear()
+        self._paused_ms = 0
 
     @contextmanager
     def _delivering_to(self, callback: Callback[T]) -> Generator[None]:
@@ -304,10 +308,24 @@ class _Clock:
         finally:
             self._moves = False
 
+    async def _claimed(self, now: int) -> Sequence[tuple[TestEngine[Any], Lease]]:
+        """What all tests have to deliver; who is cancelled meanwhile gives it back, since no lease ends."""
+
+        async def claim() -> list[tuple[TestEngine[Any], Lease]]:
+            return [(test, lease) for test in self.tests for lease in await test._claim(now)]
+
+        claiming = asyncio.create_task(claim())
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            for test, lease in await claiming:
+                await (await test._store()).release(SHARD, [lease], started=False)
+            raise
+
     async def _deliver(self, most: int) -> None:
         """Deliver all that is due now, what that makes due too; at most about ``most`` digests."""
         now, count = self.ms, 0
-        while batch := [(test, lease) for test in self.tests for lease in await test._claim(now)]:
+        while batch := await self._claimed(now):
             try:
                 async with asyncio.TaskGroup() as group:
                     for test, lease in batch:

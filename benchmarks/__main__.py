@@ -10,7 +10,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
-from benchmarks import adding, backlog, costs, delivering, importing, overload, scaling, telemetry, waiting
+from benchmarks import adding, backlog, blocking, costs, delivering, importing, overload, scaling, telemetry, waiting
 from benchmarks.peers.environments import Peers
 from benchmarks.programs import in_short
 from benchmarks.report import Report, Row, machine
@@ -35,6 +35,7 @@ ONCE: Mapping[str, Compare] = {
     "one": overload.one_timeline,
     "idle": waiting.idleness,
     "import": importing.compare,
+    "sync": blocking.compare,
     "telemetry": telemetry.compare,
     "scaling": scaling.compare,
 }

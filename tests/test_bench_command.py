@@ -64,7 +64,6 @@ def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_le
     assert figures.pop("server").startswith(("Valkey ", "Redis "))
     assert all(figure > 0 for figure in figures.values())
     assert figures["latency"] <= figures["latency_p99"]
-    assert figures["adds_by_tasks"] > 1 / figures["add"]  # coalesced
     with own.client() as client:
         assert client.keys() == []
 
@@ -108,6 +107,23 @@ def test_a_user_who_could_not_remove_what_was_written_is_refused_before_anything
     assert "scan" in errors
     with own.client() as client:
         assert client.keys() == []
+
+
+def test_all_keys_of_the_server_are_looked_through_once_and_that_at_the_end(own: Server, command: Command) -> None:
+    with own.client() as client:
+        client.mset({f"another:{number}": "" for number in range(50_000)})
+        assert command("bench", "--url", all_may(own.url), "--seconds", "1")[0] == 0
+        bench = scans(client)
+        assert len(list(client.scan_iter(count=1000))) == 50_000
+        once = scans(client) - bench
+        assert once > 20
+        assert bench < 1.5 * once
+
+
+def scans(client: Any) -> int:
+    """How often the server was asked for a page of its keys."""
+    calls: int = client.info("commandstats")["cmdstat_scan"]["calls"]
+    return calls
 
 
 def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path, command: Command) -> None:
@@ -178,3 +194,17 @@ async def test_a_store_in_memory_is_erased_too() -> None:
         await engine.add("k", 1)
         assert await engine.erase() == 1
         assert await engine.peek("k") is None
+
+
+def test_a_server_that_becomes_full_meanwhile_is_one_line(own: Server, tmp_path: Path) -> None:
+    with running(tmp_path, "bench", "--url", all_may(own.url), "--seconds", "30") as process, own.client() as client:
+        until(lambda: client.dbsize() > 10, "something is written")
+        client.config_set("maxmemory", "1mb")
+        assert process.end() == 69
+        assert process.errors.count(b"\n") == 2, "what it does, and why it does not go on"
+        assert client.keys() == []
+
+
+def test_without_standard_streams_it_ends_as_one_that_could_not_tell_its_figures(own: Server, tmp_path: Path) -> None:
+    command = f'exec "{sys.executable}" -m aiodigest bench --seconds 1 --url "{all_may(own.url)}" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], env=environment(tmp_path), timeout=DEADLINE).returncode == 1

@@ -370,9 +370,9 @@ scene("letter")(partial(looking, lambda backend, letter: backend.letter(letter))
 
 
 async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
-    """Of what every user may see; figures are others at each look."""
-    names = [finding.name for finding in await findings]
-    return [name for name in names if name in ("version", "shards", "namespace", "overdue", "dead letters")]
+    """Of what every user may see; values are others at each look."""
+    checks = [finding.check for finding in await findings]
+    return [check for check in checks if check in ("version", "shards", "namespace", "overdue", "dead letters")]
 
 
 @scene("erase")

@@ -411,3 +411,16 @@ def test_a_service_that_is_none_is_one_line(
     assert (code, output) == (expected, "")
     [line] = error.splitlines()
     assert told in line
+
+
+@pytest.mark.parametrize("arguments", ["stats", "doctor --json", "top", "--help"])
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: str) -> None:
+    named = "" if arguments == "--help" else "--namespace mail"
+    command = f'exec "{sys.executable}" -m aiodigest {arguments} {named} >/dev/full'
+    done = subprocess.run(["sh", "-c", command], env=environment(tmp_path), capture_output=True, timeout=30)
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[-1]
+        == b"aiodigest: standard output cannot be written: [Errno 28] No space left on device"
+    )
+    assert b"Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import json
 import os
 import re
@@ -19,11 +20,22 @@ from typing import Any
 import httpx2
 import pytest
 from engines import Inbox, WatchedBackend, engine_on, forever, now, settle, virtual_time
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, WebSocket
 from servers import Server, running_server
 from userland import DEADLINE, Program, data_folder, running
 
-from aiodigest import JSON, BackendUnavailable, ConfigurationError, Digest, DigestEngine, InvalidArgument
+from aiodigest import (
+    JSON,
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Entry,
+    InvalidArgument,
+    LimitExceeded,
+    PartialAdd,
+)
 from aiodigest.integrations.fastapi import answer_unavailable, dependency, health_router
 from aiodigest.integrations.starlette import health_routes
 from aiodigest.session import Session
@@ -266,10 +278,68 @@ async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_
     assert [(line.levelname, line.getMessage()) for line in caplog.records] == [("WARNING", f"POST /ann: {reason}")]
 
 
-async def test_the_answer_is_for_nothing_else() -> None:
+@pytest.mark.parametrize(
+    ("results", "stored"),
+    [
+        ([BackendUnavailable("away"), BackendUnavailable("away")], "no"),
+        ([BackendUnavailable("away"), BackendUnavailable("reset", record_id="1", stored="unknown")], "unknown"),
+        ([True, BackendUnavailable("away")], "unknown"),  # of all that was asked for, some is
+    ],
+)
+async def test_entries_that_found_no_server_are_answered_as_one_would_be(
+    results: list[bool | AiodigestError], stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = FastAPI()
+    app.add_exception_handler(PartialAdd, answer_unavailable)
+
+    @app.post("/")
+    async def add() -> None:
+        raise PartialAdd(results)
+
+    async with client_of(app) as client:
+        answer = await client.post("/")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json() == {
+        "detail": "the service is unavailable at the moment: come again later",
+        "stored": stored,
+        "record_id": None,
+    }
+    [line] = caplog.records
+    assert line.getMessage().startswith("POST /: ")
+
+
+@virtual_time
+async def test_add_many_that_finds_no_server_is_answered_503() -> None:
+    backend = WatchedBackend()
+    engine = engine_on(backend)
+    app = app_of(engine)
+    app.add_exception_handler(PartialAdd, answer_unavailable)
+
+    @app.put("/{key}")
+    async def add_many(key: str) -> None:
+        await engine.add_many([Entry(key, 1), Entry(key, 2)])
+
+    async with engine, client_of(app) as client:
+        backend.take_down("add")
+        answer = await client.put("/ann")
+    assert (answer.status_code, answer.json()["stored"]) == (503, "no")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("ann"), PartialAdd([BackendUnavailable("away"), LimitExceeded("too large")])]
+)
+async def test_the_answer_is_for_nothing_else(error: Exception) -> None:
     request: Any = None
-    with pytest.raises(KeyError):
-        await answer_unavailable(request, KeyError("ann"))
+    with pytest.raises(type(error)) as raised:
+        await answer_unavailable(request, error)
+    assert raised.value is error
+
+
+async def test_a_websocket_hears_of_the_error_itself() -> None:
+    whole: Any = None
+    request: Any = WebSocket({"type": "websocket"}, whole, whole)
+    with pytest.raises(BackendUnavailable):
+        await answer_unavailable(request, BackendUnavailable("away"))
 
 
 # Lifespans
@@ -320,6 +390,36 @@ def test_without_the_extra_the_import_names_it(module: str, missing: str, monkey
     monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}")
     with pytest.raises(ConfigurationError, match=r"pip install 'aiodigest\[fastapi\]'"):
         importlib.import_module(f"aiodigest.integrations.{module}")
+
+
+@pytest.mark.parametrize(
+    ("module", "library"),
+    [("fastapi", "fastapi"), ("starlette", "starlette.requests"), ("opentelemetry", "opentelemetry.metrics")],
+)
+def test_what_a_library_itself_lacks_is_not_mended_by_the_extra(
+    module: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == library:
+                raise ModuleNotFoundError("No module named 'of_the_library'", name="of_the_library")
+
+    for name in [name for name in sys.modules if name == library or name.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match="of_the_library"):
+        importlib.import_module(f"aiodigest.integrations.{module}")
+
+
+@pytest.mark.parametrize("module", ["fastapi", "opentelemetry", "starlette"])
+def test_all_that_is_public_in_an_integration_is_named_and_nothing_else(module: str) -> None:
+    names = importlib.import_module(f"aiodigest.integrations.{module}")
+    made = {
+        name for name, value in vars(names).items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == names.__name__
+    }  # fmt: skip
+    assert made == set(names.__all__)
 
 
 # Servers

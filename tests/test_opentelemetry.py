@@ -25,7 +25,14 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import (
+    INVALID_SPAN_CONTEXT,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    use_span,
+)
 from prometheus_client import CollectorRegistry
 from servers import Server
 from userland import ROOT, data_folder, environment
@@ -618,7 +625,7 @@ async def deliver_one(
     async with engine:
         for number in range(adds):
             with traced.tracer.start_as_current_span(f"add {number}"):
-                await engine.add(KEY, number)
+                await engine.add(KEY, number, record_id=str(number))
     with traced.tracer.start_as_current_span("entered here"):
         async with engine.delivering(inbox):
             await inbox.outcome()
@@ -644,32 +651,70 @@ async def test_a_delivery_begins_a_trace_of_its_own_and_what_its_callback_does_i
     assert child.parent.span_id == span.context.span_id
 
 
+async def rewording(digest: Digest[JSON]) -> None:
+    """A callback that has errors of its own for what went wrong, as when it was out of time."""
+    try:
+        await forever(digest)
+    except asyncio.CancelledError:
+        raise ConnectionResetError from None
+
+
+SIGNAL = "aiodigest.errors"
+LATE = "no outcome within 0.05 s"
+AWAY = "OSError: mail server away"
+
+
 @pytest.mark.parametrize(
-    ("reply", "outcome", "kind", "told"),
+    ("reply", "attempts", "outcome", "kind", "told"),
     [
-        (None, "delivered", None, None),
-        (RetryAfter(60), "deferred", None, None),
-        (Reject("no"), "rejected", None, None),
-        (PartialFailure({}), "delivered", None, None),
-        (OSError("mail server away"), "failed", "OSError", "OSError: mail server away"),
-        (asyncio.CancelledError(), "failed", "asyncio.exceptions.CancelledError", "CancelledError:"),
-        (forever, "timeout", "TimeoutError", "no outcome within 0.05 s"),
+        (None, 2, "delivered", None, None),
+        (None, 1, "delivered", None, None),
+        (RetryAfter(60), 2, "deferred", None, None),
+        (RetryAfter(60), 1, "deferred", None, None),
+        (RetryAfter(-1), 2, "failed", f"{SIGNAL}.RetryAfter", "the delay of RetryAfter must be"),
+        (Reject("no"), 2, "rejected", None, None),
+        (Reject("no"), 1, "rejected", None, None),
+        (PartialFailure({}), 2, "delivered", None, None),
+        (PartialFailure({"1": "no"}), 2, "partial", None, None),
+        (PartialFailure({"1": "no"}), 1, "buried", f"{SIGNAL}.PartialFailure", "1: no"),
+        (PartialFailure({"0": "no", "1": "no"}), 2, "failed", f"{SIGNAL}.PartialFailure", "0: no; 1: no"),
+        (PartialFailure({"2": "no"}), 2, "failed", f"{SIGNAL}.PartialFailure", "PartialFailure names '2', no record"),
+        (OSError("mail server away"), 2, "failed", "OSError", AWAY),
+        (OSError("mail server away"), 1, "buried", "OSError", AWAY),
+        (SystemExit(1), 2, "failed", "SystemExit", "SystemExit: 1"),
+        (asyncio.CancelledError(), 2, "failed", "asyncio.exceptions.CancelledError", "CancelledError:"),
+        (TimeoutError("of its own"), 2, "failed", "TimeoutError", "TimeoutError: of its own"),
+        (forever, 2, "timeout", "TimeoutError", LATE),
+        (forever, 1, "buried", "TimeoutError", LATE),
+        (rewording, 2, "timeout", "ConnectionResetError", LATE),
     ],
 )
-async def test_a_span_says_how_its_callback_ended_and_only_a_failure_is_an_error(
-    reply: Any, outcome: str, kind: str | None, told: str | None, traced: Traced
+async def test_a_span_says_what_observers_are_told_and_only_a_failure_is_an_error(
+    reply: Any, attempts: int, outcome: str, kind: str | None, told: str | None, traced: Traced
 ) -> None:
-    span, _ = await deliver_one(traced, reply, options={"delivery_timeout": 0.05})
+    options = {"delivery_timeout": 0.05, "retry": RetryPolicy(max_attempts=attempts)}
+    span, inbox = await deliver_one(traced, reply, options=options, adds=2)
     facts = facts_of(span)
-    assert facts["aiodigest.outcome"] == outcome
+    assert facts["aiodigest.outcome"] == inbox.seen[0].result == outcome
     assert facts.get("error.type") == kind
     if told is None:
         assert span.status.status_code is StatusCode.UNSET
         assert not span.events
     else:
         assert span.status.status_code is StatusCode.ERROR
-        assert span.status.description == told
+        assert told in (span.status.description or "")
         assert [(event.attributes or {})["exception.type"] for event in span.events] == [kind]
+
+
+async def test_a_span_has_ended_before_the_store_answers(traced: Traced) -> None:
+    engine = engine_on(WatchedBackend(), policy=policy())
+    inbox = Inbox(lambda digest: engine.delete(digest.key))
+    instrument(engine, tracer_provider=traced.provider)
+    engine.observe(inbox.observe)
+    async with engine.delivering(inbox):
+        await engine.add(KEY, 1)
+        assert (await inbox.outcome()).result == "deleted"
+    assert facts_of(traced.spans()[0])["aiodigest.outcome"] == "delivered"
 
 
 async def test_an_error_without_a_text_ends_its_span_too(traced: Traced) -> None:
@@ -736,4 +781,21 @@ async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "delivered"
-    assert "a span of a delivery could not be" in caplog.text
+    [line] = [line for line in caplog.records if line.getMessage().startswith("a span of a delivery could not be")]
+    fields = {"timeline": KEY, "digest_id": inbox.digests[0].id, "attempt": 1}
+    assert vars(line).items() >= fields.items()
+
+
+async def test_a_span_that_cannot_be_read_keeps_no_record_from_being_stored(
+    traced: Traced, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(NonRecordingSpan):
+        def get_span_context(self) -> SpanContext:
+            raise RuntimeError("the tracer is broken")
+
+    engine = engine_on(WatchedBackend(), policy=policy())
+    instrument(engine, tracer_provider=traced.provider)
+    async with engine:
+        with use_span(Broken(INVALID_SPAN_CONTEXT)):
+            assert await engine.add(KEY, 1)
+    assert [line.getMessage() for line in caplog.records] == ["the current span cannot be read"]

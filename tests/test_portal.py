@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -288,6 +288,62 @@ def test_a_thread_that_cannot_be_started_is_told_as_an_outage(
             engine.sync.add("k", 1)
     assert engine.sync.add("k", 1)
     fresh.end()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(asyncio, "new_event_loop"), (threading.Thread, "start"), (threading.Event, "wait")]
+)
+def test_a_signal_handler_may_add_while_the_thread_is_started(
+    owner: Any, name: str, server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aiodigest import portal
+
+    def add(number: int, frame: object) -> None:
+        answers.append(engine.sync.add("k", 1, record_id="of the handler"))
+
+    def interrupted(*args: Any) -> Any:
+        patch.undo()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return of_python(*args)
+
+    of_python, answers = getattr(owner, name), list[bool]()
+    fresh = portal.Portal()
+    monkeypatch.setattr(portal, "_portal", fresh)
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int)
+    before = signal.signal(signal.SIGUSR1, add)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            answers.append(engine.sync.add("k", 1, record_id="of the thread"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert answers == [True, False]
+    assert stored(server.url, namespace) == ["of the handler", "of the thread"]
+    fresh.end()
+    assert fresh._loop is not None
+    assert fresh._loop.is_closed(), "the end has found the thread"
+
+
+def test_an_add_that_is_interrupted_when_the_loop_is_closed_says_nothing_of_it(
+    engine: DigestEngine[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    from aiodigest import portal
+
+    async def end() -> bool:
+        asyncio.get_running_loop().stop()  # before the thread that waits is told
+        stopped.set()
+        return True
+
+    fresh: Any = portal.Portal()
+    stopped = threading.Event()
+    fresh._sessions.add(engine._sync_session)  # as if it had one
+    answer: Future[bool] = Future()
+    assert fresh._submit(answer, engine, end)
+    assert stopped.wait(DEADLINE)
+    with fresh._turning:  # when the thread has ended
+        fresh._loop.close()
+    assert answer.cancel()
+    assert caplog.records == []
 
 
 def test_an_embedded_server_serves_threads_as_well(folder: Path) -> None:

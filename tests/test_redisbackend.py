@@ -412,9 +412,10 @@ async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_
                 await call
 
 
-async def test_a_newer_schema_is_refused(server: Server, namespace: str) -> None:
+@pytest.mark.parametrize("layout", ["2:1:1", "1:0:1", "1:1025:1", f"1:{'9' * 5_000}:1", "1:1", "1:1:1:1", "x"])
+async def test_a_layout_that_is_not_known_is_refused(server: Server, namespace: str, layout: str) -> None:
     with server.client() as client:
-        client.hset(f"{{{namespace}}}:layout", "version", "2:1:1")
+        client.hset(f"{{{namespace}}}:layout", "version", layout)
     with pytest.raises(ConfigurationError, match="schema 1"):
         async with connected(server.url, namespace):
             pass

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ import httpx2
 import pytest
 from commandline import DEADLINE, Command, Running, aiodigest, environment, in_process, no_process_is_left, running
 from engines import WatchedBackend, engine_on
+from prometheus_client import Metric
 from servers import free_port
+from starlette.requests import Request
 
 from aiodigest import DigestEngine
-from aiodigest.commands.http import Address, address, listening, named, serving
+from aiodigest.commands.http import Address, _Metrics, address, check_extra, listening, named, serving
 
 LOCAL = "127.0.0.1:0"
 SERVICE = """
@@ -226,7 +229,31 @@ def test_an_address_that_is_none_is_one_line(text: str, command: Command) -> Non
     assert f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses" in line
 
 
-@pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1"])
+async def test_all_who_ask_for_metrics_at_once_are_told_the_same() -> None:
+    began, ends = threading.Event(), threading.Event()
+
+    class Registry:
+        asked = 0
+
+        def collect(self) -> list[Metric]:
+            self.asked += 1
+            began.set()
+            ends.wait(DEADLINE)
+            return [Metric("late", "How late", "gauge")]
+
+    registry = Registry()
+    metrics = _Metrics(registry)
+    request = Request({"type": "http", "headers": []})
+    asking = [asyncio.create_task(metrics.answer(request)) for _ in range(20)]
+    await asyncio.to_thread(began.wait, DEADLINE)
+    ends.set()
+    assert all(b"late gauge" in answer.body for answer in await asyncio.gather(*asking))
+    assert registry.asked == 1
+    await metrics.answer(request)
+    assert registry.asked == 2
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1", "a..b", "a" * 64])
 def test_an_address_of_another_machine_is_one_line(host: str, folder: Path, command: Command) -> None:
     code, output, error = command("run", "services:mail", "--http", f"{host}:9000")
     assert (code, output) == (2, "")
@@ -293,6 +320,15 @@ def test_without_its_extra_the_option_says_what_to_install(missing: str, folder:
     assert (done.returncode, done.stdout) == (2, b"")
     [line] = done.stderr.decode().splitlines()
     assert line.startswith("aiodigest: --http needs more: pip install 'aiodigest[http]' (")
+
+
+def test_what_a_library_of_the_extra_itself_lacks_is_not_mended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'of_the_library'", name="of_the_library")
+
+    monkeypatch.setattr("aiodigest.commands.http.import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="of_the_library"):
+        check_extra()
 
 
 async def test_a_collection_that_waits_for_the_server_keeps_nobody_waiting() -> None:

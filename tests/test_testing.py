@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -26,7 +24,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from servers import Server, free_port, server_binary
 from starlette.testclient import TestClient
-from userland import ROOT, data_folder, environment
+from userland import DEADLINE
 
 from aiodigest import (
     JSON,
@@ -109,7 +107,7 @@ async def test_each_digest_is_delivered_at_its_own_due_time() -> None:
 async def test_nothing_is_delivered_until_the_test_says_so() -> None:
     async with rehearsing() as (mail, t, callback):
         await mail.add("a", 1)
-        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody is there who might"
         assert callback.came == []
         assert (await mail.stats()).ready == 1
         await t.advance()
@@ -283,6 +281,22 @@ async def test_outside_of_it_there_is_no_time() -> None:
             await t.advance()
         async with t:
             await t.advance(minutes=5)
+
+
+async def test_a_test_engine_that_is_entered_again_begins_anew() -> None:
+    mail = engine()
+    t = TestEngine(mail, start=START)
+    for _ in range(2):
+        async with t:
+            assert (t.now, t.delivered, t.attempts) == (START, [], [])
+            await mail.add("a", 1)
+            await t.advance()
+            assert (len(t.delivered), len(t.attempts)) == (1, 1)
+            await mail.add("b", 2)
+            t.fail_next(RetryAfter(600, pause=True))
+            t.fail_next(OSError(), times=5)
+            await t.advance()
+        assert (len(t.delivered), len(t.attempts)) == (1, 2), "they can be read when it was left"
 
 
 # Outcomes
@@ -597,17 +611,50 @@ def test_adds_of_a_program_without_an_event_loop_go_to_the_test() -> None:
     assert values(t.delivered) == [[1]]
 
 
-def test_metrics_are_collected_in_a_test_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_adds_of_a_program_on_a_server_are_refused_while_the_loop_of_the_test_does_not_run() -> None:
+    mail = engine()
+    t = TestEngine(mail, server=True)
+    with ThreadPoolExecutor() as pool, asyncio.Runner() as runner:
+        runner.run(t.__aenter__())  # as in a fixture of a test that is not async
+        try:
+            with pytest.raises(ConfigurationError, match="use the TestEngine in memory"):
+                pool.submit(mail.sync.add, "a", 1).result(DEADLINE)
+        finally:
+            runner.run(t.__aexit__(None, None, None))
+
+
+def test_errors_of_adds_of_a_program_tell_of_nothing_else() -> None:
+    mail = engine()
+    with TestEngine(mail), pytest.raises(InvalidArgument) as raised:
+        mail.sync.add("", 1)
+    assert raised.value.__context__ is None
+
+
+def collected(reader: InMemoryMetricReader) -> set[str]:
+    data = reader.get_metrics_data()
+    assert data is not None
+    return {metric.name for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+
+
+def test_metrics_are_collected_in_a_test_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, mail = InMemoryMetricReader(), engine()
     instrument(mail, meter_provider=MeterProvider([reader]))
     with TestEngine(mail) as t:
         mail.sync.add("a", 1)
         asyncio.run(t.advance())
-        collected = reader.get_metrics_data()
-    assert collected is not None
-    metrics = collected.resource_metrics[0].scope_metrics[0].metrics
-    assert {"aiodigest.deliveries", "aiodigest.adds"} <= {metric.name for metric in metrics}
+        with monkeypatch.context() as patch:
+            patch.delattr(asyncio, "new_event_loop")  # there is no need of one
+            found = collected(reader)
+    assert {"aiodigest.deliveries", "aiodigest.adds"} <= found
+    assert "aiodigest.timelines" not in found
     assert caplog.records == []
+
+
+async def test_metrics_of_a_test_on_a_server_know_its_timelines() -> None:
+    reader, mail = InMemoryMetricReader(), engine()
+    instrument(mail, meter_provider=MeterProvider([reader]))
+    async with TestEngine(mail, server=True):
+        assert "aiodigest.timelines" in await asyncio.to_thread(collected, reader)
 
 
 # On a server
@@ -786,35 +833,17 @@ def test_a_worker_delivers_the_same_at_the_same_times(scenario: Scenario) -> Non
     work()
 
 
-# The page about it
-
-SCOPE = ["-o", "asyncio_default_fixture_loop_scope=function"]  # pytest-asyncio warns of what is to come without it
-
-
-def test_the_tests_on_the_page_pass() -> None:
-    page = ROOT / "docs" / "howto" / "test-your-callbacks.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) > 1
-    with data_folder() as folder:
-        for number, block in enumerate(blocks):
-            (folder / f"test_block_{number}.py").write_text(block)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "pytest_asyncio.plugin",
-                *SCOPE,
-                folder,
-            ],
-            cwd=folder,
-            env=environment(folder) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("server", [False, True])
+async def test_an_advance_may_be_cancelled_at_any_await_and_the_next_one_delivers_all(server: bool) -> None:
+    mail = DigestEngine[int]("redis://localhost:1/0", namespace="mail", value_type=int, policy=Policy(minimum_delay=0))
+    async with TestEngine(mail, server=server) as t:
+        for turn in range(30):
+            await mail.add(f"key {turn}", turn)
+            advancing = asyncio.create_task(t.advance(seconds=1))
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            advancing.cancel()
+            await asyncio.wait([advancing])
+        await t.advance(minutes=30)
+        assert (await mail.stats()).leased == 0
+        assert {digest.key for digest in t.delivered} == {f"key {turn}" for turn in range(30)}

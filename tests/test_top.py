@@ -169,6 +169,25 @@ async def test_of_many_timelines_the_work_for_a_look_is_bounded(
     assert seen.stats.ready == 5
 
 
+async def test_a_look_counts_once_and_is_healthy_or_not_by_what_it_shows(server: Server, namespace: str) -> None:
+    async with DigestEngine(server.url, namespace=namespace) as engine:
+        await engine.add("k", 1)
+        with server.client() as client:
+            client.zincrby(f"{{{namespace}}}:ready", -600_000, "k")
+            before = scripts_of(client)
+            seen = await look_at(engine)
+            assert scripts_of(client) - before == 3  # the counts, a page of what is ready, and an empty one
+    assert seen.stats is not None
+    assert seen.stats.overdue >= 600
+    assert seen.health == Health(False, seen.stats.health().reason, seen.stats.overdue)
+
+
+def scripts_of(client: Any) -> int:
+    """How many scripts the server has run."""
+    calls: int = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    return calls
+
+
 # Where there is no terminal
 
 

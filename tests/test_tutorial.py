@@ -7,33 +7,31 @@ ones, the delays of the first version of the app are shorter, and nothing is ins
 from __future__ import annotations
 
 import asyncio
-import re
 import shlex
 import signal
 import tomllib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
 import pytest
+from pages import blocks_of, commands_of, matches
 from servers import free_port, running_server
 from userland import DEADLINE, ROOT, data_folder, environment
 
 PAGE = ROOT / "docs" / "tutorial.md"
 SECONDS = "minimum_delay=10, increment_delay=1, maximum_delay=60"
-SHORTER = "minimum_delay=1.5, increment_delay=0.1, maximum_delay=60"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHORTER = "minimum_delay=5, increment_delay=0.1, maximum_delay=60"
 PREPARING = ("python3 -m venv ", ". .venv/bin/activate", "pip install ")
 
 
 class Page:
     """The blocks of the tutorial, taken one after another."""
 
-    def __init__(self, text: str) -> None:
-        self._blocks = [(block[1], block[2]) for block in BLOCK.finditer(text)]
-        assert 2 * len(self._blocks) == text.count("```")
+    def __init__(self, settle: Callable[[str], str]) -> None:
+        self._blocks = [(block.language, settle(block.text)) for block in blocks_of(PAGE)]
 
     def code(self) -> str:
         """The next block, which is Python."""
@@ -45,8 +43,7 @@ class Page:
 
     def commands(self) -> list[tuple[str, str]]:
         """The next block, which is commands: each with what it shows."""
-        _, *commands = re.split(r"^\$ ", self._next("console"), flags=re.MULTILINE)
-        return [(command, shown) for command, _, shown in (told.partition("\n") for told in commands)]
+        return list(commands_of(self._next("console")))
 
     def command(self) -> tuple[str, str]:
         """The next block, which is a single command."""
@@ -73,7 +70,7 @@ class Terminal:
     async def shows(self, lines: str) -> Self:
         """Wait until it has shown these lines, in this order, perhaps with others between them."""
         for line in lines.splitlines():
-            while line != "..." and not re.fullmatch(pattern(line), await self._line(line)):
+            while line != "..." and not matches(await self._line(line), line):
                 pass
         return self
 
@@ -92,7 +89,7 @@ class Terminal:
             line = ""
         assert line, f"no line {wanted!r} follows these:\n" + "\n".join(self._lines)
         self._lines.append(line.rstrip("\n"))
-        return plain(line)
+        return line
 
 
 class Reader:
@@ -119,7 +116,7 @@ class Reader:
         """Run a command to its end; it must show exactly what it is said to show."""
         process = await self._run(command[0])
         told = await ended(process)
-        assert re.fullmatch(pattern(command[1]), plain(told)), f"{command[0]}\n{told}"
+        assert matches(told, command[1]), f"{command[0]}\n{told}"
 
     async def _run(self, command: str) -> asyncio.subprocess.Process:
         variables = environment(self._folder) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a reader has none
@@ -146,18 +143,6 @@ async def ended(process: asyncio.subprocess.Process) -> str:
     return told.decode()
 
 
-def plain(text: str) -> str:
-    """Lines without what a terminal does not show: the spaces at their ends, and how wide a column is."""
-    return "\n".join(" ".join(line.split()) for line in text.splitlines())
-
-
-def pattern(text: str) -> str:
-    """What matches a text of the page: ``...`` stands for anything in a line, alone in a line for any lines."""
-    escaped = re.escape(plain(text))
-    lines = re.sub(r"^\\\.\\\.\\\.(\n|\Z)", r"[\\s\\S]*", escaped.replace("\\\n", "\n"), flags=re.MULTILINE)
-    return lines.replace(r"\.\.\.", ".*")
-
-
 @pytest.fixture
 def home() -> Iterator[Path]:
     with data_folder() as folder:
@@ -168,10 +153,13 @@ def home() -> Iterator[Path]:
 def page() -> Iterator[Page]:
     """The tutorial, with ports that are free and a server that is there."""
     web, smtp = str(free_port()), str(free_port())
-    text = PAGE.read_text().replace("8025", smtp).replace("8000", web).replace(" app:app", f" --port {web} app:app")
-    assert text.count("redis://localhost:6379/0") == 2
+
+    def settled(text: str) -> str:
+        text = text.replace("8025", smtp).replace("8000", web).replace(" app:app", f" --port {web} app:app")
+        return text.replace("redis://localhost:6379/0", server.url)
+
     with running_server() as server:
-        yield Page(text.replace("redis://localhost:6379/0", server.url))
+        yield Page(settled)
 
 
 async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, home: Path) -> None:
@@ -242,7 +230,7 @@ def check_installed(command: str) -> None:
 
 
 def test_the_last_version_of_the_app_is_the_first_with_what_is_said_to_be_new() -> None:
-    blocks = [block[2] for block in BLOCK.finditer(PAGE.read_text()) if block[1] == "python"]
+    blocks = [block.text for block in blocks_of(PAGE) if block.language == "python"]
     first, callback, _, last = blocks[:4]
     values = first[first.index("class Comment") : first.index("    namespace=")]
     assert callback in last

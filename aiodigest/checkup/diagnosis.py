@@ -58,20 +58,21 @@ def check_version(facts: Facts) -> Iterator[Finding]:
     if compatible is None:
         return
     name = facts.info.get("server_name", "redis")
-    told = f"{name.capitalize()} {facts.info.get(f'{name}_version', facts.info['redis_version'])}"
+    message = f"{name.capitalize()} {facts.info.get(f'{name}_version', facts.info['redis_version'])}"
     version = int(compatible[1]), int(compatible[2])
+    remedy = "upgrade to Redis 7.2 or Valkey"
     if version < OLDEST:
-        yield Finding("version", "problem", f"{told}; 6.2 is the oldest that works", "upgrade to Redis 7.2 or Valkey")
+        yield Finding("version", "problem", f"{message}; 6.2 is the oldest that works", remedy)
     elif version < RECOMMENDED:
-        yield Finding("version", "note", f"{told} works; 7.2 or newer is recommended", "upgrade to Redis 7.2 or Valkey")
+        yield Finding("version", "note", f"{message} works; 7.2 or newer is recommended", remedy)
     else:
-        yield Finding("version", "ok", told)
+        yield Finding("version", "ok", message)
 
 
 def check_role(facts: Facts) -> Iterator[Finding]:
     if facts.info.get("role") == "slave":
-        mend = "give the URL of its primary, or redis+sentinel://, or redis+cluster://"
-        yield Finding("role", "problem", "it is a replica, and refuses every write", mend)
+        remedy = "give the URL of its primary, or redis+sentinel://, or redis+cluster://"
+        yield Finding("role", "problem", "it is a replica, and refuses every write", remedy)
 
 
 def check_eviction(facts: Facts) -> Iterator[Finding]:
@@ -81,15 +82,15 @@ def check_eviction(facts: Facts) -> Iterator[Finding]:
     if policy == "noeviction":
         yield Finding("eviction", "ok", "maxmemory-policy is noeviction: a full server refuses adds, and drops nothing")
         return
-    mend = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
+    remedy = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
     evicted = facts.number("evicted_keys") or 0
     so_far = f"; it has dropped {evicted:,} keys since it started" if evicted else ""
     if most:
         full = f"once {in_bytes(most)} are full, it drops keys, and stored records with them"
-        yield Finding("eviction", "problem", f"maxmemory-policy is {policy}: {full}{so_far}", mend)
+        yield Finding("eviction", "problem", f"maxmemory-policy is {policy}: {full}{so_far}", remedy)
     else:
-        told = f"maxmemory-policy is {policy}, which drops stored records as soon as a maxmemory is set{so_far}"
-        yield Finding("eviction", "note", told, mend)
+        message = f"maxmemory-policy is {policy}, which drops stored records as soon as a maxmemory is set{so_far}"
+        yield Finding("eviction", "note", message, remedy)
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
@@ -102,36 +103,36 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         return
     share = used / most
     level = "problem" if share >= FULL else "note" if share >= FILLING else "ok"
-    told = f"{in_bytes(used)} of the {in_bytes(most)} of maxmemory are used ({share:.0%})"
+    message = f"{in_bytes(used)} of the {in_bytes(most)} of maxmemory are used ({share:.0%})"
     if level == "ok":
-        yield Finding("memory", level, told)
+        yield Finding("memory", level, message)
     else:
-        mend = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
-        yield Finding("memory", level, f"{told}; when it is full, adds are refused", mend)
+        remedy = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
+        yield Finding("memory", level, f"{message}; when it is full, adds are refused", remedy)
 
 
 def check_persistence(facts: Facts) -> Iterator[Finding]:
     log, save, sync = (facts.info.get("aof_enabled"), facts.settings.get("save"), facts.settings.get("appendfsync"))
-    mend = f"CONFIG SET appendonly yes{IN_FILE}"
+    remedy = f"CONFIG SET appendonly yes{IN_FILE}"
     always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
     match log, save, sync:
         case "0", "", _:
-            told = "there is no append-only file and no snapshot: all records are lost when the server restarts"
-            yield Finding("persistence", "problem", told, mend)
+            message = "there is no append-only file and no snapshot: all records are lost when the server restarts"
+            yield Finding("persistence", "problem", message, remedy)
         case "0", str(), _:
             changes = facts.number("rdb_changes_since_last_save") or 0
-            told = f"there are only snapshots (save {save}): what came since the last one ({changes:,} changes now)"
-            yield Finding("persistence", "note", f"{told} is lost if the server is killed", mend)
+            message = f"there are only snapshots (save {save}): what came since the last one ({changes:,} changes now)"
+            yield Finding("persistence", "note", f"{message} is lost if the server is killed", remedy)
         case "0", None, _:
-            yield Finding("persistence", "note", "there is no append-only file; whether it saves was not told", mend)
+            yield Finding("persistence", "note", "there is no append-only file; whether it saves was not told", remedy)
         case "1", _, "always":
             yield Finding("persistence", "ok", "append-only file, appendfsync always: on the disk before the answer")
         case "1", _, "everysec":
-            told = "append-only file, appendfsync everysec: a power cut may lose a second of what was stored"
-            yield Finding("persistence", "note", told, always)
+            message = "append-only file, appendfsync everysec: a power cut may lose a second of what was stored"
+            yield Finding("persistence", "note", message, always)
         case "1", _, str():
-            told = f"append-only file, appendfsync {sync}: a power cut may lose all that the system has not written yet"
-            yield Finding("persistence", "note", f"{told}, half a minute or more", always)
+            message = f"append-only file, appendfsync {sync}: a power cut may lose all that the system has not written"
+            yield Finding("persistence", "note", f"{message} yet, half a minute or more", always)
         case "1", _, None:
             yield Finding("persistence", "ok", "append-only file; how often it is synced was not told")
         case _:
@@ -144,9 +145,9 @@ def check_saves(facts: Facts) -> Iterator[Finding]:
         "aof_last_bgrewrite_status": "the last rewrite of its append-only file failed, so the file goes on growing",
         "rdb_last_bgsave_status": "its last snapshot failed; by default it refuses writes from then on",
     }
-    for name, told in failures.items():
+    for name, message in failures.items():
         if facts.info.get(name) == "err":
-            yield Finding("disk", "problem", told, LOG)
+            yield Finding("disk", "problem", message, LOG)
 
 
 def check_replicas(facts: Facts) -> Iterator[Finding]:
@@ -154,23 +155,24 @@ def check_replicas(facts: Facts) -> Iterator[Finding]:
         return
     online = sum(bool(re.fullmatch(r"slave\d+", name)) and "state=online" in at for name, at in facts.info.items())
     least, good = int(facts.settings.get("min-replicas-to-write") or 0), facts.number("min_slaves_good_slaves")
-    told = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
+    message = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
     if least and good is not None and good < least:
-        mend = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}"
+        remedy = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}"
         few = f"{good} of the {least} that min-replicas-to-write wants: it refuses writes"
-        yield Finding("replicas", "problem", few, mend)
+        yield Finding("replicas", "problem", few, remedy)
     elif online < facts.wait_replicas:
-        mend = "bring replicas back, or give the engine a smaller wait_replicas"
-        yield Finding("replicas", "problem", f"{told}, and wait_replicas={facts.wait_replicas}: every add fails", mend)
+        remedy = "bring replicas back, or give the engine a smaller wait_replicas"
+        message += f", and wait_replicas={facts.wait_replicas}: every add fails"
+        yield Finding("replicas", "problem", message, remedy)
     elif not online:
-        mend = "add a replica, and redis+sentinel:// or a cluster to fail over to it (docs/scaling.md)"
-        yield Finding("replicas", "note", "there is no replica: while this server is away, so is the namespace", mend)
+        remedy = "add a replica, and redis+sentinel:// or a cluster to fail over to it (docs/scaling.md)"
+        yield Finding("replicas", "note", "there is no replica: while this server is away, so is the namespace", remedy)
     elif not least and "min-replicas-to-write" in facts.settings:
-        mend = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
+        remedy = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
         lost = "min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"
-        yield Finding("replicas", "note", f"{told}; {lost}", mend)
+        yield Finding("replicas", "note", f"{message}; {lost}", remedy)
     else:
-        yield Finding("replicas", "ok", told)
+        yield Finding("replicas", "ok", message)
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
@@ -178,24 +180,24 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
         return
     apart = abs(facts.offset)
     level = "problem" if apart > FAR_OFFSET else "note" if apart > OFFSET else "ok"
-    told = f"the server's is {in_time(apart)} {'ahead of' if facts.offset > 0 else 'behind'} this machine's"
+    message = f"the server's is {in_time(apart)} {'ahead of' if facts.offset > 0 else 'behind'} this machine's"
     if level == "ok":
-        yield Finding("clock", level, told, figure=facts.offset)
+        yield Finding("clock", level, message, value=facts.offset)
     else:
-        told += ": delays go by the server's, and timestamps that producers give by theirs"
-        yield Finding("clock", level, told, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
+        message += ": delays go by the server's, and timestamps that producers give by theirs"
+        yield Finding("clock", level, message, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
 
 
 def check_round_trip(facts: Facts) -> Iterator[Finding]:
     if not facts.trips:
         return
     trip = median(facts.trips)
-    told = f"{in_time(trip)} (median of {len(facts.trips)})"
+    message = f"{in_time(trip)} (median of {len(facts.trips)})"
     if trip > SLOW_TRIP:
-        mend = "run workers and producers close to the server; concurrent adds share their calls all the same"
-        yield Finding("round trip", "note", f"{told}: each add that is awaited alone takes that long", mend, trip)
+        remedy = "run workers and producers close to the server; concurrent adds share their calls all the same"
+        yield Finding("round trip", "note", f"{message}: each add that is awaited alone takes that long", remedy, trip)
     else:
-        yield Finding("round trip", "ok", told, figure=trip)
+        yield Finding("round trip", "ok", message, value=trip)
 
 
 def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
@@ -205,24 +207,24 @@ def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
         yield Finding("slow scripts", "ok", f"none among the {facts.logged} calls in its log of slow ones")
         return
     longest, latest = max(facts.slow, key=lambda call: call.seconds), min(call.age for call in facts.slow)
-    told = (
+    message = (
         f"{len(facts.slow)} of the {facts.logged} calls in its log of slow ones are scripts of this namespace: "
         f"the longest, {longest.script}, took {in_time(longest.seconds)}; the latest came {in_time(latest)} ago"
     )
-    mend = "long timelines make long scripts (Policy.capacity); so does a server that shares its processor or swaps"
-    yield Finding("slow scripts", "note", told, mend, longest.seconds)
+    remedy = "long timelines make long scripts (Policy.capacity); so does a server that shares its processor or swaps"
+    yield Finding("slow scripts", "note", message, remedy, longest.seconds)
 
 
 def check_cluster(facts: Facts) -> Iterator[Finding]:
     if not facts.cluster:
         return
     state, served = facts.cluster.get("cluster_state"), int(facts.cluster.get("cluster_slots_ok") or 0)
-    told = f"cluster_state is {state}, {served:,} of {SLOTS:,} slots are served"
+    message = f"cluster_state is {state}, {served:,} of {SLOTS:,} slots are served"
     if state == "ok" and served == SLOTS:
-        yield Finding("cluster", "ok", told)
+        yield Finding("cluster", "ok", message)
     else:
-        mend = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
-        yield Finding("cluster", "problem", f"{told}: what is in the others is out of reach", mend)
+        remedy = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
+        yield Finding("cluster", "problem", f"{message}: what is in the others is out of reach", remedy)
 
 
 CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.links import AnyLink
-from aiodigest.models import Finding
+from aiodigest.models import Check, Finding
 from aiodigest.scripts import Argument
 
 TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
@@ -20,7 +20,7 @@ class Interview:
     user: str
     notes: list[Finding] = field(default_factory=list[Finding])
 
-    async def ask(self, name: str, subject: str, *command: Argument, key: str = "") -> object | None:
+    async def ask(self, check: Check, subject: str, *command: Argument, key: str = "") -> object | None:
         """The reply to a command; None if it is refused, and ``subject`` not known therefore."""
         words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
         try:
@@ -28,14 +28,14 @@ class Interview:
         except BackendUnavailable:
             raise
         except ConfigurationError:
-            told = f"{subject}: not looked at, since user {self.user!r} may not run {' '.join(words)}"
-            self.note(name, told, self.allow("|".join(words)))
+            message = f"{subject}: not looked at, since user {self.user!r} may not run {' '.join(words)}"
+            self.note(check, message, self.allow("|".join(words)))
         except AiodigestError as error:
-            self.note(name, f"{subject}: not looked at, since {error}")
+            self.note(check, f"{subject}: not looked at, since {error}")
         return None
 
-    def note(self, name: str, told: str, mend: str = "") -> None:
-        self.notes.append(Finding(name, "note", told, mend))
+    def note(self, check: Check, message: str, remedy: str = "") -> None:
+        self.notes.append(Finding(check, "note", message, remedy))
 
     def allow(self, *commands: str) -> str:
         """What gives the user commands."""

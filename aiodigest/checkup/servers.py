@@ -47,9 +47,9 @@ async def _check_servers(namespace: Namespace, link: AnyLink, user: str) -> list
     for primary, findings in zip(primaries, told, strict=True):
         for finding in findings:
             places.setdefault(finding, []).append(_place(primary))
-    names = list(dict.fromkeys(finding.name for finding in places))
-    found = sorted(places, key=lambda finding: names.index(finding.name))
-    return [replace(one, told=f"{_where(places[one], len(primaries))}: {one.told}") for one in found]
+    checks = list(dict.fromkeys(finding.check for finding in places))
+    found = sorted(places, key=lambda finding: checks.index(finding.check))
+    return [replace(one, message=f"{_where(places[one], len(primaries))}: {one.message}") for one in found]
 
 
 def _place(link: Link) -> str:
@@ -67,8 +67,8 @@ async def _check_server(namespace: Namespace, server: Link, user: str, link: Any
     except BackendUnavailable as error:
         if not isinstance(link, ClusterLink):
             raise
-        mend = "bring it back, or fail over to its replica"
-        return [Finding("server", "problem", f"what it holds is out of reach: {error}", mend)]
+        remedy = "bring it back, or fail over to its replica"
+        return [Finding("server", "problem", f"what it holds is out of reach: {error}", remedy)]
     return [*judge(facts), *interview.notes]
 
 

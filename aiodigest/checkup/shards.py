@@ -15,11 +15,10 @@ from aiodigest.checkup.interview import Interview
 from aiodigest.cluster import ClusterLink
 from aiodigest.connection import LayoutMismatch
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.models import Finding
+from aiodigest.models import OVERDUE, Finding, Stats
 from aiodigest.namespace import RETIRED, Namespace
 from aiodigest.scripts import COMMANDS, number, text
 
-OVERDUE = 60.0  # seconds
 MANY_LETTERS = 1_000
 REPAIR = "another program has written it: keep it from the namespace's keys, and see docs/design.md for what is there"
 PARTS: Mapping[str, Sequence[str]] = {  # of the work, and the scripts that it takes
@@ -34,8 +33,8 @@ def commands_of(*scripts: str) -> frozenset[str]:
     return frozenset[str]().union(*(COMMANDS[script] for script in scripts))
 
 
-def several(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def several(number: int, noun: str, plural: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 @dataclass(slots=True)
@@ -81,8 +80,8 @@ class ShardCheck:
         shards = [shard for shard in asked if shard is not None]
         found = [*self._permissions(), *self._reach(len(numbers) - len(shards)), *self._layout(shards)]
         if not any(shard.version for shard in shards):
-            told = f"namespace {self._namespace.namespace!r} was never used here"
-            found.append(Finding("namespace", "note", told, "is it the right name, on the right server?"))
+            message = f"namespace {self._namespace.namespace!r} was never used here"
+            found.append(Finding("namespace", "note", message, "is it the right name, on the right server?"))
         else:
             found += [*self._holds(shards), *self._workers(shards), *self._schedule(shards), *self._letters(shards)]
         await self._listen()
@@ -162,27 +161,27 @@ class ShardCheck:
             yield Finding("permissions", "ok", f"user {user!r} may {may}")
             return
         parts = [f"to {part}: {' '.join(sorted(missing)).lower()}" for part, missing in lacks.items() if missing]
-        told = f"user {user!r} may {may or 'do nothing whole'}, and lacks, {'; '.join(parts)}"
-        told += " (docs/security.md has a rule for each role)"
-        mend = self._interview.allow(*frozenset[str]().union(*lacks.values()))
-        yield Finding("permissions", "note" if may else "problem", told, mend)
+        message = f"user {user!r} may {may or 'do nothing whole'}, and lacks, {'; '.join(parts)}"
+        message += " (docs/security.md has a rule for each role)"
+        remedy = self._interview.allow(*frozenset[str]().union(*lacks.values()))
+        yield Finding("permissions", "note" if may else "problem", message, remedy)
 
     def _reach(self, missing: int) -> Iterator[Finding]:
         if missing:
-            told = f"{several(missing, 'shard')} out of reach: nothing is added to them or delivered from them"
-            yield Finding("shards", "problem", told, "bring their primaries back, or fail over to replicas")
+            message = f"{several(missing, 'shard')} out of reach: nothing is added to them or delivered from them"
+            yield Finding("shards", "problem", message, "bring their primaries back, or fail over to replicas")
 
     def _layout(self, shards: Sequence[Shard]) -> Iterator[Finding]:
         name, current = self._namespace.namespace, self._namespace._current
         if strange := sorted({shard.version for shard in shards if not shard.fits}):
-            told = f"a shard has the layout {', '.join(strange)}, and the namespace has {current.version}"
-            yield Finding("shards", "problem", told, REPAIR)
+            message = f"a shard has the layout {', '.join(strange)}, and the namespace has {current.version}"
+            yield Finding("shards", "problem", message, REPAIR)
         for old in self._namespace._drained:
             held = sum((shard.held for shard in shards if shard.draining), Counter[str]())
             left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
-            told = f"it goes over from {old.shards} to {several(current.shards, 'shard')}; in the old ones are {left}"
-            mend = f"unless it runs: aiodigest reshard --namespace {name} --to {current.shards}"
-            yield Finding("shards", "note", told, mend)
+            message = f"it goes over from {old.shards} to {several(current.shards, 'shard')}; the old ones have {left}"
+            remedy = f"unless it runs: aiodigest reshard --namespace {name} --to {current.shards}"
+            yield Finding("shards", "note", message, remedy)
         count, link = several(current.shards, "shard"), self._interview.link
         if not isinstance(link, ClusterLink):
             yield Finding("shards", "ok", f"{count} on one server")
@@ -190,17 +189,17 @@ class ShardCheck:
         base = self._namespace._home(current)
         keys = [self._namespace._key(base + shard, "layout") for shard in range(current.shards)]
         each = Counter(link.place_of(key) for key in keys)
-        told = f"{count} on {len(each)} of {several(len(link.primaries), 'primary').replace('primarys', 'primaries')}"
+        message = f"{count} on {len(each)} of {several(len(link.primaries), 'primary', 'primaries')}"
         if len(each) < len(link.primaries):
-            mend = f"aiodigest reshard --namespace {name} --to 16; or shards=16 for a new namespace"
-            yield Finding("shards", "note", f"{told}: the others have nothing to do", mend)
+            remedy = f"aiodigest reshard --namespace {name} --to 16; or shards=16 for a new namespace"
+            yield Finding("shards", "note", f"{message}: the others have nothing to do", remedy)
         else:
-            yield Finding("shards", "ok", f"{told}: {', '.join(str(size) for size in each.values())}")
+            yield Finding("shards", "ok", f"{message}: {', '.join(str(size) for size in each.values())}")
 
     def _holds(self, shards: Sequence[Shard]) -> Iterator[Finding]:
         if self._missing:
-            told = f"what it holds: not looked at, since user {self._interview.user!r} may not look"
-            yield Finding("namespace", "note", told, self._interview.allow(*self._missing))
+            message = f"what it holds: not looked at, since user {self._interview.user!r} may not look"
+            yield Finding("namespace", "note", message, self._interview.allow(*self._missing))
             return
         held = sum((shard.held for shard in shards), Counter[str]())
         sizes = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased"))
@@ -219,32 +218,32 @@ class ShardCheck:
         last = f"the last sign of a worker is {in_time(min(heard))} old" if heard else "there never was a worker"
         size = sum(shard.size for shard in silent)
         held = f", and {several(size, 'timeline')} held" if size else ""
-        mend = "start a worker: aiodigest run MODULE:ENGINE, or engine.delivering() in an app"
-        yield Finding("workers", "problem" if size else "note", f"nobody delivers {where}({last}){held}", mend)
+        remedy = "start a worker: aiodigest run MODULE:ENGINE, or engine.delivering() in an app"
+        yield Finding("workers", "problem" if size else "note", f"nobody delivers {where}({last}){held}", remedy)
 
     def _schedule(self, shards: Sequence[Shard]) -> Iterator[Finding]:
         if self._missing:
             return
         overdue = max(shard.held["overdue_ms"] for shard in shards) / 1000
-        if overdue > OVERDUE:
-            told = f"a timeline has been due for {in_time(overdue)}, and nobody has claimed it"
-            mend = "start a worker, or more of them; one in backoff mode says in its log why it rests"
-            yield Finding("overdue", "problem", told, mend, overdue)
+        health = Stats(overdue=overdue).health()
+        if health.ok:
+            yield Finding("overdue", "ok", f"nothing has been due for over {OVERDUE:.0f} s", value=overdue)
         else:
-            yield Finding("overdue", "ok", f"nothing has been due for over {in_time(OVERDUE)}", figure=overdue)
+            remedy = "start a worker, or more of them; one in backoff mode says in its log why it rests"
+            yield Finding("overdue", "problem", health.reason, remedy, overdue)
         if ended := sum(shard.ended for shard in shards):
-            told = f"{several(ended, 'lease')} ended long ago, and nobody took over"
-            yield Finding("leases", "problem", told, "start a worker: it delivers these digests again", float(ended))
+            message = f"{several(ended, 'lease')} ended long ago, and nobody took over"
+            yield Finding("leases", "problem", message, "start a worker: it delivers these digests again", float(ended))
 
     def _letters(self, shards: Sequence[Shard]) -> Iterator[Finding]:
         if self._missing:
             return
         dead = sum(shard.held["dead"] for shard in shards)
         if not dead:
-            yield Finding("dead letters", "ok", "none", figure=0.0)
+            yield Finding("dead letters", "ok", "none", value=0.0)
             return
         ages = [shard.oldest_letter for shard in shards if shard.oldest_letter is not None]
         oldest = f", the oldest {in_time(max(ages))} old" if ages else ""
-        mend = f"aiodigest dead list --namespace {self._namespace.namespace} says why; dead replay delivers one again"
+        remedy = f"aiodigest dead list --namespace {self._namespace.namespace} says why; dead replay delivers one again"
         level = "problem" if dead >= MANY_LETTERS else "note"
-        yield Finding("dead letters", level, f"{several(dead, 'dead letter')}{oldest}", mend, float(dead))
+        yield Finding("dead letters", level, f"{several(dead, 'dead letter')}{oldest}", remedy, float(dead))

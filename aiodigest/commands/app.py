@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from io import TextIOWrapper
 from typing import Annotated, Protocol, runtime_checkable
@@ -70,14 +71,26 @@ class Complaint(Protocol):
     def format_message(self) -> str: ...
 
 
+def fill_closed() -> None:
+    """See that nothing else becomes the standard streams, where the caller has closed them: uvloop ends the process."""
+    for file in (0, 1, 2):
+        try:
+            os.fstat(file)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
 def run() -> int:
     """Run the command line; what goes wrong is one line on standard error."""
+    fill_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # no key may be too strange to be shown
     logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python shows warnings of its own accord
     try:
         code: object = app(prog_name="aiodigest", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here it is told if that fails
     except AiodigestError as error:
         say(str(error))
         return exit_code(error)
@@ -86,6 +99,11 @@ def run() -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more when it ends
+        if not isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            say(f"standard output cannot be written: {error}")
+        return FAILED
     except Exception as error:
         if not isinstance(error, Complaint):
             raise

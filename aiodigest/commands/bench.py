@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from secrets import token_hex
 from typing import Annotated, TypeAlias
@@ -13,7 +11,7 @@ import typer
 
 from aiodigest import BackendUnavailable, DigestEngine, Policy, RetryPolicy
 from aiodigest.commands.answers import print_table
-from aiodigest.commands.loops import play, stopped_by
+from aiodigest.commands.loops import play, stopped_by, until
 from aiodigest.commands.measure import MOST, VALUE, Figures, measure
 from aiodigest.commands.options import EMBEDDED, INTERRUPTED, AsJson, Timeout, Url
 from aiodigest.commands.progress import progress_bar
@@ -29,7 +27,8 @@ Seconds: TypeAlias = Annotated[float, typer.Option(min=1, max=600, metavar="SECO
 def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
     """Measure adds and deliveries on a server, beside a bare round trip to it.
 
-    All is done in a namespace of its own, which is removed at the end, and when it is interrupted.
+    All is done in a namespace of its own, which is removed at the end, and when it is interrupted. The removal looks
+    through all keys of the server, and takes as long as that does.
     """
     figures = play(_benched(url, seconds, timeout))
     if figures is None:
@@ -53,27 +52,18 @@ async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
         )  # fmt: skip
 
     with stopped_by(signal.SIGINT, signal.SIGTERM) as stop:
-        async with engine() as adder:
-            await adder.erase()  # there is nothing yet: it is seen that the server is there, and lets its user do so
+        async with engine() as first:
+            await first._try_erase()  # else what is written might stay
             amount = f"up to {MOST:,} records ({MEGABYTES:.0f} MB) at a time in the namespace {namespace}"
-            say(f"for about {seconds:g} s this writes {amount} on {adder.url}, and then removes them")
-            try:
-                with progress_bar("measuring", round(seconds)) as tell:
-                    return await _until(stop, lambda: measure(adder, engine(), seconds, tell))
-            finally:
-                await _remove(adder)
-
-
-async def _until(stop: asyncio.Event, work: Callable[[], Awaitable[Figures]]) -> Figures | None:
-    """What the work comes to; None if it is stopped before."""
-    working, stopping = asyncio.ensure_future(work()), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.wait([working, stopping])
+            removal = "and then looks through all keys of the server to remove them"
+            say(f"for about {seconds:g} s this writes {amount} on {first.url}, {removal}")
+        try:
+            with progress_bar("measuring", round(seconds)) as tell:
+                async with engine() as adder:  # who has left it has sent what was queued
+                    return await until(stop, measure(adder, engine(), seconds, tell))
+        finally:
+            async with engine() as last:
+                await _remove(last)
 
 
 async def _remove(engine: DigestEngine[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-INDENT = 9  # columns before what is told: the longest mark, and two spaces
+INDENT = 9  # columns before the message: the longest mark, and two spaces
 NARROW = 20  # columns: less is not kept to
 
 
@@ -35,9 +35,9 @@ def doctor(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in
 def _print(findings: Sequence[Finding]) -> None:
     screen = console()
     for finding in findings:
-        _print_indented(screen, f"{finding.name}: {finding.told}", INDENT, finding.level, STYLES[finding.level])
-        if finding.mend:
-            _print_indented(screen, finding.mend, INDENT + 2, style="cyan")
+        _print_indented(screen, f"{finding.check}: {finding.message}", INDENT, finding.level, STYLES[finding.level])
+        if finding.remedy:
+            _print_indented(screen, finding.remedy, INDENT + 2, style="cyan")
     problems, notes = (sum(finding.level == level for finding in findings) for level in ("problem", "note"))
     print(f"{count(problems, 'problem')}, {count(notes, 'note')}")
 

@@ -49,8 +49,8 @@ def listening(where: Address) -> Generator[Sockets, None, None]:
     try:
         try:
             _listen(where, sockets)
-        except OSError as error:
-            reason = (error.strerror or str(error)).partition(" (while")[0]
+        except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
+            reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
             raise ConfigurationError(f"--http cannot listen on {where}: {reason}") from error
         yield sockets
     finally:
@@ -63,7 +63,9 @@ def check_extra() -> None:
     try:
         for module in ("opentelemetry.exporter.prometheus", "starlette", "uvicorn"):
             import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("opentelemetry", "prometheus_client", "starlette", "uvicorn"):
+            raise
         raise ConfigurationError(f"--http needs more: pip install 'aiodigest[http]' ({error})") from error
 
 
@@ -138,22 +140,31 @@ class _Metrics:
 
     def __init__(self, ours: Any) -> None:
         self._ours = ours
+        self._collecting: asyncio.Task[list[Metric]] | None = None
 
-    def collect(self) -> Generator[Metric, None, None]:
+    def _collect(self) -> list[Metric]:
         """All of it; what the app tells of engines too, by an exporter of its own, is told once."""
         from prometheus_client import REGISTRY
 
-        told = set[str]()
-        for registry in (self._ours, REGISTRY):
-            for metric in registry.collect():
-                if metric.name not in told:
-                    told.add(metric.name)
-                    yield metric
+        found: dict[str, Metric] = {}
+        for registry in (REGISTRY, self._ours):
+            found |= {metric.name: metric for metric in registry.collect()}
+        return list(found.values())
 
     async def answer(self, request: Request) -> Response:
         from prometheus_client.exposition import choose_encoder
         from starlette.responses import Response
 
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        text = await asyncio.to_thread(encode, self)  # it waits for the event loop, which this one is
-        return Response(text, headers={"content-type": kind})
+        if self._collecting is None or self._collecting.done():  # who asks meanwhile is told the same
+            # in a thread, since it waits for the event loop, which this one is
+            self._collecting = asyncio.create_task(asyncio.to_thread(self._collect))
+        collected = _Collected(await asyncio.shield(self._collecting))
+        return Response(encode(collected), headers={"content-type": kind})
+
+
+class _Collected:
+    """As an encoder wants it."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self.collect = lambda: iter(metrics)

@@ -19,6 +19,13 @@ class OneLine(logging.Formatter):
         return printable(f"aiodigest: {record.getMessage()}{reason}")
 
 
+class Plain(logging.Formatter):
+    """What is logged with its time, traceback and all; but nothing in it steers a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+
+
 class AsObjects(logging.Formatter):
     """What is logged as JSON, an object a line.
 
@@ -59,6 +66,13 @@ def log_lines() -> None:
     logger = logging.getLogger("aiodigest")
     logger.addHandler(handler)
     logger.propagate = False
+
+
+def log_all() -> None:
+    """Show all that the process logs from INFO on, on standard error, with times and tracebacks."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def log_objects() -> None:

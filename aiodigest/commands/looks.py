@@ -35,9 +35,8 @@ class Look:
 async def look_at(engine: DigestEngine) -> Look:
     """Look once. Raises BackendUnavailable."""
     stats = await engine.stats()
-    health = await engine.health()
     found = [timeline for state in STATES if getattr(stats, state) for timeline in await _earliest(engine, state)]
-    return Look(datetime.now(UTC), asyncio.get_running_loop().time(), health, stats, tuple(found))
+    return Look(datetime.now(UTC), asyncio.get_running_loop().time(), stats.health(), stats, tuple(found))
 
 
 def away(error: AiodigestError) -> Look:

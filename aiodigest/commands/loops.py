@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -50,6 +50,18 @@ def stopped_by(*signals: signal.Signals) -> Generator[asyncio.Event, None, None]
         yield stop
     finally:
         end()
+
+
+async def until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """What the work comes to; None if it is cancelled, as it is when ``stop`` is set before."""
+    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait([working, stopping])
+    return None if working.cancelled() else working.result()
 
 
 def settle() -> None:

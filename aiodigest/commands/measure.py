@@ -10,7 +10,7 @@ from itertools import count
 from statistics import median, quantiles
 from time import perf_counter
 
-from aiodigest import BackendUnavailable, Digest, DigestEngine, Entry
+from aiodigest import AiodigestError, BackendUnavailable, Digest, DigestEngine, Entry
 
 VALUE = "x" * 198  # 200 bytes as JSON
 MOST = 50_000  # records that are held at any time
@@ -41,8 +41,8 @@ async def measure(
 ) -> Figures:
     """All figures, in about so many seconds; ``tell`` is told how many have gone by."""
     findings = await adder.examine()
-    version = next((finding.told for finding in findings if finding.name == "version"), adder.url)
-    trips = [finding.figure or 0 for finding in findings if finding.name == "round trip"]
+    version = next((finding.message for finding in findings if finding.check == "version"), adder.url)
+    trips = [finding.value or 0 for finding in findings if finding.check == "round trip"]
     with _ticking(tell):
         alone = await _add_alone(adder, 0.2 * seconds)
         by_tasks = await _add_by_tasks(adder, 0.2 * seconds)
@@ -101,9 +101,12 @@ async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
             await engine.add(key, VALUE)
             added += 1
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(TASKS):
-            group.create_task(add(_key(number)))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(TASKS):
+                group.create_task(add(_key(number)))
+    except* AiodigestError as errors:  # one line tells of one
+        raise errors.exceptions[0] from None
     rate = added / (perf_counter() - began)
     await _delete(engine, TASKS)
     return rate

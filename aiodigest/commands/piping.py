@@ -19,6 +19,7 @@ from aiodigest import (
 )
 from aiodigest.commands.fields import Malformed, Shape, Unusable
 from aiodigest.commands.lines import Intake, Line
+from aiodigest.commands.loops import until
 from aiodigest.commands.options import FAILED
 from aiodigest.commands.output import Output
 from aiodigest.commands.patience import patiently
@@ -76,20 +77,14 @@ class Pipe:
         Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
         """
         loop = asyncio.get_running_loop()
-        work = self._work = asyncio.create_task(self._feed_and_drain())
-        broken = asyncio.create_task(self._output.failed.wait())
+        self._work = asyncio.create_task(self._feed_and_drain())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt, number)
         try:
-            await asyncio.wait([work, broken], return_when=asyncio.FIRST_COMPLETED)
+            await until(self._output.failed, self._work)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-            work.cancel()
-            broken.cancel()
-            await asyncio.wait([work])
-        if not work.cancelled():
-            work.result()
 
     def _interrupt(self, number: int) -> None:
         if self.signal is not None and self._work is not None:

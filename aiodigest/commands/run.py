@@ -19,7 +19,7 @@ from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.commands.http import Address, Sockets, address, listening, named, serving
-from aiodigest.commands.logs import log_objects
+from aiodigest.commands.logs import log_all, log_objects
 from aiodigest.commands.loops import play, settle
 from aiodigest.commands.options import AsJson, checked
 from aiodigest.commands.words import say
@@ -84,7 +84,7 @@ def run(
         log_objects()
         announce = logging.getLogger(__name__).info
     else:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log_all()
     with nullcontext(()) if http is None else listening(http) as sockets:
         play(serve([(name, find(name)) for name in engines], shards, sockets, announce))
 

@@ -15,7 +15,7 @@ import typer
 from aiodigest import AiodigestError, BackendUnavailable
 from aiodigest.commands.answers import console
 from aiodigest.commands.looks import Look, away, look_at, look_json, rates
-from aiodigest.commands.loops import stopped_by
+from aiodigest.commands.loops import stopped_by, until
 from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url, duration
 from aiodigest.commands.words import as_json, is_terminal
 
@@ -83,16 +83,7 @@ class Watch:
             show = print_look if in_json else stack.enter_context(screen(lives))
             if lives:
                 stack.enter_context(ended_by_q(stop))
-            work = asyncio.create_task(self._watch(show))
-            stopped = asyncio.create_task(stop.wait())
-            try:
-                await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (work, stopped):
-                    task.cancel()
-                await asyncio.wait([work, stopped])
-            if not work.cancelled():
-                work.result()
+            await until(stop, self._watch(show))
 
     async def _watch(self, show: Show) -> None:
         loop = asyncio.get_running_loop()

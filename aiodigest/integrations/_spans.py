@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from contextvars import Token
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, TraceFlags, TracerProvider
 
-from aiodigest import Digest, PartialFailure, Reject, RetryAfter, __version__
-from aiodigest.dispatch import _TimedOut, describe
-from aiodigest.tracing import Tracing
+from aiodigest import Digest, __version__
+from aiodigest.models import Result
+from aiodigest.tracing import TracedAttempt, Tracing
 
 logger = logging.getLogger(__name__)
 
+Outcome: TypeAlias = Result | Literal["cancelled"]
+
 MOST_LINKS = 128
+ERRORS = ("failed", "timeout", "buried")
 
 
 def tracing(namespace: str, provider: TracerProvider | None) -> Tracing:
@@ -37,13 +37,17 @@ class _Traces:
         self._namespace = namespace
 
     def context(self) -> bytes:
-        span = trace.get_current_span().get_span_context()
+        try:
+            span = trace.get_current_span().get_span_context()
+        except Exception as error:  # whatever goes wrong with a span, the record is stored
+            logger.exception("the current span cannot be read", extra={"reason": str(error)})
+            return b""
         if not (span.is_valid and span.trace_flags.sampled):
             return b""
         return span.trace_id.to_bytes(16) + span.span_id.to_bytes(8) + bytes([span.trace_flags & 0xFF])
 
-    def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> AbstractContextManager[None]:
-        return _Attempt(partial(self._begun, digest, contexts))
+    def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> TracedAttempt:
+        return _Attempt(digest, partial(self._begun, digest, contexts))
 
     def _begun(self, digest: Digest[Any], added: Sequence[bytes]) -> Span:
         links = [Link(span) for span in map(_unpacked, list(dict.fromkeys(added))[:MOST_LINKS]) if span.is_valid]
@@ -74,58 +78,43 @@ def _unpacked(context: bytes) -> SpanContext:
 class _Attempt:
     """A span that is current for a while. Whatever goes wrong with it, the delivery goes on."""
 
-    def __init__(self, begin: Callable[[], Span]) -> None:
-        self._begin = begin
+    def __init__(self, digest: Digest[Any], begin: Callable[[], Span]) -> None:
+        self._facts = {"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt}
         self._span: Span | None = None
         self._token: Token[contexts.Context] | None = None
-
-    def __enter__(self) -> None:
         try:
-            self._span = self._begin()
+            self._span = begin()
             self._token = contexts.attach(trace.set_span_in_context(self._span))
         except Exception:
-            logger.exception("a span of a delivery could not be begun")
+            logger.exception("a span of a delivery could not be begun", extra=self._facts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def ended(self, result: Result, reason: str = "", error: BaseException | None = None) -> None:
+        self._end(result, reason, error)
+
+    def left(self) -> None:
         if self._token is not None:
             contexts.detach(self._token)
-        if self._span is None:
+        self._end("cancelled")
+
+    def _end(self, outcome: Outcome, reason: str = "", error: BaseException | None = None) -> None:
+        """Say what came of the attempt, and end its span, unless that is done."""
+        span, self._span = self._span, None
+        if span is None:
             return
         try:
-            _conclude(self._span, error)
+            try:
+                _describe(span, outcome, reason, error)
+            finally:
+                span.end()
         except Exception:
-            logger.exception("a span of a delivery could not be ended")
+            logger.exception("a span of a delivery could not be ended", extra=self._facts)
 
 
-def _conclude(span: Span, error: BaseException | None) -> None:
-    """Say how a callback ended, and end its span."""
-    try:
-        outcome = _outcome(error)
-        span.set_attribute("aiodigest.outcome", outcome)
-        if error is not None and outcome in ("failed", "timeout"):
-            kind = type(error) if outcome == "failed" else TimeoutError
-            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-            span.set_attribute("error.type", name)
-            span.set_status(StatusCode.ERROR, describe(error) if outcome == "failed" else str(error))
-            span.record_exception(error, {"exception.type": name})
-    finally:
-        span.end()
-
-
-def _outcome(error: BaseException | None) -> str:
-    match error:
-        case None:
-            return "delivered"
-        case RetryAfter():
-            return "deferred"
-        case Reject():
-            return "rejected"
-        case PartialFailure():
-            return "partial" if error.failed else "delivered"
-        case _TimedOut():
-            return "timeout"
-        case _:
-            task = asyncio.current_task()
-            return "cancelled" if task is None or task.cancelling() else "failed"
+def _describe(span: Span, outcome: Outcome, reason: str, error: BaseException | None) -> None:
+    span.set_attribute("aiodigest.outcome", outcome)
+    if error is not None and outcome in ERRORS:
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        span.set_attribute("error.type", name)
+        span.set_status(StatusCode.ERROR, reason)
+        span.record_exception(error, {"exception.type": name})

@@ -10,17 +10,19 @@ from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
-from aiodigest.codecs import JSON
-from aiodigest.engine import DigestEngine
-from aiodigest.errors import BackendUnavailable, ConfigurationError
+from aiodigest import JSON, BackendUnavailable, ConfigurationError, DigestEngine, PartialAdd
 
 try:
     from fastapi import APIRouter, Request
     from fastapi.responses import JSONResponse
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "fastapi":
+        raise
     raise ConfigurationError("FastAPI is not installed: pip install 'aiodigest[fastapi]'") from error
 
 from aiodigest.integrations.starlette import health_routes
+
+__all__ = ["answer_unavailable", "dependency", "health_router"]
 
 T = TypeVar("T", default=JSON)
 
@@ -40,7 +42,7 @@ class _Dependency(Generic[T]):
 
 
 def dependency(engine: DigestEngine[T]) -> Callable[[], Awaitable[DigestEngine[T]]]:
-    """The dependency whose value is an engine.
+    """The dependency whose value is ``engine``.
 
     ``Mail = Annotated[DigestEngine[Comment], Depends(dependency(mail))]`` is the type of an endpoint's parameter, which
     then gets ``mail``, and checkers know its values. What is returned for one engine is equal each time: a test puts
@@ -63,20 +65,30 @@ def health_router(*engines: DigestEngine[Any], overdue: float | timedelta = 60) 
 
 
 async def answer_unavailable(request: Request, error: Exception) -> JSONResponse:
-    """The answer to a request that found no server: 503, with ``Retry-After`` (5 seconds).
+    """The answer to a ``request`` that found no server: 503, with ``Retry-After`` (5 seconds).
 
-    ``app.add_exception_handler(BackendUnavailable, answer_unavailable)``. The JSON body has a ``detail`` for people,
-    and of an add ``stored`` ("no" or "unknown") and ``record_id``: to add again under that id is harmless while the
-    record waits. Why the server is away, and where it is, is not for clients to know: that is logged, as a warning.
+    ``app.add_exception_handler(BackendUnavailable, answer_unavailable)``, and of an app that calls ``add_many``
+    ``app.add_exception_handler(PartialAdd, answer_unavailable)`` too. The JSON body has a ``detail`` for people, and
+    of an add ``stored`` ("no" or "unknown") and ``record_id``: to add again under that id is harmless while the record
+    waits. Of a PartialAdd ``stored`` is "no" if that is so of all entries, and ``record_id`` is null. Why the server is
+    away, and where it is, is not for clients to know: that is logged, as a warning.
 
-    Raises the error as it is if it is no BackendUnavailable.
+    Raises ``error`` as it is if it is no BackendUnavailable, and no PartialAdd all of whose errors are.
     """
-    if not isinstance(error, BackendUnavailable):
+    match error:
+        case BackendUnavailable():
+            stored, record_id = error.stored, error.record_id
+        case PartialAdd() if all(isinstance(result, bool | BackendUnavailable) for result in error.results):
+            is_no = all(isinstance(result, BackendUnavailable) and result.stored == "no" for result in error.results)
+            stored, record_id = "no" if is_no else "unknown", None
+        case _:
+            raise error
+    if request.scope["type"] != "http":  # a websocket, which has been accepted perhaps: there is no answer to give
         raise error
     logger.warning("%s %s: %s", request.method, request.url.path, error, extra={"reason": str(error)})
     body = {
         "detail": "the service is unavailable at the moment: come again later",
-        "stored": error.stored,
-        "record_id": error.record_id,
+        "stored": stored,
+        "record_id": record_id,
     }
     return JSONResponse(body, 503, {"Retry-After": COME_AGAIN})

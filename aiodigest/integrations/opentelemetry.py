@@ -9,7 +9,9 @@ from aiodigest import ConfigurationError, DigestEngine
 try:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "opentelemetry":
+        raise
     raise ConfigurationError("OpenTelemetry is not installed: pip install 'aiodigest[otel]'") from error
 
 from aiodigest.integrations import _metrics, _spans
@@ -40,9 +42,10 @@ def instrument(
 
     A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to at most 128 of the spans in
     which its records were added, if these are recorded. It is current while the callback runs. Its attribute
-    ``aiodigest.outcome`` is delivered, partial, deferred, rejected, failed, timeout or cancelled (cut short); failed
-    and timeout are errors. The key is no attribute, since it is often somebody's address: a callback that wants it
-    sets it on the current span.
+    ``aiodigest.outcome`` is the result that observers are told (``Delivery``): delivered, partial, deferred, rejected,
+    failed, timeout or buried, of which the last three are errors; or cancelled, of an attempt that was cut short. The
+    store answers "lost" or "deleted" after the span has ended. The key is no attribute, since it is often somebody's
+    address: a callback that wants it sets it on the current span.
 
     Raises
     ------

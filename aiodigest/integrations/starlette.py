@@ -6,16 +6,19 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+from aiodigest import ConfigurationError, DigestEngine
 from aiodigest.arguments import duration, require
-from aiodigest.engine import DigestEngine
-from aiodigest.errors import ConfigurationError
 
 try:
     from starlette.requests import Request
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "starlette":
+        raise
     raise ConfigurationError("health routes need Starlette: pip install 'aiodigest[fastapi]', or starlette") from error
+
+__all__ = ["health_routes"]
 
 
 def health_routes(*engines: DigestEngine[Any], overdue: float | timedelta = 60) -> list[Route]:
