@@ -184,10 +184,10 @@ def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_attempt_and_error(
 
 def test_a_namespace_that_holds_nothing_is_told(command: Command) -> None:
     code, counted, error = command("stats", "--namespace", "mial")
-    assert (code, error) == (0, "aiodigest: namespace 'mial' holds nothing\n")
+    assert (code, error) == (0, "aiodigest: namespace 'mial' on embedded:// holds nothing\n")
     assert "waiting" in counted
     code, listed, error = command("timelines", "--namespace", "mial", "--json")
-    assert (code, listed, error) == (0, "", "aiodigest: namespace 'mial' has no timelines\n")
+    assert (code, listed, error) == (0, "", "aiodigest: namespace 'mial' on embedded:// has no timelines\n")
 
 
 def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,8 +419,6 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: st
     command = f'exec "{sys.executable}" -m aiodigest {arguments} {named} >/dev/full'
     done = subprocess.run(["sh", "-c", command], env=environment(tmp_path), capture_output=True, timeout=30)
     assert done.returncode == 1
-    assert (
-        done.stderr.splitlines()[-1]
-        == b"aiodigest: standard output cannot be written: [Errno 28] No space left on device"
-    )
+    told = done.stderr.splitlines()[-1]
+    assert told == b"aiodigest: standard output cannot be written: [Errno 28] No space left on device"
     assert b"Traceback" not in done.stderr

@@ -234,5 +234,5 @@ def test_the_last_version_of_the_app_is_the_first_with_what_is_said_to_be_new() 
     first, callback, _, last = blocks[:4]
     values = first[first.index("class Comment") : first.index("    namespace=")]
     assert callback in last
-    assert values in last.replace('    os.environ.get("DIGEST_URL", "embedded://"),\n', "")
+    assert values in last.replace('    os.environ.get("AIODIGEST_URL", "embedded://"),\n', "")
     assert SECONDS in last

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import JSON, DigestEngine, InvalidState, State, Timeline
+from aiodigest import JSON, DigestEngine, InvalidState, State, Stats, Timeline
 from aiodigest.commands.answers import ERROR_WIDTH, ask, confirm, done, print_lines, print_table
 from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url, Yes, checked
 from aiodigest.commands.views import record_rows, shown, stats_json, timeline_json
@@ -38,10 +38,14 @@ Only: TypeAlias = Annotated[
 
 def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """Count timelines by state, dead letters, and what happened since the namespace was made."""
-    found = ask(Address(url, namespace, timeout), lambda engine: engine.stats())
+
+    async def counted(engine: DigestEngine) -> tuple[str, Stats]:
+        return engine.url, await engine.stats()
+
+    where, found = ask(Address(url, namespace, timeout), counted)
     facts = stats_json(found)
     if not any(facts.values()):
-        say(f"namespace {namespace!r} holds nothing")
+        say(f"namespace {namespace!r} on {where} holds nothing")
     if in_json:
         print(as_json(facts))
         return
@@ -58,12 +62,12 @@ def timelines(
 ) -> None:
     """List the timelines that hold records, the earliest due of each state first."""
 
-    async def listed(engine: DigestEngine) -> list[Timeline[JSON]]:
-        return [timeline async for timeline in engine.timelines(state)]
+    async def listed(engine: DigestEngine) -> tuple[str, list[Timeline[JSON]]]:
+        return engine.url, [timeline async for timeline in engine.timelines(state)]
 
-    found = ask(Address(url, namespace, timeout), listed)
+    where, found = ask(Address(url, namespace, timeout), listed)
     if not found and state is None:
-        say(f"namespace {namespace!r} has no timelines")
+        say(f"namespace {namespace!r} on {where} has no timelines")
     if in_json:
         print_lines(timeline_json(timeline) for timeline in found)
         return
