@@ -22,6 +22,7 @@ check: $(VENV)/.dev
 # into site/index.html; a warning fails
 docs: $(VENV)/.dev
 	@$(BIN)/properdocs build --clean --strict
+	@echo "The site is in site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
 
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
