@@ -79,7 +79,7 @@ class IterationBackoff:
 
 @dataclass(frozen=True, slots=True, init=False)
 class IntervalBackoff:
-    """The waits that ``intervals`` has, in seconds by their counts, and ``default`` (seconds too) for every other count.
+    """The waits that ``intervals`` has, in seconds by their counts, and ``default`` (seconds too) for every other.
 
     ``IntervalBackoff({0: 30, 1: 300}, default=900)`` is the interval strategy of Sentry's digests (October 2015).
     Raises `InvalidArgument` if a key is no whole number from 0, or a wait no duration.

@@ -322,8 +322,8 @@ class DigestEngine(Management[T]):
     ) -> bool:
         """Add a record to the timeline ``key``; True if it is due now, and this add made it so.
 
-        ``value`` must be of the engine's ``value_type``. ``record_id`` (any text, within the engine's ``bounds``; made up
-        if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
+        ``value`` must be of the engine's ``value_type``. ``record_id`` (any text, within the engine's ``bounds``; made
+        up if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
         time of arrival if absent) orders the records of a digest. When this returns, the record is stored.
 
         Raises

@@ -125,7 +125,8 @@ class Management(Generic[T]):
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """The timelines, the earliest due of each shard and state first; without records.
 
-        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline that changes its state meanwhile may be missed, or come twice.
+        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline that changes its state
+        meanwhile may be missed, or come twice.
         """
         states: tuple[State, ...] = get_args(State)
         if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]

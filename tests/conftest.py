@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
+from hypothesis import settings
 from replicas import SERVICE, watched
 from servers import PASSWORD, USER, Server, running_server
 from stores import Place, Store
@@ -22,6 +23,9 @@ from aiodigest.redisbackend import RedisBackend
 
 # A shell starts what runs in its background with Ctrl-C ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("patient", settings(deadline=None))  # a machine that is busy is no fault
+settings.load_profile("patient")
 
 _numbers = count(1)
 

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 from commandline import aiodigest, in_process
+from pages import blocks_of, commands_of, matches
 from servers import Server
 from userland import DEADLINE, ROOT, data_folder, environment
 
 from aiodigest import Delivery, Digest, DigestEngine, Policy, Reject
 
-PAGE = (ROOT / "docs" / "howto" / "use-the-command-line.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-FIELDS = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", PAGE, re.MULTILINE))
+PAGE = ROOT / "docs" / "howto" / "use-the-command-line.md"
+PROGRAM, *TRANSCRIPTS = blocks_of(PAGE)
+FIELDS = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
 
 
 @pytest.fixture
@@ -28,32 +29,15 @@ def home() -> Iterator[Path]:
         yield folder
 
 
-def typed() -> Iterator[tuple[str, list[str]]]:
-    """The commands of the page, and what they print; ``…`` stands for anything."""
-    for language, text in BLOCKS:
-        if not language:
-            for command in text.removeprefix("$ ").split("\n$ "):
-                line, *shown = command.splitlines()
-                yield line, shown
-
-
-def assert_shown(command: str, output: str, expected: list[str]) -> None:
-    """Line by line, however wide the columns are; a line of nothing but ``…`` is any number of lines."""
-    lines = ["…" if line == "…" else " ".join(line.split()) for line in expected if line]
-    parts = ["(?:.*\n)*?" if line == "…" else f"{re.escape(line).replace('…', '.*')}\n" for line in lines]
-    found = "".join(f"{' '.join(line.split())}\n" for line in output.splitlines() if line)
-    assert re.fullmatch("".join(parts), found), f"{command}:\n{output}"
-
-
 def test_every_command_of_the_page_shows_what_it_says(
     home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in environment(home).items():
         monkeypatch.setenv(name, value)
     command = in_process(monkeypatch, capfd)
-    program = next(text for language, text in BLOCKS if language == "python")
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE)
-    for line, expected in typed():
+    assert [block.language for block in (PROGRAM, *TRANSCRIPTS)] == ["python"] + ["console"] * len(TRANSCRIPTS)
+    subprocess.run([sys.executable, "-c", PROGRAM.text], check=True, timeout=DEADLINE)
+    for line, written in (told for block in TRANSCRIPTS for told in commands_of(block.text)):
         if export := re.fullmatch(r"export (\w+)=(\w+)", line):
             monkeypatch.setenv(export[1], export[2])
             continue
@@ -64,7 +48,7 @@ def test_every_command_of_the_page_shows_what_it_says(
             done = subprocess.run(shell, cwd=home, capture_output=True, text=True, timeout=DEADLINE)
             code, output, errors = done.returncode, done.stdout, done.stderr
         assert (code, errors) == (0, ""), f"{line}: {errors}"
-        assert_shown(line, output, expected)
+        assert matches(output, written), f"{line}:\n{output}"
 
 
 def fields_of(command: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
+from pages import blocks_of
 from servers import free_port
 from userland import DEADLINE, ROOT, data_folder, running
 
@@ -26,9 +26,7 @@ DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Dig
 
 
 def blocks(page: str, language: str) -> list[str]:
-    text = (HOWTO / page).read_text()
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [block[2] for block in found if block[1] == language]
+    return [block.text for block in blocks_of(HOWTO / page) if block.language == language]
 
 
 def unit() -> ConfigParser:

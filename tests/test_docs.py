@@ -7,6 +7,7 @@ How a block is run depends on its language:
 * ``sh``: commands of ``make`` and ``pip install`` are looked up (the target, the extras exist); all others are run.
 * ``yaml``, ``toml``, ``json`` and ``ini`` (units of systemd too): parsed.
 * none: drawings and listings, which nobody can run.
+* ``console``: what commands show, in pages alone that a test of their own follows from top to bottom.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from configparser import ConfigParser
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, fields
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
+from pages import DOCUMENTS, Block, blocks_of, prose_of, title
 from userland import DEADLINE, ROOT, data_folder, environment
 
 from aiodigest import DigestEngine, Policy
+from aiodigest.commands.app import app
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
@@ -54,40 +56,10 @@ PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced code block."""
-
-    document: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{title(self.document)}:{self.line}"
-
-
-def title(document: Path) -> str:
-    """A document's name, below ``docs`` with its folder."""
-    return document.relative_to(ROOT).as_posix().removeprefix("docs/")
-
-
-def blocks_of(document: Path) -> Iterator[Block]:
-    """The fenced code blocks of a document."""
-    language, begin, lines = "", 0, list[str]()
-    for number, line in enumerate(document.read_text().splitlines(), 1):
-        fence = re.match(r"\s*(```+|~~~+)(.*)", line)
-        if fence is None:
-            lines.append(line)
-        elif begin:
-            yield Block(document, begin, language, dedent("\n".join(lines) + "\n"))  # it may stand in a list
-            begin = 0
-        else:
-            language, begin, lines = fence[2].strip(), number, []
-    assert not begin, f"{title(document)}:{begin}: the block does not end"
-
-
-FOLLOWED = {ROOT / "docs" / "tutorial.md": "test_tutorial.py"}  # as a whole, by tests of their own
+FOLLOWED = {  # as a whole, by tests of their own
+    ROOT / "docs" / "tutorial.md": "test_tutorial.py",
+    ROOT / "docs" / "howto" / "use-the-command-line.md": "test_command_line_page.py",
+}
 BLOCKS = [block for document in DOCUMENTS if document not in FOLLOWED for block in blocks_of(document)]
 
 
@@ -139,9 +111,9 @@ def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
     assert {block.document.name for block in BLOCKS} >= {"README.md", "CONTRIBUTING.md", "design.md"}
 
 
-@pytest.mark.parametrize("test", FOLLOWED.values())
-def test_a_document_that_is_no_collection_of_blocks_has_tests_of_its_own(test: str) -> None:
-    assert (ROOT / "tests" / test).is_file()
+@pytest.mark.parametrize(("document", "test"), FOLLOWED.items(), ids=FOLLOWED.values())
+def test_a_document_that_is_followed_as_a_whole_has_a_test_that_does(document: Path, test: str) -> None:
+    assert f'"{document.name}"' in (ROOT / "tests" / test).read_text()
 
 
 @written_in("python")
@@ -198,27 +170,21 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     for document in DOCUMENTS:
-        for target, anchor in links_of(document.read_text()):
+        for target, anchor in links_of(document):
             file = document.parent / target if target else document
             assert file.exists(), f"{title(document)}: {target}"
             assert not anchor or anchor in anchors_of(file), f"{title(document)}: {target}#{anchor}"
 
 
-def prose_of(text: str) -> str:
-    """A document without its code."""
-    return re.sub(r"(```+|~~~+).*?\n\s*\1|`[^`\n]+`", "", text, flags=re.DOTALL)
-
-
-def links_of(text: str) -> list[tuple[str, str]]:
+def links_of(document: Path) -> list[tuple[str, str]]:
     """The links to files of the repository: path and anchor."""
-    return re.findall(r"\]\((?!\w+:)([^()\s#]*)(?:#([^()\s]*))?\)", prose_of(text))
+    plain = re.sub(r"`[^`\n]+`", "", prose_of(document))
+    return re.findall(r"\]\((?!\w+:)([^()\s#]*)(?:#([^()\s]*))?\)", plain)
 
 
 def anchors_of(document: Path) -> set[str]:
     """Those of a document's headings."""
-    headings = re.findall(
-        r"^#+ +(.+?) *$", re.sub(r"(```+|~~~+).*?\n\s*\1", "", document.read_text(), flags=re.DOTALL), re.MULTILINE
-    )
+    headings = re.findall(r"^#+ +(.+?) *$", prose_of(document), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -239,9 +205,31 @@ def test_the_policy_table_names_every_field_with_its_default(document: Path) -> 
         assert re.match(rf"{re.escape(in_words(field))}\b", told), f"{name} is said to be {told}"
 
 
+# The tables of the engine, and the commands
+
+
 def test_the_readme_names_every_argument_of_an_engine() -> None:
     told = {name for name, _ in table_rows(ROOT / "README.md")}
     assert set(inspect.signature(DigestEngine).parameters) - {"namespace"} <= told
+
+
+def test_the_readme_names_every_method_and_property_of_an_engine() -> None:
+    table = between("| method | what it does |\n", "\n\n")
+    cells = re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+    told = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert told == {name for name in dir(DigestEngine) if not name.startswith("_")}
+
+
+def test_the_readme_names_every_command() -> None:
+    told = re.findall(r"`(?:aiodigest )?([a-z]+)", between("### As a service, or from a shell\n", "\n## "))
+    assert set(vars(typer.main.get_command(app))["commands"]) <= set(told)
+
+
+def between(begin: str, end: str) -> str:
+    """A part of the README."""
+    _, found, rest = (ROOT / "README.md").read_text().partition(begin)
+    assert found
+    return rest.partition(end)[0]
 
 
 def table_rows(document: Path) -> list[tuple[str, str]]:

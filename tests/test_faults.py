@@ -132,6 +132,7 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
     assert (len(claims.leases), claims.wait_ms) == (100, 0)
     assert await backend.counts() == {
         "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
+        "overdue_ms": 1_000,
     }  # fmt: skip
 
 
