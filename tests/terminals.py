@@ -20,6 +20,7 @@ from typing import Any
 from commandline import DEADLINE, environment
 
 LINES, COLUMNS = 40, 120
+KEPT_OUT = {"FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES"}  # of this process, whose terminal is another one
 
 # Makes the terminal the one whose Ctrl-C is heard, and becomes the command.
 TAKE = """
@@ -42,7 +43,7 @@ class OnTerminal:
         fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         self.settings = termios.tcgetattr(self._terminal)
         self.shown = b""
-        settings = {name: value for name, value in variables.items() if name not in ("FORCE_COLOR", "COLORTERM")}
+        settings = {name: value for name, value in variables.items() if name not in KEPT_OUT}
         files: dict[str, Any] = {name: own_end if name in streams else subprocess.PIPE for name in STREAMS}
         begin = sys.executable, "-I", "-S", "-c", TAKE
         self.process = subprocess.Popen([*begin, *command], env=settings, cwd=cwd, start_new_session=True, **files)
