@@ -225,8 +225,7 @@ class DigestEngine(Management[T]):
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
         Raises ConfigurationError if there is no callback, or the engine is entered already.
         """
-        chosen = callback if callback is not None else self._callback
-        if chosen is None:
+        if (chosen := callback if callback is not None else self._callback) is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
         require(callable(chosen), "the callback", "an async function", chosen)
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
