@@ -41,6 +41,13 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
+def own() -> Iterator[Server]:
+    """A server of the test's own."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
 def namespace() -> str:
     """A namespace that no other test uses."""
     return f"test-{next(_numbers)}"

@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,12 @@ import pytest
 from clusters import running_cluster, until
 from commandline import DEADLINE, Command, environment, in_process, running
 from engines import WatchedBackend, engine_on, virtual_time
-from servers import Server, running_server
+from servers import Server
 from stores import Place
 
 from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
 
 LATER = Policy(initial_delay=1_500)
-
-
-@pytest.fixture
-def own() -> Iterator[Server]:
-    """A server of the test's own."""
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,13 +30,6 @@ from aiodigest.redisbackend import RedisBackend
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
-
-
-@pytest.fixture
-def own() -> Iterator[Server]:
-    """A server of the test's own."""
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture
