@@ -69,6 +69,10 @@ def rows(what: str, scripts: Mapping[str, float], nothing: float, seen: Seen) ->
     ]
 
 
+def memory_row(what: str, seen: Seen) -> Row:
+    return Row(what, f"after the first {EARLY:,} records", "MB", [seen.peak_mb], [seen.early_mb], bound=1.2)
+
+
 async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
     """A million timelines whose time comes at the same moment, while they wait."""
     await setting.flush()
@@ -98,6 +102,8 @@ async def large_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
         scripts, what = await longest(client), f"{timelines} timelines of {PER_TIMELINE:,} records of 8 KB"
         for row in rows(what, scripts, await of_nothing(client), seen):
             yield row
+        if seen.early_mb:
+            yield memory_row(f"{what}: memory of the worker", seen)
 
 
 async def memory_of_worker(setting: Setting) -> AsyncGenerator[Row, None]:
@@ -106,5 +112,4 @@ async def memory_of_worker(setting: Setting) -> AsyncGenerator[Row, None]:
     await fill(setting.url, "memory", timelines)
     seen = await deliver_apart(setting.url, "memory", timelines)
     if seen.early_mb:  # the system tells it
-        what = f"memory of a worker while it delivers {seen.records:,} records"
-        yield Row(what, f"after the first {EARLY:,}", "MB", [seen.peak_mb], [seen.early_mb], bound=1.2)
+        yield memory_row(f"memory of a worker while it delivers {seen.records:,} records", seen)

@@ -20,7 +20,7 @@ from benchmarks.memory import resident
 from benchmarks.programs import output, part
 from benchmarks.setting import play
 
-EARLY = 10_000  # records after which the memory is looked at first
+EARLY = 10_000  # records after which the memory is looked at, and after as many again
 BEAT = 0.001  # seconds
 
 
@@ -97,10 +97,9 @@ async def work(url: str, namespace: str, count: int, failing: float, idle: float
             raise RuntimeError("this delivery was to fail")
         digests += 1
         records += len(digest.records)
-        if not early and records >= EARLY:
-            early = resident()
-        elif digests % 1_000 == 0:
+        if records // EARLY > (records - len(digest.records)) // EARLY:
             peak = max(peak, resident())
+            early = early or peak
 
     async with engine.delivering(deliver):
         settle()  # as `aiodigest run` does
