@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -39,6 +39,7 @@ class Lane:
         shard: int,
         backend: Backend,
         outage: Outage,
+        serve: Callable[[], None],
         changed: asyncio.Event,
         timeout: float,
         lease_timeout: float,
@@ -52,6 +53,7 @@ class Lane:
         self.shard = shard
         self._backend = backend
         self._outage = outage
+        self._serve = serve  # to be called when the layout may have changed
         self._changed = changed  # to be set when slots may have become free
         self._lease_timeout = lease_timeout
         self._lease_ms = milliseconds(lease_timeout)
@@ -176,3 +178,4 @@ class Lane:
             elif hold.lease is lease:
                 self.lose(hold)
         self._outage.answered(self.leasing)
+        self._serve()  # one that rests learns of a change of the layout by this call alone

@@ -158,7 +158,7 @@ class Scheduler:
 
     def _begin(self, shard: int) -> None:
         lane = self._lanes[shard] = Lane(
-            shard, self._backend, self._outage, self._slots.changed, self._timeout, self._lease_timeout
+            shard, self._backend, self._outage, self._serve, self._slots.changed, self._timeout, self._lease_timeout
         )
         chores = lane.closes.run(), lane.retries.run(), lane.keep()
         lane.chores = [self._group.create_task(chore) for chore in chores]

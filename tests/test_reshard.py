@@ -1225,6 +1225,20 @@ async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(serv
         assert counts == [3, 2, 3, 2]
 
 
+async def test_a_worker_without_a_free_slot_begins_with_the_new_shards_too(server: Server, namespace: str) -> None:
+    box = Box()
+    async with (
+        engine_of(server, namespace, concurrency=1, lease_timeout=1).delivering(box) as worker,
+        engine_of(server, namespace) as other,
+    ):
+        box.go.clear()
+        await other.add("k", 1)
+        await box.digest(1)
+        assert await anext(other.reshard(4)) == Draining(leased=1)
+        await until(partial(serves, worker, 1 + 4))
+        box.go.set()
+
+
 async def serves(engine: DigestEngine[Any], shards: int) -> bool:
     scheduler = session_of(engine)._scheduler
     return scheduler is not None and len(scheduler._lanes) == shards
