@@ -198,7 +198,7 @@ class Witness:
         if len(receipt.serials) > (conduct.setup.max_size or conduct.setup.capacity):
             self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
         spared = (conduct.spared_since or now) + 3 * conduct.setup.timeout  # by then nobody answers an earlier claim
-        if now > spared and any(other.began > spared for other in self._running(process)):
+        if sum(self._taken_at(other) > spared for other in (receipt, *self._running(process))) > 1:
             self.broken(f"{process} delivers two at once to a receiver that fails")
         self.receipts.append(receipt)
         under_way = [other for other in self._running(process) if not other.stubborn]
@@ -207,9 +207,13 @@ class Witness:
         self.begun_at[digest.key] = now
         return receipt
 
+    def _taken_at(self, receipt: Receipt) -> float:
+        """When its lease was given; its entries may have been read for long after that."""
+        return self._leased_at.get(receipt.digest_id, receipt.began)
+
     def _removed_since(self, receipt: Receipt) -> bool:
         """Whether something of its timeline was removed after its lease was given."""
-        return self.removed_at.get(receipt.key, 0.0) >= self._leased_at.get(receipt.digest_id, receipt.began)
+        return self.removed_at.get(receipt.key, 0.0) >= self._taken_at(receipt)
 
     def _answers_for(self, receipt: Receipt, window: float) -> bool:
         """Whether a process that runs a callback has been in a state to end it when its lease did."""
