@@ -351,7 +351,8 @@ def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) 
     output = service.output.decode().splitlines()
     assert sorted(output) == ["began one", "began two", "closed", "ended one", "ended two", "opened"]
     assert output[-1] == "closed"
-    assert b"Traceback" not in service.errors
+    stopped = sorted(service.errors.splitlines()[2:])
+    assert stopped == [f"aiodigest: services:{name}: stopped".encode() for name in ("first", "second")]
     assert no_process_is_left(data)
 
 

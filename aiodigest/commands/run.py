@@ -173,3 +173,4 @@ async def _deliver(name: str, engine: Engine, shards: Container[int] | None, ann
         await engine.run(shards=shards)
     finally:
         announcement.cancel()
+    announce(f"{name}: stopped")
