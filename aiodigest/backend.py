@@ -271,7 +271,9 @@ class Backend(Protocol):
         try:
             entries = list(lease.entries[:taken])
             while len(entries) < taken:
-                entries += await self.read(shard, lease, len(entries), taken - len(entries))
+                if not (page := await self.read(shard, lease, len(entries), taken - len(entries))):
+                    raise LeaseLost(f"the entries of timeline {key!r} went away under delivery")
+                entries += page
             entries = latest(entries)
             young = [entry for entry in entries if not aged(entry, lease.cut_ms)]
             yield replace(lease, entries=tuple(young))

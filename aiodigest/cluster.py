@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar, cast
 
 from redis.crc import key_slot
@@ -28,7 +29,7 @@ SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
 class ClusterLink:
     """Connections to the primaries of a cluster, for one event loop; each call goes to the one that has its key's slot.
 
-    A call that a node refuses since the slot has moved goes once more, to where the node says. After any other
+    A call that a node refuses since the slot has moved goes once more, to where the slot is now. After any other
     failure of a primary the nodes are asked anew who has what, before the next call that would go to it.
     """
 
@@ -38,6 +39,7 @@ class ClusterLink:
         self._links: dict[Address, Link] = {}
         self._former: set[Link] = set()  # to primaries that are none any more, on which calls may be under way
         self._slots: list[Address | None] = [None] * SLOTS
+        self._halves: frozenset[int] = frozenset()  # slots of which another primary takes the keys, one by one
         self._known = list(target.nodes)  # who was asked last comes last
         self._suspects: set[Address] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -79,6 +81,11 @@ class ClusterLink:
         """Those of which it is known that they have slots."""
         return [self._link(address) for address in dict.fromkeys(self._slots) if address is not None]
 
+    async def find_primaries(self) -> Sequence[Link]:
+        """Those that have slots as the nodes tell now: for what looks at all of them, and is led by no key."""
+        await self._ask_nodes(asyncio.get_running_loop().time() + self._timeout)
+        return self.primaries
+
     def place_of(self, key: str) -> Address | None:
         """The primary of a key, as far as that is known."""
         return self._slots[slot_of(key)]
@@ -92,13 +99,13 @@ class ClusterLink:
 
     async def _routed(self, key: str, call: Callable[[Link, float], Awaitable[T]]) -> T:
         slot, until = slot_of(key), asyncio.get_running_loop().time() + self._timeout
-        address = await self._primary(slot, until)
         for _ in range(2):
+            address = await self._primary(slot, until)
             try:
                 return await call(self._link(address), until)
             except Moved as moved:
                 self._suspects.add(address)
-                address = self._slots[slot] = self._seen(moved.address)
+                self._ask_next(self._seen(moved.address))  # who has the slot knows best
             except BackendUnavailable:
                 self._suspects.add(address)
                 raise
@@ -116,8 +123,17 @@ class ClusterLink:
     async def _primary(self, slot: int, until: float) -> Address:
         """The primary of a slot; the nodes are asked if that is not known, or was wrong."""
         address = self._slots[slot]
-        if address is not None and address not in self._suspects:
-            return address
+        if address is None or address in self._suspects or slot in self._halves:
+            await self._ask_nodes(until)
+            address = self._slots[slot]
+        if address is None:
+            raise BackendUnavailable(f"{self.target.url} is unavailable: no node has slot {slot}")
+        if slot in self._halves:
+            raise BackendUnavailable(f"{self.target.url} is unavailable: slot {slot} is being moved")
+        return address
+
+    async def _ask_nodes(self, until: float) -> None:
+        """Ask the nodes who has what, with others who want to know it now."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(retrieve)
@@ -126,10 +142,10 @@ class ClusterLink:
         if not asking.done() or asking.cancelled():
             raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes did not tell in time who has what")
         asking.result()
-        found = self._slots[slot]
-        if found is None:
-            raise BackendUnavailable(f"{self.target.url} is unavailable: no node has slot {slot}")
-        return found
+
+    def _ask_next(self, node: Address) -> None:
+        """Have a node asked before all others."""
+        self._known = [node, *(known for known in self._known if known != node)]
 
     async def _ask(self) -> None:
         """Learn from a node who has which slots. Those that failed are asked last, and the others in turn."""
@@ -143,7 +159,7 @@ class ClusterLink:
             try:
                 reply = await self._link(node).command("", "CLUSTER", "SLOTS", until=until)
                 if reply:
-                    await self._learn(node, cast("list[list[object]]", reply))
+                    await self._learn(node, cast("list[list[object]]", reply), share)
                     return
                 problems.append(f"{place(*node)} knows of no slots")
             except ConfigurationError as error:
@@ -156,13 +172,15 @@ class ClusterLink:
             raise ConfigurationError(message)
         raise BackendUnavailable(message)
 
-    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]]) -> None:
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], patience: float) -> None:
         slots: list[Address | None] = [None] * SLOTS
         known: dict[Address, None] = {}
         for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):
             addresses = [self._seen(_address(server, node)) for server in servers]
             slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
             known |= dict.fromkeys(addresses)
+        if slots != self._slots or self._halves:
+            self._halves = await self._find_halves(slots, patience)
         self._slots = slots
         # the addresses that were given may be names which lead to other nodes one day, so they stay
         known |= dict.fromkeys(self.target.nodes)
@@ -173,6 +191,25 @@ class ClusterLink:
             link = self._links.pop(address)
             self._former = {former for former in self._former if former.is_busy} | {link}
             await link.retire()
+
+    async def _find_halves(self, slots: Sequence[Address | None], patience: float) -> frozenset[int]:
+        """Slots that are on their way to another primary, as those say which get them.
+
+        Who has such a slot knows it too, but before Valkey 8 not a replica that has taken over from it: it would serve
+        half of the keys as if they were all. So it matters only when something has changed hands. Who may not ask
+        (``CLUSTER NODES``) relies on it that no primary is lost while its slots move.
+        """
+        until = asyncio.get_running_loop().time() + patience
+
+        async def arriving(address: Address) -> set[int]:
+            with suppress(AiodigestError):
+                told = cast("bytes", await self._link(address).command("", "CLUSTER", "NODES", until=until))
+                [own] = [line.split() for line in told.splitlines() if b"myself" in line]
+                return {int(slot[1:].partition(b"-<-")[0]) for slot in own[8:] if b"-<-" in slot}
+            return set()
+
+        primaries = {address for address in slots if address is not None}
+        return frozenset[int]().union(*await asyncio.gather(*map(arriving, primaries)))
 
     def _seen(self, address: Address) -> Address:
         """Where a node is from here, if it knows itself under another address."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -16,6 +17,7 @@ from aiodigest.target import Target
 from aiodigest.transport import Address, Wire, drop, send
 
 CONNECTIONS = 8  # coalesced calls need no more
+SPARE = 10.0  # seconds: after that a connection that nobody has used is closed, but the last one
 # How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
 BLOCK_MS = 20_000
 OLDEST = (6, 2)
@@ -46,7 +48,7 @@ class Link:
     def __init__(self, target: Target, timeout: float) -> None:
         self.target = target
         self._timeout = timeout
-        self._idle: list[Wire] = []
+        self._idle: deque[tuple[Wire, float]] = deque()  # and since when; who was used last is used next
         self._busy: set[Wire] = set()
         self._ears: dict[str, Wire] = {}
         self._listening: set[Wire] = set()
@@ -70,6 +72,10 @@ class Link:
     def primaries(self) -> Sequence[Link]:
         """The servers that take adds: this one."""
         return [self]
+
+    async def find_primaries(self) -> Sequence[Link]:
+        """See ``ClusterLink.find_primaries``."""
+        return self.primaries
 
     @property
     def is_busy(self) -> bool:
@@ -175,7 +181,7 @@ class Link:
 
     async def hang_up(self, key: str = "") -> None:
         """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
-        wires = [*self._idle, *self._ears.values()]
+        wires = [*(wire for wire, _ in self._idle), *self._ears.values()]
         self._idle.clear()
         self._ears.clear()
         for wire in wires:
@@ -184,7 +190,7 @@ class Link:
     async def _take(self) -> tuple[Wire, bool]:
         """An idle connection that is still alive, or a new one, and whether it is new. Nothing has been sent yet."""
         while self._idle:
-            wire = self._idle.pop()
+            wire, _ = self._idle.pop()
             if await self._is_sound(wire):
                 return wire, False
         return await self._connected(), True
@@ -216,7 +222,10 @@ class Link:
         """Keep a connection for the next call, if there may be one."""
         self._busy.discard(wire)
         if self._room is not None and not self._retired and wire.is_connected:
-            self._idle.append(wire)
+            now = asyncio.get_running_loop().time()
+            self._idle.append((wire, now))
+            while len(self._idle) > 1 and self._idle[0][1] < now - SPARE:
+                await drop(self._idle.popleft()[0])
         else:
             await drop(wire)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
@@ -27,8 +27,8 @@ class Hold:
     lease: Lease
     due: float
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
-    task: asyncio.Task[None] | None = None
     ends: float = inf  # when the lease has surely ended
+    task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
 
 
 class Lane:
@@ -115,13 +115,13 @@ class Lane:
 
         Its end is counted from before the call that gave it, so that it is never taken to be later than it is.
         """
-        if hold.task is not None and not hold.task.done():
+        if not hold.task.done():
             hold.ends = since + self._lease_timeout
             self.alarm.set(hold.ends)
 
     def lose(self, hold: Hold) -> None:
         """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
-        if hold.stage != "reporting" and hold.task is not None and not hold.task.done():
+        if hold.stage != "reporting" and not hold.task.done():
             line = "the lease on timeline %r is lost: its delivery is cancelled"
             logger.warning(line, hold.lease.key, extra=facts_of(hold.lease))
             hold.task.cancel()
@@ -138,12 +138,13 @@ class Lane:
         """Renew leases at a third of their length.
 
         A worker that neither claims nor holds anything (it rests, or its slots are taken) renews nothing, but does so
-        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
+        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing. So
+        does one of whose calls the last has failed, which may have been the last of all for a long time.
         """
         loop = asyncio.get_running_loop()
         third = self._lease_timeout / 3
         while not self.retired:
-            due = self.renewed + third if self.holds else self.marked + 1.1 * third
+            due = self.renewed + third if self.holds or self.away else self.marked + 1.1 * third
             if (rest := due - loop.time()) > 0:
                 await asyncio.sleep(min(rest, third / 3))  # what is due next may have changed by then
             else:

@@ -12,12 +12,14 @@ from aiodigest.target import Target
 
 AnyLink: TypeAlias = Link | ClusterLink
 
-_links: dict[object, AnyLink] = {}
+_links: dict[tuple[object, asyncio.AbstractEventLoop, float], AnyLink] = {}
 _users = Counter[AnyLink]()
 
 
 def join_link(target: Target, timeout: float) -> AnyLink:
     """Connections for the running loop: those of others who were given the same client, or new ones."""
+    for left in [place for place in list(_links) if place[1].is_closed()]:  # by who never left: it can close nothing now
+        _users.pop(_links.pop(left), None)
     place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
     if place not in _links:
         _links[place] = ClusterLink(target, timeout) if target.nodes else Link(target, timeout)

@@ -20,8 +20,7 @@ class Outage:
     """The state *unavailable* of the store: it begins when a call fails, and ends when all kinds that did, each of
     which backs off by itself, were answered."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self) -> None:
         self._tries: dict[str, int] = {}
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
@@ -40,7 +39,7 @@ class Outage:
             self._told.add(type(error))
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
-            logger.warning("%s %s: %s", self._what, state, error, exc_info=fault, extra={"reason": str(error)})
+            logger.warning("the server %s: %s", state, error, exc_info=fault, extra={"reason": str(error)})
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()
 
@@ -50,8 +49,8 @@ class Outage:
             self._answered[call].set()
             if not self._tries:
                 lasted = asyncio.get_running_loop().time() - self._began
-                line = "%s is available again after %.1f s"
-                logger.warning(line, self._what, lasted, extra={"seconds": round(lasted, 3)})
+                line = "the server is available again after %.1f s"
+                logger.warning(line, lasted, extra={"seconds": round(lasted, 3)})
 
     async def pause(self, call: str = "") -> None:
         """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""

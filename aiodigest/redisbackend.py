@@ -284,11 +284,11 @@ class RedisBackend(Relocation, Backend):
 
     async def erase(self) -> int:
         link = await self._connected()
-        return sum([await _erase(server, self.namespace) for server in link.primaries])
+        return sum([await _erase(server, self.namespace) for server in await link.find_primaries()])
 
     async def try_erase(self) -> None:
         link = await self._connected()
-        for server in link.primaries:
+        for server in await link.find_primaries():
             await _scan(server, self.namespace, b"")
 
     # Dead letters

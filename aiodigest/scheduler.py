@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
 from aiodigest.backoff import BackoffMode
@@ -21,6 +21,8 @@ from aiodigest.policy import Limits, milliseconds
 from aiodigest.slots import Slots
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Observer: TypeAlias = Callable[[Delivery], None]
 
@@ -63,7 +65,7 @@ class Scheduler:
         self._drain_timeout = drain_timeout
         self._timeout = timeout
         self._observers = observers
-        self._outage = Outage("the server")
+        self._outage = Outage()
         self._numbers = numbers
         self._lanes: dict[int, Lane] = {}  # by shard
         self._served = -1  # which change of them it has looked at
@@ -160,10 +162,9 @@ class Scheduler:
         lane = self._lanes[shard] = Lane(
             shard, self._backend, self._outage, self._serve, self._slots.changed, self._timeout, self._lease_timeout
         )
-        chores = lane.closes.run(), lane.retries.run(), lane.keep()
-        lane.chores = [self._group.create_task(chore) for chore in chores]
+        lane.chores = [self._group.create_task(chore) for chore in (lane.closes.run(), lane.retries.run(), lane.keep())]
         self._idle = False
-        self._loops.append(self._group.create_task(self._loop(lane)))
+        self._loops = [*self._running(), self._group.create_task(self._loop(lane))]
 
     def _end(self, lane: Lane) -> None:
         """Let go of a shard that is no more, once nothing of it is under way."""
@@ -286,10 +287,8 @@ class Scheduler:
             facts = facts_of(hold.lease, error)
             logger.error("timeline %r: %s; its lease will end", hold.lease.key, error, extra=facts)
         except Exception:
-            facts = facts_of(hold.lease)
-            logger.exception(
-                "a fault of aiodigest while delivering %r; its lease will end", hold.lease.key, extra=facts
-            )
+            line = "a fault of aiodigest while delivering %r; its lease will end"
+            logger.exception(line, hold.lease.key, extra=facts_of(hold.lease))
 
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
@@ -302,13 +301,9 @@ class Scheduler:
         taken = min(lease.part or lease.size, lease.size)
         entries = list(lease.entries[:taken])
         while len(entries) < taken:
-            try:
-                page = await self._backend.read(lane.shard, lease, len(entries), taken - len(entries))
-            except BackendUnavailable as error:
-                lane.failed(error, lane.leasing)
-                await self._outage.pause(lane.leasing)
-                continue
-            self._outage.answered(lane.leasing)
+            page = await self._insist(
+                lane, partial(self._backend.read, lane.shard, lease, len(entries), taken - len(entries))
+            )
             if not page:
                 raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
             entries += page
@@ -335,29 +330,34 @@ class Scheduler:
 
     async def _report(self, lane: Lane, report: Close | Retry) -> Closed:
         """Tell the store, until it knows; what it answers."""
+        if isinstance(report, Close):
+            return await self._insist(lane, partial(lane.closes.submit, report))
+        return Closed("closed" if await self._insist(lane, partial(lane.retries.submit, report)) else "lost")
+
+    async def _insist(self, lane: Lane, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the store for a delivery until it answers, be it with an error of ours."""
         while True:
             try:
-                if isinstance(report, Close):
-                    closed = await lane.closes.submit(report)
-                else:
-                    closed = Closed("closed" if await lane.retries.submit(report) else "lost")
+                answer = await call()
             except BackendUnavailable as error:
                 if self._ended:  # a callback has outlived its worker
                     raise
                 lane.failed(error, lane.leasing)
                 await self._outage.pause(lane.leasing)
-                continue
-            self._outage.answered(lane.leasing)
-            return closed
+            except AiodigestError:
+                self._outage.answered(lane.leasing)
+                raise
+            else:
+                self._outage.answered(lane.leasing)
+                return answer
 
     # Stopping
 
     def _under_way(self) -> list[tuple[Lane, Hold]]:
-        holds = ((lane, hold) for lane in self._lanes.values() for hold in lane.holds)
-        return [(lane, hold) for lane, hold in holds if hold.task is not None and not hold.task.done()]
+        return [(lane, hold) for lane in self._lanes.values() for hold in lane.holds if not hold.task.done()]
 
     def _tasks(self) -> list[asyncio.Task[None]]:
-        return [hold.task for _, hold in self._under_way() if hold.task is not None]
+        return [hold.task for _, hold in self._under_way()]
 
     async def _drain(self) -> None:
         if not (tasks := self._tasks()):
@@ -376,7 +376,7 @@ class Scheduler:
         """
         left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
         for _, hold, stage in left:
-            if stage != "reporting" and hold.task is not None:
+            if stage != "reporting":
                 hold.task.cancel()
         _, late = await asyncio.wait(tasks, timeout=self._timeout)
         deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]

@@ -153,8 +153,8 @@ class Session:
         return shard, 0 if backend.takers > 1 else crc32(key.encode()) % CALLS
 
     def _new_coalescer(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
-        if self._stopping.is_set():
-            raise BackendUnavailable(LEFT)
+        if self._stopping.is_set() or self.main.done():
+            raise BackendUnavailable(self.fault or LEFT)
         self._let_go(backend)
         queues = CALLS if backend.takers == 1 else 1  # several shards have several calls as it is
         coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.takers)
@@ -170,8 +170,9 @@ class Session:
                 self._chores.pop(shard).cancel()
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
-        """The same error, of a record if one is named, with what an embedded server's log says."""
-        message, reason = str(error), self._store.why_down()
+        """The same error, of a record if one is named, with what lies behind it: a fault, or what an embedded server's
+        log says."""
+        message, reason = self.fault or str(error), self._store.why_down()
         if reason and reason not in message:
             message += f" ({reason})"
         return BackendUnavailable(message, record_id=record_id, stored=error.stored)
@@ -291,7 +292,7 @@ class Session:
                 chore.cancel()
 
     async def _deliver(self, schedule: Callable[[Backend], Scheduler]) -> None:
-        outage, tries = Outage("the server"), 0
+        outage, tries = Outage(), 0
         while not self._stopping.is_set():
             try:
                 backend = await self.backend()

@@ -406,7 +406,7 @@ async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_
     key = cluster.key_of(cluster.primaries[1])
     link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)
     await link.command(key, "PING")
-    wires = [wire for each in link._links.values() for wire in each._idle]
+    wires = [wire for each in link._links.values() for wire, _ in each._idle]
     link._suspects.add(("127.0.0.1", cluster.primaries[1].port))
     calling = asyncio.create_task(link.command(key, "PING"))
     await asyncio.sleep(0)

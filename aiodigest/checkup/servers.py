@@ -39,7 +39,7 @@ async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
 
 async def _check_servers(namespace: Namespace, link: AnyLink, user: str) -> list[Finding]:
     """What is found of each primary; what several have in common is told once."""
-    primaries = link.primaries
+    primaries = await link.find_primaries()
     told = await asyncio.gather(*(_check_server(namespace, one, user, link) for one in primaries))
     if len(primaries) == 1:
         return told[0]
