@@ -172,7 +172,7 @@ class ClusterLink:
             raise ConfigurationError(message)
         raise BackendUnavailable(message)
 
-    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], patience: float) -> None:
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], patience: float = SHORTEST) -> None:
         slots: list[Address | None] = [None] * SLOTS
         known: dict[Address, None] = {}
         for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):

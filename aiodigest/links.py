@@ -18,7 +18,7 @@ _users = Counter[AnyLink]()
 
 def join_link(target: Target, timeout: float) -> AnyLink:
     """Connections for the running loop: those of others who were given the same client, or new ones."""
-    for left in [place for place in list(_links) if place[1].is_closed()]:  # by who never left: it can close nothing now
+    for left in [place for place in list(_links) if place[1].is_closed()]:  # whoever it was has never left
         _users.pop(_links.pop(left), None)
     place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
     if place not in _links:

@@ -904,11 +904,8 @@ async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_o
     check_shards(cluster, namespace)
 
 
-# before Valkey 8, the replica of a primary does not know that a slot moves, and is none to go on with
-KNOWING = ["target", *(["source"] if Path(server_binary()).name.startswith("valkey") else [])]
-
-
-@pytest.mark.parametrize("end", KNOWING)
+# before Valkey 8, the replica of a primary does not know that a slot moves
+@pytest.mark.parametrize("end", ["target", "source"])
 async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_while_its_slot_moves(
     fragile: Cluster, namespace: str, end: str
 ) -> None:
