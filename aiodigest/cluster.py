@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from random import sample
 from typing import TypeVar, cast
 
 from redis.crc import key_slot
@@ -40,7 +41,8 @@ class ClusterLink:
         self._former: set[Link] = set()  # to primaries that are none any more, on which calls may be under way
         self._slots: list[Address | None] = [None] * SLOTS
         self._halves: frozenset[int] = frozenset()  # slots of which another primary takes the keys, one by one
-        self._known = list(target.nodes)  # who was asked last comes last
+        # who was asked last comes last; at first by chance, or who begins again and again would ask the same one first
+        self._known = sample(target.nodes, len(target.nodes))
         self._suspects: set[Address] = set()
         self._asking: asyncio.Task[None] | None = None
         self._closed = False

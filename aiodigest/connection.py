@@ -17,7 +17,7 @@ from aiodigest.target import Target
 from aiodigest.transport import Address, Wire, drop, send
 
 CONNECTIONS = 8  # coalesced calls need no more
-SPARE = 10.0  # seconds: after that a connection that nobody has used is closed, but the last one
+SPARE = 10.0  # seconds: after that a connection that nobody has used is closed, but the last one for calls
 # How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
 BLOCK_MS = 20_000
 OLDEST = (6, 2)
@@ -50,7 +50,7 @@ class Link:
         self._timeout = timeout
         self._idle: deque[tuple[Wire, float]] = deque()  # and since when; who was used last is used next
         self._busy: set[Wire] = set()
-        self._ears: dict[str, Wire] = {}
+        self._ears: dict[str, tuple[Wire, float]] = {}  # by what they listened to
         self._listening: set[Wire] = set()
         self._retired = False  # its server is no primary any more
         self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
@@ -181,7 +181,7 @@ class Link:
 
     async def hang_up(self, key: str = "") -> None:
         """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
-        wires = [*(wire for wire, _ in self._idle), *self._ears.values()]
+        wires = [wire for wire, _ in (*self._idle, *self._ears.values())]
         self._idle.clear()
         self._ears.clear()
         for wire in wires:
@@ -252,16 +252,19 @@ class Link:
         except (exceptions.RedisError, OSError) as error:
             raise self._explained(error) from error
         self._busy.discard(wire)
+        now = asyncio.get_running_loop().time()
         over = self._room is None or self._retired
-        if over or self._ears.setdefault(stream, wire) is not wire:  # another listened, too
+        if over or self._ears.setdefault(stream, (wire, now))[0] is not wire:  # another listened, too
             await drop(wire)
+        for unused in [name for name, (_, since) in self._ears.items() if since < now - SPARE]:  # its shard may be gone
+            await drop(self._ears.pop(unused)[0])
         return reply[0][1][0][0].decode() if reply else last
 
     async def _ear(self, stream: str) -> Wire:
         """The connection on which a stream was listened to before, or a new one."""
-        wire = self._ears.pop(stream, None)
-        if wire is not None and await self._is_sound(wire):
-            return wire
+        kept = self._ears.pop(stream, None)
+        if kept is not None and await self._is_sound(kept[0]):
+            return kept[0]
         async with asyncio.timeout(self._timeout):
             return await self._connected()
 

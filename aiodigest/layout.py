@@ -35,7 +35,8 @@ class Layout:
 
         In the middle, since a part in which one primary's slots end and another's begin would fall to either.
         """
-        name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}"
+        # with the number: should a failover forget a change, another one must not meet the shards of the first
+        name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}.{self.shards}"
         if self.shards == 1:
             return name
         from redis.crc import key_slot  # not needed by most

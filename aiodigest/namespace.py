@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import cast
 from uuid import uuid4
 from zlib import crc32
@@ -73,6 +73,7 @@ class Namespace:
         self._current = Layout(shards or 1)
         self._drained: list[Layout] = []
         self._changes = 0  # of the layout, that this process has heard of
+        self._rumoured = False  # the layout was changed, perhaps on a single server so far
         self._homes = [Home(self._current, number) for number in range(shards or 0)]
         self._first = {self._current: 0} if shards else dict[Layout, int]()  # shard of each layout
         self._now = now
@@ -162,7 +163,8 @@ class Namespace:
 
     async def _look_up(self, link: AnyLink) -> None:
         """Read which layout takes the adds now, and which one is being drained."""
-        reply = await link.command(self._root, "HMGET", self._root, "current", "version", "drains")
+        fields = "current", "version", "drains"
+        reply = await untouched(link.command(self._root, "HMGET", self._root, *fields))
         current, version, drains = [text(name) if name else "" for name in cast("list[bytes | None]", reply)]
         stored = current or ("" if version == RETIRED else version.removesuffix(":draining"))
         if stored:
@@ -187,11 +189,21 @@ class Namespace:
                 self._homes += [Home(each, number) for number in range(each.shards)]
         if (layout, drained) != (self._current, self._drained):
             self._changes += 1
+            self._rumoured = layout.epoch > 1 and (self._known or bool(drained))
             if self._known and layout != self._current:
                 had, has = self._current.shards, layout.shards
                 facts = {"namespace": self.namespace, "shards": has}
                 logger.info("namespace %r goes over from %d to %d shards", self.namespace, had, has, extra=facts)
+        self._rumoured |= not stored
         self._current, self._drained = layout, drained
+
+    async def _confirm(self, link: AnyLink) -> None:
+        """Have the replicas know the layout before anything is added to it: one that is promoted must not forget it."""
+        layout = self._current
+        if await self._noted(link, self._root, "current", layout, self._replicas) != layout.version:
+            await self._look_up(link)
+        elif layout == self._current:
+            self._rumoured = False
 
     async def _check_wait(self, link: AnyLink) -> None:
         """See that the user may wait for replicas: to be refused after the add would leave its caller in the dark."""
@@ -267,6 +279,9 @@ class Namespace:
             if layout != self._current and (name == "add" or settled or not draining):
                 raise self._gone(shard)
             version = layout.draining if draining else layout.version
+            if replicas and self._rumoured:
+                await self._confirm(link)
+                continue
             try:
                 return await link.run(name, key, (version, now, *arguments), repeat=repeat, replicas=replicas)
             except LayoutMismatch as mismatch:
@@ -306,12 +321,16 @@ class Namespace:
 
     async def _make(self, link: AnyLink, key: str, layout: Layout) -> None:
         """Write a layout down where there is none; learn the other one if somebody was faster."""
-        found = await link.run("layout", self._root, ["current", layout.version], repeat=True)
-        if text(found) != layout.version:
+        if await self._noted(link, self._root, "current", layout) != layout.version:
             await self._look_up(link)
             return
         for where in (self._root, key):  # the first so that one who knows of a single shard is refused
-            await link.run("layout", where, ["version", layout.version], repeat=True)
+            await self._noted(link, where, "version", layout)
+
+    async def _noted(self, link: AnyLink, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
+        """Write a layout down unless there is one, and wait until replicas have what is there now; its version."""
+        noting = link.run("layout", where, [field, layout.version], repeat=True, replicas=replicas)
+        return text(cast("list[bytes]", await untouched(noting))[1])
 
     def _gone(self, shard: int) -> Retired:
         home = self._homes[shard]
@@ -358,3 +377,11 @@ class Namespace:
         if isinstance(error, (BackendUnavailable, ConfigurationError)):
             return error
         return InvalidState(f"timeline {key!r} is broken: {problem}")
+
+
+async def untouched(call: Awaitable[object]) -> object:
+    """What a call answers that comes before the one that changes something: if it fails, nothing was stored."""
+    try:
+        return await call
+    except BackendUnavailable as error:
+        raise BackendUnavailable(str(error)) from error

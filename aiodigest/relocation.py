@@ -23,12 +23,15 @@ HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being e
 class Relocation(Namespace):
     """The part of a backend that changes the layout."""
 
+    _goal: Layout | None = None  # what `reshard` was asked for, until `drain` has brought it to its end
+
     async def reshard(self, shards: int) -> bool:
         """Let a layout with so many shards take the adds; False if it does already, and nothing is left to drain.
 
         Raises InvalidState while a change to another number is under way.
         """
         link = await self._connected()
+        self._goal = None
         for name in ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts"):
             await self._permit(link, name)
         await self._look_up(link)
@@ -38,16 +41,18 @@ class Relocation(Namespace):
                     f"namespace {self.namespace!r} is on its way from {self._drained[0].shards} to "
                     f"{self._current.shards} shards: that must end before it can have {shards}"
                 )
+            self._goal = self._current
             return True
         if self._current.shards == shards:
             return False
         old, new = self._current, Layout(shards, self._current.epoch + 1)
-        await link.run("layout", self._root, ["current", old.version], repeat=True)  # if it is new
+        await self._noted(link, self._root, "current", old)  # if it is new
         change = [old.version, new.version]
         begun = await link.run("reshard", self._root, change, repeat=True, replicas=self._replicas)
         await self._look_up(link)
         if begun != 1 and self._current != new:
             raise InvalidState(f"the layout of namespace {self.namespace!r} was changed by another at this moment")
+        self._goal = new
         return bool(self._drained)
 
     async def drain(self) -> dict[str, int]:
@@ -66,12 +71,17 @@ class Relocation(Namespace):
                 await link.run("reshard", self._root, [old.version, ""], repeat=True)
             left += held
         await self._look_up(link)
+        if self._goal is not None and self._current.epoch < self._goal.epoch:  # a failover has forgotten the change
+            await self.reshard(self._goal.shards)
+            return await self.drain()
         return dict(left)
 
     async def _drain_shard(self, link: AnyLink, shard: int) -> Counter[str]:
         layout = self._homes[shard].layout
-        version = await link.run("drain", self._key(shard, "layout"), [layout.version, layout.draining], repeat=True)
-        if text(version) == RETIRED:
+        # once it is empty nobody may find it as it was: so the replicas know of the mark, and of the end
+        mark, replicas = [layout.version, layout.draining], self._replicas
+        marked = await link.run("drain", self._key(shard, "layout"), mark, repeat=True, replicas=replicas)
+        if text(cast("list[bytes]", marked)[1]) == RETIRED:
             return Counter()
         try:
             while ids := cast("list[bytes]", await self._call("letters", shard, 0, SLICE)):

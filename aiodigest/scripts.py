@@ -30,7 +30,8 @@ SHARED: Mapping[str, Sequence[str]] = {
 }
 # what begins a namespace; the others find an empty one where there is none
 CREATES = {"add", "claim", "renew", "keep", "carry"}
-REPLICATED = {"add", "keep", "carry"}  # waited for by `wait_replicas`: what must not be forgotten once it was answered
+# waited for by `wait_replicas`: what must not be forgotten once it was answered
+REPLICATED = {"add", "keep", "carry", "retire"}
 # What each script may call: if the user may not, it is not begun. A refusal that is met half-way leaves it half done.
 SCHEDULES = "ZADD ZCARD ZRANGE ZREM"
 SAVES = "HDEL HSET PEXPIRE"
@@ -59,7 +60,7 @@ COMMANDS: Mapping[str, frozenset[str]] = {
         "counts": "ZCARD ZCOUNT ZRANGE",
         "letter": "HMGET LLEN LRANGE",
         "letters": "ZRANGEBYSCORE",
-        "layout": "HSETNX",
+        "layout": "HSET HSETNX",
         "reshard": "HDEL HMGET HSET",
         "drain": "HSET XADD",
         "keep": "EXISTS HSET LLEN PEXPIRE RPUSH ZADD",

@@ -346,6 +346,18 @@ async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(
         assert month < client.pttl(f"{{{namespace}}}:meta:k") <= month + 3_600_000
 
 
+async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_taken_for_one_that_outlived_its_ttl(
+    server: Server, namespace: str
+) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        with server.client() as client:  # they may be on their way to another node of a cluster, or were evicted
+            client.delete(f"{{{namespace}}}:meta:k")
+        claims = await claim(backend)
+    assert claims.expired == []
+    assert [len(lease.entries) for lease in claims.leases] == [1]
+
+
 # Layouts
 
 
@@ -419,6 +431,14 @@ async def test_a_layout_that_is_not_known_is_refused(server: Server, namespace: 
     with pytest.raises(ConfigurationError, match="schema 1"):
         async with connected(server.url, namespace):
             pass
+
+
+def test_the_names_of_shards_are_the_same_in_every_version() -> None:
+    # in another version's place the data of a namespace would not be found
+    tags = [Layout(16).tag("mail", number) for number in (0, 1, 7, 15)]
+    assert tags == ["mail:0:25", "mail:1:39", "mail:7:1", "mail:15:21"]
+    assert Layout(4, 2).tag("mail", 3) == "mail:e2.4:3:1"
+    assert (Layout(1).tag("mail", 0), Layout(1, 3).tag("mail", 0)) == ("mail", "mail:e3.1")
 
 
 @pytest.mark.parametrize("shards", [2, 3, 16, 1024])

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from engines import session_of
 from replicas import Relay, follow, freeze, port_of, replicated, role_of, thaw, until
 from servers import Server
 
@@ -62,12 +63,24 @@ async def test_an_add_that_too_few_replicas_have_in_time_may_be_stored_and_says_
 
 
 async def test_of_many_adds_each_that_too_few_replicas_have_may_be_stored_and_says_so(namespace: str) -> None:
-    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=2, timeout=1) as engine:
+    async with replicated() as (primary, replica), greedy(primary, namespace) as engine:
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")])
         told = [error for error in caught.value.results if isinstance(error, BackendUnavailable)]
         assert [(error.stored, error.record_id) for error in told] == [("unknown", "a"), ("unknown", "b")]
         await until(lambda: length_of(replica, namespace, "one") == length_of(replica, namespace, "two") == 1)
+
+
+@asynccontextmanager
+async def greedy(server: Server, namespace: str) -> AsyncGenerator[DigestEngine[JSON]]:
+    """An engine that waits for more replicas than there are, of a namespace that is there already.
+
+    Who begins one waits for replicas before the add, and then knows that nothing is stored.
+    """
+    async with engine_to(server, namespace) as first:
+        await first.add("first", 0)
+    async with engine_to(server, namespace, wait_replicas=2, timeout=2) as engine:
+        yield engine
 
 
 async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replicas_it_would_wait_for(
@@ -84,7 +97,7 @@ async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replica
 
 
 async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_be_stored(namespace: str) -> None:
-    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=2) as engine:
+    async with replicated() as (primary, replica), greedy(primary, namespace) as engine:
         adding = asyncio.create_task(engine.add("key", 1))
         await until(lambda: waiting(primary) == 1)
         follow(replica, None)
@@ -149,3 +162,39 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
                 while await backend.drain():
                     pass
             assert [each async for each in engine.dead_letters()] == [letter]
+
+
+async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(namespace: str) -> None:
+    async with (
+        replicated() as (primary, replica),
+        engine_to(primary, namespace) as other,
+        engine_to(primary, namespace, wait_replicas=1, timeout=1) as engine,
+    ):
+        await engine.add("first", 1)
+        async for _ in other.reshard(4):
+            break
+        freeze(replica)
+        with pytest.raises(BackendUnavailable) as caught:
+            await engine.add("second", 1)
+        assert caught.value.stored == "no"
+        thaw(replica)
+        await engine.add("second", 1)
+        with primary.client() as client:
+            assert len(client.keys("*:log:second")) == 1
+
+
+async def test_a_shard_that_is_drained_does_not_end_before_the_replicas_know_of_it(namespace: str) -> None:
+    async with replicated() as (primary, replica):
+        async with engine_to(primary, namespace, shards=2) as other:
+            await other.add("first", 1)
+            await other.delete("first")
+        async with engine_to(primary, namespace, wait_replicas=1, timeout=1) as engine:
+            backend = await session_of(engine).backend()
+            assert await backend.reshard(4)
+            freeze(replica)
+            with pytest.raises(BackendUnavailable, match="0 replicas"):
+                await backend.drain()
+            thaw(replica)
+            async with asyncio.timeout(PATIENCE):
+                while await backend.drain():
+                    pass

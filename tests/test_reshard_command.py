@@ -252,11 +252,11 @@ def rests(server: Server, shards: set[int]) -> bool:
     """Whether nothing is due or under delivery in these shards."""
     with server.client() as client:
         keys = [key for key in client.keys("*") if key.endswith((b":ready", b":leased"))]
-        return not any(key.startswith(f"{{mail:e2:{shard}:".encode()) for key in keys for shard in shards)
+        return not any(key.startswith(f"{{mail:e2.4:{shard}:".encode()) for key in keys for shard in shards)
 
 
 def shard_of(server: Server, key: str) -> int:
     """Where a timeline is, or was, by the number in its tag."""
     with server.client() as client:
-        [meta] = [name for name in client.keys("*") if name.endswith(f":meta:{key}".encode()) and b":e2:" in name]
+        [meta] = [name for name in client.keys("*") if name.endswith(f":meta:{key}".encode()) and b":e2." in name]
         return int(meta.split(b":")[2])

@@ -50,7 +50,7 @@ while #leases < slots and looked < SLICE and scanned < SLICE do
     looked = looked + 1
     if not held then
       set_aside(key, problem)
-    elseif held.logged + held.opened == 0 or held['end'] <= now then
+    elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
       expired[#expired + 1] = key
       expired[#expired + 1] = expire(held)
     else

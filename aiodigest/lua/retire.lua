@@ -1,7 +1,7 @@
 -- retire: end a shard that has been drained, if it holds nothing.
 --
 -- ARGV[3]  what its version is from now on, so that whoever knew it looks for the new layout; '': only look
--- Returns  its counters (name, number, ...), or nothing if it holds something
+-- Returns  its counters (name, number, ...), 1 if it has ended, or nothing if it holds something
 
 local dead = tag .. 'dead'
 
@@ -25,5 +25,6 @@ if ARGV[3] ~= '' then
   if not call('HGET', layout, 'current') then -- else it is the namespace's as well
     call('PEXPIRE', layout, LETTER_TTL) -- until then whoever slept is told
   end
+  return 1
 end
 return counters
