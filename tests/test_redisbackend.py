@@ -441,6 +441,11 @@ def test_the_names_of_shards_are_the_same_in_every_version() -> None:
     assert (Layout(1).tag("mail", 0), Layout(1, 3).tag("mail", 0)) == ("mail", "mail:e3.1")
 
 
+def test_a_change_that_was_forgotten_has_no_shard_in_common_with_the_one_that_is_made_instead() -> None:
+    tags = [Layout(shards, 2).tag("mail", number) for shards in range(1, 17) for number in range(shards)]
+    assert len(set(tags)) == len(tags)
+
+
 @pytest.mark.parametrize("shards", [2, 3, 16, 1024])
 def test_each_shard_has_a_tag_in_its_own_part_of_the_slots(shards: int) -> None:
     for shard in range(shards):

@@ -1150,21 +1150,6 @@ async def test_a_change_that_a_failover_forgets_is_begun_again_by_who_watches_it
             assert client.hmget(f"{{{namespace}}}:layout", "current", "drains") == [b"1:4:2", None]
 
 
-async def test_shards_of_a_change_that_was_forgotten_are_not_those_of_another(place: Place) -> None:
-    first = await place.process(1)
-    await add(first, "k", "a")
-    assert await first.reshard(6)
-    await add(first, "k", "b")
-    with place.server.client() as client:
-        client.hset(f"{{{place.namespace}}}:layout", mapping={"current": "1:1:1", "version": "1:1:1"})
-        client.hdel(f"{{{place.namespace}}}:layout", "drains")
-    second = await place.process()
-    assert await second.reshard(5)
-    for shard in range(second.shards):
-        await claim(second, shard)
-    assert not {Layout(6, 2).tag("mail", n) for n in range(6)} & {Layout(5, 2).tag("mail", n) for n in range(5)}
-
-
 # Users
 
 
