@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.wire import aged, latest
+
+T = TypeVar("T")
 
 LETTER_TTL_MS = 30 * 86_400_000
 LETTER_LIMIT = 10_000
@@ -154,6 +156,21 @@ class Window(NamedTuple):
     cool_ms: int = 0
     digest_id: str = ""
     last_error: str = ""
+
+
+class Bookmark(NamedTuple):
+    """Where a page of a schedule or of dead letters has ended, and the time after which nothing is listed."""
+
+    time: bytes
+    name: bytes
+    last: bytes
+
+
+class Page(NamedTuple, Generic[T]):
+    """Some of what a shard holds, and where the next page begins; None if there was nothing more."""
+
+    items: Sequence[T] = ()
+    end: Bookmark | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +332,12 @@ class Backend(Protocol):
         """All entries of a timeline: under delivery first, then what came since."""
         ...
 
-    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
-        """Timelines of a state, the earliest due first."""
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
+        """Up to ``count`` timelines of a state, the earliest due first.
+
+        ``after`` is where the page before has ended. What stays where it is comes once, whatever leaves meanwhile;
+        what is placed later than all that there was at the first page does not come.
+        """
         ...
 
     async def counts(self) -> dict[str, int]:
@@ -348,12 +369,12 @@ class Backend(Protocol):
     async def try_erase(self) -> None:
         """``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
 
-    async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        """Ids of dead letters, the oldest first."""
+    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        """Ids of up to ``count`` dead letters, the oldest first, paged as timelines are."""
         ...
 
-    async def letter(self, letter_id: str) -> RawLetter | None:
-        """A dead letter, or None."""
+    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+        """A dead letter, or None if there is none, or not in that shard."""
         ...
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import fields
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Generic, get_args
 
 from typing_extensions import TypeVar
 
 from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, whole
-from aiodigest.backend import Backend, Move, RawLetter, Window
+from aiodigest.backend import Backend, Bookmark, Move, Page, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
 from aiodigest.errors import (
@@ -28,6 +29,7 @@ from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Entered, Session
 
 T = TypeVar("T", default=JSON)
+Item = TypeVar("Item")
 
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
@@ -125,8 +127,8 @@ class Management(Generic[T]):
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """The timelines, the earliest due of each shard and state first; without records.
 
-        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline that changes its state
-        meanwhile may be missed, or come twice.
+        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline whose state or due
+        time changes meanwhile may be missed, or come again. Each other one comes once, whatever is deleted meanwhile.
         """
         states: tuple[State, ...] = get_args(State)
         if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -134,11 +136,8 @@ class Management(Generic[T]):
         backend = await self._backend()
         for shard in _shards_of(backend):
             for each in states if state is None else (state,):
-                start = 0
-                while windows := await backend.page(shard, each, start, PAGE):
-                    for window in windows:
-                        yield self._view(window)
-                    start += PAGE
+                async for window in _paged(partial(backend.page, shard, each)):
+                    yield self._view(window)
 
     async def stats(self) -> Stats:
         """Timelines by state, dead letters, and counters of what happened."""
@@ -171,16 +170,13 @@ class Management(Generic[T]):
         return stats.health(bound)
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
-        """All dead letters, the oldest of each shard first."""
+        """All dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""
         backend = await self._backend()
         for shard in _shards_of(backend):
-            start = 0
-            while ids := await backend.letters(shard, start, PAGE):
-                for letter_id in ids:
-                    letter = await backend.letter(letter_id)
-                    if letter is not None:
-                        yield await self._letter(letter)
-                start += PAGE
+            async for letter_id in _paged(partial(backend.letters, shard)):
+                letter = await backend.letter(letter_id, shard)
+                if letter is not None:  # else it is gone, or in a newer shard, whose letters come later
+                    yield await self._letter(letter)
 
     async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
         """A dead letter, or None if there is none of that id."""
@@ -283,6 +279,17 @@ class Management(Generic[T]):
             letter.digest_id,
             tuple(await self._records(list(letter.entries))),
         )
+
+
+async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) -> AsyncIterator[Item]:
+    """What is on all pages that ``read`` gives, one after another."""
+    page = await read(PAGE, None)
+    while True:
+        for item in page.items:
+            yield item
+        if page.end is None:
+            return
+        page = await read(PAGE, page.end)
 
 
 def _shards_of(backend: Backend) -> Iterator[int]:

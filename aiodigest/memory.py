@@ -11,12 +11,12 @@ from dataclasses import replace
 from uuid import uuid4
 from zlib import crc32
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retry, Window
+from aiodigest.backend import Add, Backend, Bookmark, Claims, Close, Closed, Lease, Move, Page, RawLetter, Retry, Window
 from aiodigest.errors import AiodigestError, LeaseLost
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.reference import Shard
-from aiodigest.timelines import earliest
+from aiodigest.timelines import page_of
 
 
 def system_ms() -> int:
@@ -137,11 +137,12 @@ class ReferenceBackend(Backend):
             return []
         return (held.delivery.entries if held.delivery else []) + held.log
 
-    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
         machine = self.machines[shard]
         schedule = {"waiting": machine.waiting, "ready": machine.ready, "leased": machine.leased}[state]
-        windows = (machine.look(key) for key, _ in earliest(schedule, None, start + count)[start:])
-        return [window for window in windows if window]
+        keys, end = page_of(schedule, count, after)
+        windows = map(machine.look, keys)
+        return Page([window for window in windows if window], end)
 
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -161,15 +162,17 @@ class ReferenceBackend(Backend):
         self.machines = [Shard() for _ in self.machines]
         return held
 
-    async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        return self._letters(self.machines[shard])[start : start + count]
+    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        return Page(*page_of(self._letters(self.machines[shard]), count, after))
 
-    def _letters(self, machine: Shard) -> list[str]:
+    def _letters(self, machine: Shard) -> dict[str, int]:
+        """Those that live, with their times of burial."""
         now = self._now()
-        return [name for name in machine.dead.oldest_first() if machine.dead.alive(name, now)]
+        return {name: letter.buried_ms for name, letter in machine.dead.items() if machine.dead.alive(name, now)}
 
-    async def letter(self, letter_id: str) -> RawLetter | None:
-        return self.machines[self._burial_place(letter_id)].dead.alive(letter_id, self._now())
+    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+        machine = self.machines[self._burial_place(letter_id) if shard is None else shard]
+        return machine.dead.alive(letter_id, self._now())
 
     def _burial_place(self, letter_id: str) -> int:
         return next((shard for shard, machine in enumerate(self.machines) if letter_id in machine.dead), 0)

@@ -12,11 +12,13 @@ from aiodigest.backend import (
     SLICE,
     Add,
     Backend,
+    Bookmark,
     Claims,
     Close,
     Closed,
     Lease,
     Move,
+    Page,
     RawLetter,
     Retired,
     Retry,
@@ -32,12 +34,14 @@ from aiodigest.scripts import (
     Argument,
     number,
     pack_adds,
+    pack_bookmark,
     pack_close,
     pack_delays,
     pack_limits,
     pack_names,
     pack_retry,
     text,
+    unpack_bookmark,
     unpack_closed,
     unpack_lease,
     unpack_window,
@@ -235,8 +239,8 @@ class RedisBackend(Relocation, Backend):
         raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
 
     async def look(self, key: str) -> Window | None:
-        replies = cast("list[list[Fields]]", await self._of(key, "look", "", key, ""))
-        found = sorted((unpack_window(reply[0]) for reply in replies if reply), key=attrgetter("due_ms"))
+        replies = cast("list[tuple[list[Fields], object]]", await self._of(key, "look", "", key))
+        found = sorted((unpack_window(fields[0]) for fields, _ in replies if fields), key=attrgetter("due_ms"))
         if not found:
             return None
         logged, opened = sum(window.logged for window in found), sum(window.opened for window in found)
@@ -255,16 +259,12 @@ class RedisBackend(Relocation, Backend):
             if self._homes_of(key) == homes:  # else a call has told of others
                 return entries
 
-    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
-        windows: list[Window] = []
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
         with suppress(Retired):
-            while len(windows) < count:
-                size = min(BATCH, count - len(windows))
-                found = cast("list[Fields]", await self._call("look", shard, state, start + len(windows), size))
-                windows += [unpack_window(fields) for fields in found]
-                if len(found) < size:
-                    break
-        return windows
+            reply = await self._call("look", shard, state, min(count, BATCH), *pack_bookmark(after))
+            found, end = cast("tuple[list[Fields], list[bytes]]", reply)
+            return Page([unpack_window(fields) for fields in found], unpack_bookmark(end))
+        return Page()
 
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -293,17 +293,21 @@ class RedisBackend(Relocation, Backend):
 
     # Dead letters
 
-    async def letters(self, shard: int, start: int, count: int) -> list[str]:
+    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
         with suppress(Retired):
-            reply = await self._call("letters", shard, start, min(count, SLICE))
-            return [text(letter_id) for letter_id in cast("list[bytes]", reply)]
-        return []
+            reply = await self._call("letters", shard, min(count, SLICE), *pack_bookmark(after))
+            ids, end = cast("tuple[list[bytes], list[bytes]]", reply)
+            return Page([text(letter_id) for letter_id in ids], unpack_bookmark(end))
+        return Page()
 
-    async def letter(self, letter_id: str) -> RawLetter | None:
-        async for shard in self._all_shards():
+    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+        if shard is not None:
             with suppress(Retired):
-                if (found := await self._letter(shard, letter_id)) is not None:
-                    return found
+                return await self._letter(shard, letter_id)
+            return None
+        async for each in self._all_shards():
+            if (found := await self.letter(letter_id, each)) is not None:
+                return found
         return None
 
     async def _letter(self, shard: int, letter_id: str) -> RawLetter | None:

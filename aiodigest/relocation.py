@@ -15,7 +15,7 @@ from aiodigest.errors import InvalidState
 from aiodigest.layout import Layout
 from aiodigest.links import AnyLink
 from aiodigest.namespace import RETIRED, Namespace
-from aiodigest.scripts import number, text
+from aiodigest.scripts import number, pack_bookmark, text
 
 HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being empty
 
@@ -84,8 +84,8 @@ class Relocation(Namespace):
         if text(cast("list[bytes]", marked)[1]) == RETIRED:
             return Counter()
         try:
-            while ids := cast("list[bytes]", await self._call("letters", shard, 0, SLICE)):
-                for letter_id in map(text, ids):
+            while ids := await self._some_letters(shard):
+                for letter_id in ids:
                     await self._move(shard, letter_id)
             counts = cast("list[bytes | int]", await self._call("counts", shard))
             held = {text(name): number(value) for name, value in zip(counts[::2], counts[1::2], strict=True)}
@@ -99,6 +99,11 @@ class Relocation(Namespace):
         except Retired:  # another process does the same
             pass
         return Counter()
+
+    async def _some_letters(self, shard: int) -> list[str]:
+        """The ids of the oldest dead letters of a shard."""
+        ids, _ = cast("tuple[list[bytes], object]", await self._call("letters", shard, SLICE, *pack_bookmark(None)))
+        return [text(letter_id) for letter_id in ids]
 
     async def _move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
         """Give a dead letter to the shard in which its timeline is now.

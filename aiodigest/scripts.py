@@ -9,7 +9,7 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Literal, TypeAlias, cast
 
-from aiodigest.backend import Add, Close, Closed, Lease, Retry, Window
+from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, Window
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 
@@ -23,6 +23,8 @@ SHARED: Mapping[str, Sequence[str]] = {
     "add": ("prelude", "window"),
     "replay": ("prelude", "window"),
     "reschedule": ("prelude", "window"),
+    "look": ("prelude", "page"),
+    "letters": ("prelude", "page"),
     "claim": ("prelude", "lease"),
     "open": ("prelude", "lease"),
     "close": ("prelude", "items"),
@@ -55,11 +57,11 @@ COMMANDS: Mapping[str, frozenset[str]] = {
         "reschedule": f"{SCHEDULES} {SAVES} HGETALL XADD ZSCORE",
         "replay": f"{SCHEDULES} {SAVES} {MEETS} HMGET LPUSH UNLINK XADD ZSCORE",
         "discard": "EXISTS UNLINK ZREM",
-        "look": f"{MEETS} ZRANGE ZSCORE",
+        "look": f"{MEETS} ZCOUNT ZRANGE ZSCORE",
         "read": MEETS,
         "counts": "ZCARD ZCOUNT ZRANGE",
         "letter": "HMGET LLEN LRANGE",
-        "letters": "ZRANGEBYSCORE",
+        "letters": "ZCOUNT ZRANGE",
         "layout": "HSET HSETNX",
         "reshard": "HDEL HMGET HSET",
         "drain": "HSET XADD",
@@ -121,6 +123,10 @@ def pack_adds(adds: Sequence[Add]) -> list[Argument]:
     return arguments + entries
 
 
+def pack_bookmark(place: Bookmark | None) -> tuple[Argument, ...]:
+    return place or ("", "", "")
+
+
 def pack_names(leases: Sequence[Lease]) -> list[list[Argument]]:
     return [[lease.key, lease.token, lease.digest_id] for lease in leases]
 
@@ -175,6 +181,10 @@ def unpack_lease(fields: Sequence[object]) -> Lease:
 def unpack_closed(fields: object) -> Closed:
     status, digest_id, left = cast("tuple[bytes, bytes, int]", fields)
     return Closed(STATUSES[status], text(digest_id), left)
+
+
+def unpack_bookmark(fields: Sequence[bytes]) -> Bookmark | None:
+    return Bookmark(*fields) if fields else None
 
 
 def unpack_window(fields: Sequence[object]) -> Window:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, Closed, RawLetter, Window
+from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, Bookmark, Closed, RawLetter, Window
 from aiodigest.models import State
 from aiodigest.policy import Limits
 from aiodigest.wire import identity, latest
@@ -113,6 +113,17 @@ def earliest(schedule: dict[str, int], until: int | None, count: int) -> list[tu
     """A slice of a sorted set, in its order."""
     items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
     return [item for item in items if until is None or item[1] <= until][:count]
+
+
+def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tuple[list[str], Bookmark | None]:
+    """A page of names by their times, and where it ends if there are more."""
+    last = int(after.last) if after else max(times.values(), default=0)
+    begin = (int(after.time), after.name) if after else (-1, b"")
+    places = sorted((time, name.encode()) for name, time in times.items() if time <= last)
+    left = [place for place in places if place > begin]
+    found = left[:count]
+    end = Bookmark(b"%d" % found[-1][0], found[-1][1], b"%d" % last) if found and len(found) < len(left) else None
+    return [name.decode() for _, name in found], end
 
 
 def trim(entries: Sequence[bytes], capacity: int) -> tuple[list[bytes], int]:

@@ -362,10 +362,10 @@ async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stag
 
 scene("look")(partial(looking, lambda backend, _: backend.look("k")))
 scene("entries")(partial(looking, lambda backend, _: backend.entries("k")))
-scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 0, 10)))
+scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 10)))
 scene("counts")(partial(looking, lambda backend, _: backend.counts()))
 scene("examine")(partial(looking, lambda backend, _: names_of(backend.examine())))
-scene("letters")(partial(looking, lambda backend, _: backend.letters(0, 0, 10)))
+scene("letters")(partial(looking, lambda backend, _: backend.letters(0, 10)))
 scene("letter")(partial(looking, lambda backend, letter: backend.letter(letter)))
 
 
@@ -409,7 +409,7 @@ async def buried(store: Store) -> str:
     """The dead letter of a timeline."""
     await store.add("k", "a", "b", value=VALUE)
     await store.close(await store.claim(), letter="bad", cool=0)
-    [letter] = await store.backend.letters(0, 0, 10)
+    [letter] = (await store.backend.letters(0, 10)).items
     return letter
 
 
@@ -417,7 +417,7 @@ async def buried(store: Store) -> str:
 async def replaying(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(stage.backend.replay, letter, AT_ONCE.terms, False)
-    if await stage.backend.letters(0, 0, 10):
+    if (await stage.backend.letters(0, 10)).items:
         assert await stage.store.held("k") == []
         assert await stage.backend.replay(letter, AT_ONCE.terms, False)
     with pytest.raises(InvalidState, match="no dead letter"):
@@ -429,9 +429,9 @@ async def replaying(stage: Stage) -> AsyncGenerator[Call]:
 async def discarding(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(stage.backend.discard, letter)
-    left = await stage.backend.letters(0, 0, 10)
+    left = (await stage.backend.letters(0, 10)).items
     assert await stage.backend.discard(letter) == bool(left)
-    assert await stage.backend.letters(0, 0, 10) == []
+    assert (await stage.backend.letters(0, 10)).items == []
 
 
 async def deliver_all(stage: Stage) -> None:
@@ -466,7 +466,7 @@ async def letters_of(backend: Backend) -> list[tuple[str, list[bytes]]]:
     """The dead letters of all shards, with their entries."""
     found: list[tuple[str, list[bytes]]] = []
     for shard in range(backend.shards):
-        for letter_id in await backend.letters(shard, 0, 10):
+        for letter_id in (await backend.letters(shard, 10)).items:
             letter = await backend.letter(letter_id)
             assert letter is not None
             found.append((letter_id, [*letter.entries]))

@@ -769,7 +769,7 @@ class Held:
         await backend.retry(0, [store.Retry(self.leases["retry"], 3_600_000, "boo", LIMITS, 3)])
         await backend.add(0, [self.entry("leased", "leased-new"), self.entry("ready", "r")])
         await backend.add(0, [self.entry("waiting", f"w{number}", LATER) for number in range(3)])
-        [self.letter] = await backend.letters(0, 0, 10)
+        [self.letter] = (await backend.letters(0, 10)).items
 
     def closing(self) -> store.Close:
         lease = self.leases["leased"]
@@ -802,7 +802,7 @@ VERBS: dict[str, Verb] = {
     "read": lambda held: held.backend.read(0, held.leases["leased"], 0, 10),
     "counts": lambda held: held.backend.counts(),
     "letter": lambda held: held.backend.letter(held.letter),
-    "letters": lambda held: held.backend.letters(0, 0, 10),
+    "letters": lambda held: held.backend.letters(0, 10),
     # those of a change of the layout
     "keep": lambda held: held.backend._call("keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
     "carry": lambda held: held.backend._call("carry", 0, "1:1:1:0", "delivered", 5),

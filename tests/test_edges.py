@@ -31,7 +31,7 @@ async def test_a_replay_to_a_timeline_at_capacity_changes_nothing(store: Store) 
     await store.add("k", "a", policy=policy)
     await store.close(await store.claim(), letter="no", cool=0)
     await store.add("k", "b", "c", policy=policy)
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     before = (await store.backend.look("k"), await store.held("k"), await store.backend.letter(name))
     with pytest.raises(LimitExceeded, match="capacity is 2"):
         await store.backend.replay(name, policy.terms, True)
@@ -211,7 +211,7 @@ async def test_a_replay_of_a_new_timeline_makes_it_ready_and_counts_newer_values
     policy = Policy(capacity=2)
     await store.add("k", "a", "b", policy=policy, value="old")
     await store.close(await store.claim(), letter="no", cool=0)
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     await store.add("k", "a", policy=policy, value="new")
     assert not await store.backend.replay(name, policy.terms, True)  # the add had made it ready
     lease = await store.claim()

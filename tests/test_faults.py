@@ -252,7 +252,7 @@ async def test_each_record_that_is_set_aside_has_a_letter_with_its_own_reason(st
     lease = await store.claim()
     letters = [Letter("bad", [b"bad"]), Letter("worse", [b"worse"])]
     assert await store.backend.close(0, [Close(lease, 3, 1, 0, LIMITS, LEASE, letters=letters)]) == [Closed("closed")]
-    kept = [await store.backend.letter(name) for name in await store.backend.letters(0, 0, 10)]
+    kept = [await store.backend.letter(name) for name in (await store.backend.letters(0, 10)).items]
     assert [(letter.reason, records(letter.entries)) for letter in kept if letter] == [
         ("bad", [("bad", "v")]),
         ("worse", [("worse", "v")]),
@@ -274,7 +274,7 @@ async def bury(store: Store, *record_ids: str) -> None:
 async def letters(store: Store) -> list[str]:
     """The record ids of all dead letters, the oldest first."""
     found: list[str] = []
-    for name in await store.backend.letters(0, 0, 10):
+    for name in (await store.backend.letters(0, 10)).items:
         letter = await store.backend.letter(name)
         assert letter is not None
         found += [record_id for record_id, _ in records(letter.entries)]
@@ -294,7 +294,7 @@ async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
         store.now += 1
         await bury(store, *(f"{number}" for number in range(first, min(first + 1_000, limit))))
     assert (await store.backend.counts())["dead"] == limit
-    [oldest] = await store.backend.letters(0, 0, 1)
+    [oldest] = (await store.backend.letters(0, 1)).items
     assert not (await store.backend.counts()).get("letters_dropped")
     store.now += 1
     await bury(store, "one too many")
@@ -324,7 +324,7 @@ async def test_the_keys_of_a_dead_letter_end_after_30_days(
     [lease] = (await backend.claim(0, 1, LEASE, LIMITS)).leases
     await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
     with server.client() as client:
-        [name] = await backend.letters(0, 0, 10)
+        [name] = (await backend.letters(0, 10)).items
         for kind in ("letter", "remains"):
             assert 30 * DAY - 60_000 < client.pttl(f"{{{namespace}}}:{kind}:{name}") <= 30 * DAY
 

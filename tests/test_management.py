@@ -38,8 +38,9 @@ from aiodigest import (
     RetryPolicy,
     Stats,
     Timeline,
+    management,
 )
-from aiodigest.backend import Move
+from aiodigest.backend import Move, RawLetter
 
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 100.0)
 
@@ -153,6 +154,35 @@ async def test_any_number_of_timelines_is_listed() -> None:
     async with engine_on(backend) as engine:
         listed = [timeline.key async for timeline in engine.timelines()]
     assert sorted(listed) == sorted(f"key-{number}" for number in range(1700))
+
+
+@virtual_time
+async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(management, "PAGE", 2)
+    backend = WatchedBackend(shards=2)
+    for number in range(17):
+        await backend.put(f"key-{number}", 1, policy=policy(initial_delay=number % 3 * 100))
+    async with engine_on(backend) as engine:
+        deleted = [await engine.delete(timeline.key) async for timeline in engine.timelines()]
+    assert deleted == [True] * 17
+
+
+@virtual_time
+async def test_a_list_of_timelines_ends_though_each_is_put_off_once_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(management, "PAGE", 2)
+    backend = WatchedBackend()
+    for number in range(5):
+        await backend.put(f"key-{number}", 1, policy=policy(initial_delay=100 + number))
+    listed: list[str] = []
+    async with engine_on(backend) as engine:
+        async for timeline in engine.timelines("waiting"):
+            listed.append(timeline.key)
+            await engine.reschedule(timeline.key, delay=1_000 + len(listed))
+    assert listed == [f"key-{number}" for number in range(5)]
 
 
 @virtual_time
@@ -550,6 +580,41 @@ async def test_any_number_of_dead_letters_is_listed() -> None:
 
 
 @virtual_time
+async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(management, "PAGE", 2)
+    inbox, backend = Inbox(*[Reject("no")] * 17), WatchedBackend(shards=2)
+    for number in range(17):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend) as (engine, _):
+        await inbox.outcome(17)
+        await settle()
+        discarded = [await engine.discard(letter.id) async for letter in engine.dead_letters()]
+        assert discarded == [True] * 17
+        assert (await engine.stats()).dead == 0
+
+
+@virtual_time
+async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone() -> None:
+    class Asked(WatchedBackend):
+        async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+            asked.append(shard)
+            return await super().letter(letter_id, shard)
+
+    asked: list[int | None] = []
+    inbox, backend = Inbox(*[Reject("no")] * 9), Asked(shards=3)
+    for number in range(9):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend) as (engine, _):
+        await inbox.outcome(9)
+        await settle()
+        listed = [backend.shard_of(letter.key) async for letter in engine.dead_letters()]
+    assert len(listed) == 9
+    assert asked == listed
+
+
+@virtual_time
 async def test_replay_delivers_a_dead_letter_again_and_drops_it() -> None:
     inbox = Inbox(Reject("no"))
     async with delivering(inbox, policy=policy()) as (engine, _):
@@ -618,7 +683,7 @@ async def test_discard_drops_a_dead_letter_and_says_whether_there_was_one() -> N
 @virtual_time
 async def test_a_dead_letter_that_goes_while_all_are_listed_is_left_out() -> None:
     class Vanishing(WatchedBackend):
-        async def letter(self, letter_id: str) -> None:
+        async def letter(self, letter_id: str, shard: int | None = None) -> None:
             return None
 
     inbox, backend = Inbox(Reject("no")), Vanishing()

@@ -466,7 +466,7 @@ async def test_timelines_of_several_shards_are_found_again(server: Server, names
             assert await backend.add(backend.shard_of(key), [record(key)]) == [True]
         assert {backend.shard_of(key) for key in keys} == {0, 1, 2}
         assert (await backend.counts())["ready"] == 30
-        found = [window.key for shard in range(3) for window in await backend.page(shard, "ready", 0, 100)]
+        found = [window.key for shard in range(3) for window in (await backend.page(shard, "ready", 100)).items]
         assert sorted(found) == sorted(keys)
 
 
@@ -671,7 +671,7 @@ async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
         await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
-        [letter] = await backend.letters(0, 0, 10)
+        [letter] = (await backend.letters(0, 10)).items
         with server.client() as client:
             client.hdel(f"{{{namespace}}}:letter:{letter}", "reason", "attempt", "digest")
             client.hset(f"{{{namespace}}}:letter:{letter}", "buried", "x")

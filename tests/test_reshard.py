@@ -203,9 +203,9 @@ async def bury(backend: Backend, key: str, *ids: str) -> str:
     """The id of a new dead letter."""
     shard = await add(backend, key, *ids)
     [lease] = await claim(backend, shard)
-    before = set(await backend.letters(shard, 0, SLICE))
+    before = set((await backend.letters(shard, SLICE)).items)
     await close(backend, shard, lease, letter=f"about {key}")
-    [letter] = set(await backend.letters(shard, 0, SLICE)) - before
+    [letter] = set((await backend.letters(shard, SLICE)).items) - before
     return letter
 
 
@@ -229,7 +229,7 @@ async def change(backend: Backend, shards: int) -> None:
 
 async def letters_of(backend: Backend) -> list[RawLetter]:
     """All dead letters, each as often as it is listed."""
-    ids = [id for shard in range(backend.shards) for id in await backend.letters(shard, 0, SLICE)]
+    ids = [id for shard in range(backend.shards) for id in (await backend.letters(shard, SLICE)).items]
     found = [await backend.letter(id) for id in ids]
     assert None not in found
     return sorted([letter for letter in found if letter is not None], key=lambda letter: letter.id)
@@ -642,7 +642,7 @@ async def test_dead_letters_move_whole_with_all_that_is_known_of_them(place: Pla
     fresh = await place.process()
     for backend in (new, fresh):
         assert await letters_of(backend) == letters
-    at = {backend_shard for backend_shard in range(4) if await fresh.letters(backend_shard, 0, 10)}
+    at = {backend_shard for backend_shard in range(4) if (await fresh.letters(backend_shard, 10)).items}
     assert at == {fresh.shard_of(letter.key) for letter in letters}
     assert place.left_of(Layout(2)) == []
     assert place.versions(Layout(2)) == [b"retired"] * 2
@@ -658,7 +658,7 @@ async def test_letters_of_more_than_a_slice_move_and_the_oldest_comes_first_as_b
             closes = [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")]) for lease in leases]
             assert set(await old.close(0, closes)) == {Closed("closed")}
     await change(new, 4)
-    found = [await new.letter(id) for shard in range(new.shards) for id in await new.letters(shard, 0, SLICE)]
+    found = [await new.letter(id) for shard in range(new.shards) for id in (await new.letters(shard, SLICE)).items]
     assert sorted(letter.key for letter in found if letter) == sorted(keys)
     for shard in range(new.shards):
         moments = [letter.buried_ms for letter in found if letter and new.shard_of(letter.key) == shard]
@@ -1208,7 +1208,7 @@ async def test_a_namespace_whose_server_is_emptied_during_a_change_begins_anew(p
     for process in (early, await place.process()):
         shard = process.shard_of("k")
         assert await process.add(shard, [add_of("k", "a")]) in ([True], [False])
-        assert [window.key for window in await process.page(shard, "ready", 0, 10)] == ["k"]
+        assert [window.key for window in (await process.page(shard, "ready", 10)).items] == ["k"]
         for each in range(process.shards):
             with suppress(Retired):
                 await process.claim(each, 0, 60_000, AT_ONCE.terms.limits)

@@ -740,7 +740,7 @@ async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_burie
     async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=3)):
         await inbox.outcome()
         await settle()
-        [letter_id] = await backend.letters(0, 0, 10)
+        [letter_id] = (await backend.letters(0, 10)).items
     assert not inbox.digests
     assert inbox.results == ["buried"]
     letter = await backend.letter(letter_id)

@@ -284,7 +284,7 @@ async def test_a_producer_s_user_cannot_deliver_look_or_move(server: Server) -> 
             lambda: stage.role.claim(0, 1, LEASE, LIMITS),
             lambda: stage.role.look("k"),
             lambda: stage.role.entries("k"),
-            lambda: stage.role.letters(0, 0, 1),
+            lambda: stage.role.letters(0, 1),
             lambda: stage.role.delete("k"),
             lambda: stage.role.flush("k"),
             lambda: stage.role.wait(0, "0-0"),

@@ -201,9 +201,13 @@ async def test_a_page_has_the_timelines_of_one_shard_the_earliest_first(shards: 
     shards.policy = Policy(initial_delay=600)
     await shards.fill()
     for shard, (first, second) in enumerate(shards.keys):
-        assert [window.key for window in await shards.backend.page(shard, "waiting", 0, 10)] == [first, second]
-        assert [window.key for window in await shards.backend.page(shard, "waiting", 1, 10)] == [second]
-        assert await shards.backend.page(shard, "ready", 0, 10) == []
+        page = await shards.backend.page(shard, "waiting", 10)
+        assert ([window.key for window in page.items], page.end) == ([first, second], None)
+        page = await shards.backend.page(shard, "waiting", 1)
+        assert [window.key for window in page.items] == [first]
+        page = await shards.backend.page(shard, "waiting", 10, page.end)
+        assert ([window.key for window in page.items], page.end) == ([second], None)
+        assert (await shards.backend.page(shard, "ready", 10)).items == []
 
 
 async def test_what_is_due_is_promoted_and_what_was_leased_recovered_in_every_shard(shards: Shards) -> None:
@@ -250,15 +254,17 @@ async def buried(shards: Shards) -> list[str]:
     for shard in range(SHARDS):
         [lease] = (await shards.claims(1, shard)).leases
         await shards.close(lease, letter=f"no good in {shard}", cool=0)
-    return [(await shards.backend.letters(shard, 0, 10))[0] for shard in range(SHARDS)]
+    return [(await shards.backend.letters(shard, 10)).items[0] for shard in range(SHARDS)]
 
 
 async def test_each_shard_lists_its_own_dead_letters_and_any_is_found_by_its_id_alone(shards: Shards) -> None:
     names = await buried(shards)
     assert len(set(names)) == SHARDS
     for shard, name in enumerate(names):
-        assert await shards.backend.letters(shard, 0, 10) == [name]
-        letter = await shards.backend.letter(name)
+        assert (await shards.backend.letters(shard, 10)).items == [name]
+        assert await shards.backend.letter(name, (shard + 1) % SHARDS) is None
+        letter = await shards.backend.letter(name, shard)
+        assert letter == await shards.backend.letter(name)
         assert letter is not None
         assert (letter.key, letter.reason) == (shards.keys[shard][0], f"no good in {shard}")
     assert (await shards.backend.counts())["dead"] == SHARDS
@@ -279,7 +285,7 @@ async def test_a_dead_letter_of_any_shard_is_discarded_and_the_others_stay(shard
         name = names.pop(len(names) // 2)
         assert await shards.backend.discard(name)
         assert not await shards.backend.discard(name)
-        left = [letter for shard in range(SHARDS) for letter in await shards.backend.letters(shard, 0, 10)]
+        left = [letter for shard in range(SHARDS) for letter in (await shards.backend.letters(shard, 10)).items]
         assert left == names
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 
-from aiodigest.backend import MOVES, Add, Closed, Lease, Move, Retry
+from aiodigest.backend import MOVES, Add, Bookmark, Closed, Lease, Move, Page, Retry
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
 from aiodigest.wire import CONTEXT_SIZE, pack
+
+T = TypeVar("T")
 
 # Records and digests
 
@@ -494,11 +499,77 @@ async def test_dead_letters_are_gone_after_30_days_and_do_not_hide_newer_ones(st
         await store.add(f"k{day}", "a")
         await store.close(await store.claim(), letter="no good", cool=0)
     store.now += 1
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     letter = await store.backend.letter(name)
     assert letter is not None
     assert letter.key == "k31"
     assert (await store.backend.counts())["dead"] == 1
+
+
+async def all_pages(read: Callable[[int, Bookmark | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
+    """What is on pages of two."""
+    end: Bookmark | None = None
+    while True:
+        page = await read(2, end)
+        assert len(page.items) <= 2
+        for item in page.items:
+            yield item
+        if page.end is None:
+            return
+        end = page.end
+
+
+NAMES = ("Z", "a", "ab", "b", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\uffff", "\N{POSTBOX}")  # as their bytes are
+
+
+async def test_what_stays_where_it_is_comes_once_in_the_pages_of_a_schedule_whatever_leaves(store: Store) -> None:
+    for delay in (200, 100):
+        for name in reversed(NAMES):
+            await store.add(f"{name}-{delay}", "a", policy=Policy(initial_delay=delay))
+    in_order = [f"{name}-{delay}" for delay in (100, 200) for name in NAMES]
+    read = partial(store.backend.page, 0, "waiting")
+    assert [window.key async for window in all_pages(read)] == in_order
+    listed: list[str] = []
+    async for window in all_pages(read):
+        listed.append(window.key)
+        assert await store.backend.delete(window.key)
+    assert listed == in_order
+    assert await read(2) == ([], None)
+
+
+async def test_the_pages_of_a_schedule_end_with_what_was_last_at_the_first_one(store: Store) -> None:
+    for number in range(4):
+        await store.add(f"k{number}", "a", policy=Policy(initial_delay=100 + number))
+    listed: list[str] = []
+    async for window in all_pages(partial(store.backend.page, 0, "waiting")):
+        listed.append(window.key)
+        await store.backend.reschedule(window.key, Move(Policy().terms, delay_ms=200_000))
+    assert listed == ["k0", "k1", "k2", "k3"]
+
+
+async def test_a_page_after_one_that_is_all_that_is_left_is_empty(store: Store) -> None:
+    for number in range(3):
+        await store.add(f"k{number}", "a", policy=Policy(initial_delay=100))
+    page = await store.backend.page(0, "waiting", 2)
+    for number in range(3):
+        await store.backend.delete(f"k{number}")
+    await store.add("later", "a", policy=Policy(initial_delay=200))
+    assert await store.backend.page(0, "waiting", 2, page.end) == ([], None)
+
+
+async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_discarded(store: Store) -> None:
+    for number, day in enumerate((0, 1, 2, 3, 3, 3, 4, 5)):
+        store.now = NOW + day * DAY
+        await store.add(f"k{number}", "a")
+        await store.close(await store.claim(), letter="no good", cool=0)
+    store.now = NOW + 32 * DAY
+    read = partial(store.backend.letters, 0)
+    living = [letter_id async for letter_id in all_pages(read)]
+    letters = [await store.backend.letter(letter_id) for letter_id in living]
+    assert sorted(letter.key if letter else "" for letter in letters) == ["k3", "k4", "k5", "k6", "k7"]
+    discarded = [letter_id async for letter_id in all_pages(read) if await store.backend.discard(letter_id)]
+    assert discarded == living
+    assert await read(2) == ([], None)
 
 
 async def test_maintenance_after_a_pause_of_all_recovers_nothing_for_one_more_lease(store: Store) -> None:
@@ -525,14 +596,14 @@ async def test_a_flush_does_not_cost_a_timeline_its_place(store: Store) -> None:
 async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_newer_values(store: Store) -> None:
     await store.add("k", "x", "y", value="old")
     assert await store.close(await store.claim(), letter="no good") == Closed("closed")
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     letter = await store.backend.letter(name)
     assert letter is not None
     assert (letter.key, letter.reason, records(letter.entries)) == ("k", "no good", [("x", "old"), ("y", "old")])
     await store.add("k", "x", value="new")
     assert await store.backend.replay(name, store.policy.terms, False) is False
     assert await store.held("k") == [("x", "old"), ("y", "old"), ("x", "new")]
-    assert await store.backend.letters(0, 0, 10) == []
+    assert (await store.backend.letters(0, 10)).items == []
     with pytest.raises(InvalidState, match="no dead letter"):
         await store.backend.replay(name, store.policy.terms, False)
 
@@ -540,12 +611,12 @@ async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_ne
 async def test_a_replay_waits_until_no_digest_is_open(store: Store) -> None:
     await store.add("k", "x", value="old")
     await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     await store.add("k", "x", value="new")
     await store.retry(await store.claim())
     with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
         await store.backend.replay(name, store.policy.terms, False)
-    assert await store.backend.letters(0, 0, 10) == [name]
+    assert (await store.backend.letters(0, 10)).items == [name]
     store.now += 1_000
     lease = await store.claim()
     assert records(lease.entries) == [("x", "new")]
@@ -558,18 +629,18 @@ async def test_a_replay_over_capacity_changes_nothing(store: Store) -> None:
     policy = Policy(capacity=2)
     await store.add("k", "a", "b", policy=policy)
     await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     await store.add("k", "b", "c", policy=policy)
     with pytest.raises(LimitExceeded, match="3 records"):
         await store.backend.replay(name, policy.terms, True)
-    assert await store.backend.letters(0, 0, 10) == [name]
+    assert (await store.backend.letters(0, 10)).items == [name]
     assert [record for record, _ in await store.held("k")] == ["b", "c"]
 
 
 async def test_a_discarded_letter_is_gone(store: Store) -> None:
     await store.add("k", "a")
     await store.close(await store.claim(), letter="no good")
-    [name] = await store.backend.letters(0, 0, 10)
+    [name] = (await store.backend.letters(0, 10)).items
     assert await store.backend.discard(name)
     assert not await store.backend.discard(name)
     assert await store.backend.letter(name) is None

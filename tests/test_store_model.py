@@ -22,7 +22,21 @@ from stores import Place
 from storestate import State, check_invariants, forget, redis_state, reference_state
 
 from aiodigest import models
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Move, RawLetter, Retry, Window
+from aiodigest.backend import (
+    Add,
+    Backend,
+    Bookmark,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Letter,
+    Move,
+    Page,
+    RawLetter,
+    Retry,
+    Window,
+)
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.memory import ReferenceBackend
 from aiodigest.policy import Limits, Policy, Terms
@@ -270,8 +284,8 @@ class Pair(Backend):
     async def entries(self, key: str) -> list[bytes]:
         return await self._read(lambda store: store.entries(key))
 
-    async def page(self, shard: int, state: models.State, start: int, count: int) -> list[Window]:
-        return await self._read(lambda store: store.page(0, state, start, count))
+    async def page(self, shard: int, state: models.State, count: int, after: Bookmark | None = None) -> Page[Window]:
+        return await self._read(lambda store: store.page(0, state, count, after))
 
     async def counts(self) -> dict[str, int]:
         async def counted(store: Backend) -> dict[str, int]:
@@ -282,12 +296,12 @@ class Pair(Backend):
     async def erase(self) -> int:
         return await self.redis.erase() + await self.reference.erase()
 
-    async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        return await self._read(lambda store: store.letters(0, start, count))
+    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        return await self._read(lambda store: store.letters(0, count, after))
 
-    async def letter(self, letter_id: str) -> RawLetter | None:
+    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
         async def found(store: Backend) -> RawLetter | None:
-            letter = await store.letter(letter_id)
+            letter = await store.letter(letter_id, shard)
             return letter and replace(letter, entries=tuple(letter.entries))
 
         return await self._read(found)
@@ -320,6 +334,7 @@ class Stores(RuleBasedStateMachine):
         self.serial = count(1)  # in each value, so that each entry is another
         self.given: tuple[list[Lease], ...] = ([], [], [])
         self.adds: list[Add] = []
+        self.ends: dict[str, Bookmark | None] = {}  # where the page that was read last has ended
         self.last: Call | None = None
 
     def teardown(self) -> None:
@@ -561,18 +576,19 @@ class Stores(RuleBasedStateMachine):
     def maintenance(self, deadline: int | None) -> None:
         self.call("maintenance", None if deadline is None else self.clock.now + deadline)
 
-    @rule(key=keys, state=st.sampled_from(("waiting", "ready", "leased")), start=small, size=small)
-    def look(self, key: str, state: models.State, start: int, size: int) -> None:
+    @rule(key=keys, state=st.sampled_from(("waiting", "ready", "leased")), size=small)
+    def look(self, key: str, state: models.State, size: int) -> None:
         self.call("look", key)
         self.call("entries", key)
-        self.call("page", 0, state, start, size)
+        self.ends[state] = self.call("page", 0, state, size, self.ends.get(state)).end
         self.call("counts")
         assert self.stores.state() == self.stores.ledger.state, "a read changed what is kept"
 
     @precondition(lambda self: bool(self.machine.dead))
     @rule(pick=small, policy=policies, own=st.booleans(), discard=st.sampled_from((False, False, True)))
     def replay_or_discard(self, pick: int, policy: Policy, own: bool, discard: bool) -> None:
-        letters = self.call("letters", 0, 0, 100)
+        self.ends["dead"] = self.call("letters", 0, 1, self.ends.get("dead")).end
+        letters = self.call("letters", 0, 100).items
         letter = letters[pick % len(letters)] if letters else "none"
         self.call("letter", letter)
         if discard:

@@ -9,7 +9,21 @@ from itertools import count
 from random import Random
 from typing import Any, TypeVar, cast
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, RawLetter, Retired, Retry, Window
+from aiodigest.backend import (
+    Add,
+    Backend,
+    Bookmark,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    Page,
+    RawLetter,
+    Retired,
+    Retry,
+    Window,
+)
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -286,8 +300,8 @@ class Link(Backend):
     async def entries(self, key: str) -> list[bytes]:
         return await self._ask("entries", partial(self._server.store.entries, key))
 
-    async def page(self, shard: int, state: State, start: int, count: int) -> list[Window]:
-        return await self._ask("page", partial(self._server.store.page, shard, state, start, count))
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
+        return await self._ask("page", partial(self._server.store.page, shard, state, count, after))
 
     async def counts(self) -> dict[str, int]:
         return await self._ask("counts", self._server.store.counts)
@@ -295,11 +309,11 @@ class Link(Backend):
     async def erase(self) -> int:
         return await self._ask("erase", self._server.store.erase)
 
-    async def letters(self, shard: int, start: int, count: int) -> list[str]:
-        return await self._ask("letters", partial(self._server.store.letters, shard, start, count))
+    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        return await self._ask("letters", partial(self._server.store.letters, shard, count, after))
 
-    async def letter(self, letter_id: str) -> RawLetter | None:
-        return await self._ask("letter", partial(self._server.store.letter, letter_id))
+    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+        return await self._ask("letter", partial(self._server.store.letter, letter_id, shard))
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         async def request() -> bool:
