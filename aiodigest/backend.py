@@ -321,12 +321,17 @@ class Backend(Protocol):
         ...
 
     async def reschedule(self, key: str, move: Move) -> int | None:
-        """Move the due time of a waiting timeline; the new one, or None if ``iteration`` is outdated."""
+        """Move the due time of a waiting timeline; the new one, or None if it has none of this ``iteration``."""
         ...
 
     async def look(self, key: str) -> Window | None:
         """A timeline, or None if it holds no records (its iteration is 0 then)."""
         ...
+
+    async def windows(self, key: str) -> list[Window]:
+        """The same, the earliest due first: one of each shard that holds some, while their number is changed."""
+        window = await self.look(key)
+        return [] if window is None else [window]
 
     async def entries(self, key: str) -> list[bytes]:
         """All entries of a timeline: under delivery first, then what came since."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import fields
 from datetime import datetime, timedelta
 from functools import partial
@@ -106,15 +106,20 @@ class Management(Generic[T]):
         policy = await self._policy(key)
         at_ms = None if at is None else microseconds(at, "at") // 1000
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
+        by_policy = at_ms is None and delay_ms is None
         while True:
-            window = await backend.look(key)
-            if window is None:
+            windows = await backend.windows(key)
+            if not windows:
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
-            gap_ms = policy.cool_ms(window.iteration) if window.iteration else 0
-            due = await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, window.iteration))
-            if due is not None:  # else a digest was closed since the look
+            iterations = _movable(windows) if by_policy else [windows[0].iteration]
+            dues: list[int | None] = []
+            for iteration in iterations:
+                gap_ms = policy.cool_ms(iteration) if iteration else 0
+                dues.append(await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, iteration)))
+            moved = [due for due in dues if due is not None]
+            if len(moved) == len(dues):  # else a digest was closed since the look
                 session.poke(backend.shard_of(key))
-                return nearest(due)
+                return nearest(min(moved))
 
     async def peek(self, key: str) -> Timeline[T] | None:
         """A timeline with its records, without delivering them; None if it holds none."""
@@ -279,6 +284,15 @@ class Management(Generic[T]):
             letter.digest_id,
             tuple(await self._records(list(letter.entries))),
         )
+
+
+def _movable(windows: Sequence[Window]) -> list[int]:
+    """The iterations of what a policy can move of a timeline: one, but for the time of a change of the shards.
+
+    If nothing can be moved, that of the first: the store then says why.
+    """
+    waiting = {window.iteration for window in windows if window.state == "waiting" and not window.digest_id}
+    return sorted(waiting) or [windows[0].iteration]
 
 
 async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) -> AsyncIterator[Item]:

@@ -232,15 +232,18 @@ class RedisBackend(Relocation, Backend):
         moved = [cast("Fields", reply) for reply in replies]
         if dues := [number(reply[1]) for reply in moved if reply[0] == b"due"]:
             return min(dues)
-        if [b"outdated"] in moved and len(moved) == 1:  # of two, each has an iteration of its own
+        if [b"outdated"] in moved:
             return None
         if [b"retry"] in moved:
             raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
         raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
 
-    async def look(self, key: str) -> Window | None:
+    async def windows(self, key: str) -> list[Window]:
         replies = cast("list[tuple[list[Fields], object]]", await self._of(key, "look", "", key))
-        found = sorted((unpack_window(fields[0]) for fields, _ in replies if fields), key=attrgetter("due_ms"))
+        return sorted((unpack_window(fields[0]) for fields, _ in replies if fields), key=attrgetter("due_ms"))
+
+    async def look(self, key: str) -> Window | None:
+        found = await self.windows(key)
         if not found:
             return None
         logged, opened = sum(window.logged for window in found), sum(window.opened for window in found)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -916,6 +917,35 @@ async def test_a_reschedule_moves_a_timeline_in_both_layouts(both: Both) -> None
     dues = [timeline.due async for timeline in both.engine.timelines()]
     assert min(dues) == by_policy
     assert 1_400 < (by_policy - due).total_seconds() + 60 < 1_600
+
+
+async def test_a_reschedule_by_policy_gives_each_layout_the_gap_after_its_own_iteration(place: Place) -> None:
+    place.now = server_time(place.server)
+    old, new = await place.process(), await place.process()
+    shard = await add(old, "k", "a")
+    [lease] = await claim(old, shard)
+    await close(old, shard, lease, cool_ms=10 * MINUTE)
+    await add(old, "k", "b")  # in the cool-down after its first digest
+    assert await new.reshard(4)
+    await add(new, "k", "c", policy=LATER)  # of which the new layout knows nothing
+    policy = Policy(initial_delay=50, minimum_delay=70, increment_delay=0)
+    async with engine_of(place.server, place.namespace, policy=policy) as engine:
+        due = await engine.reschedule("k")
+        places = {timeline.iteration: timeline.due async for timeline in engine.timelines("waiting")}
+    assert places == {0: due, 1: due + timedelta(seconds=20)}
+
+
+async def test_a_reschedule_by_policy_moves_what_waits_beside_a_delivery_in_the_other_layout(place: Place) -> None:
+    place.now = server_time(place.server)
+    old, new = await place.process(), await place.process()
+    await add(old, "k", "a")
+    [lease] = await claim(old, 0)
+    assert await new.reshard(4)
+    await add(new, "k", "b", policy=LATER)
+    async with engine_of(place.server, place.namespace, policy=Policy(initial_delay=50)) as engine:
+        due = await engine.reschedule("k")
+        assert [timeline.due async for timeline in engine.timelines("waiting")] == [due]
+    await close(old, 0, lease)
 
 
 async def test_dead_letters_of_both_layouts_are_listed_once_each(place: Place) -> None:
