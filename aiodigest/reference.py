@@ -98,7 +98,7 @@ class Shard(Schedule):
 
     def _fill(self, key: str, held: Held, max_size: int, now: int) -> bool:
         """Make a waiting timeline ready if it holds ``max_size`` records."""
-        if key not in self.waiting or held.delivery or distinct(held.log) < max_size:
+        if key not in self.waiting or held.delivery or not held.holds(max_size):
             return False
         return self.place(key, min(self.waiting[key], now), now)
 

@@ -55,7 +55,7 @@ COMMANDS: Mapping[str, frozenset[str]] = {
         "delete": f"{SAVES} HGETALL UNLINK ZCARD ZRANGE ZREM",
         "remove": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY RPUSH UNLINK XADD ZSCORE",
         "reschedule": f"{SCHEDULES} {SAVES} HGETALL XADD ZSCORE",
-        "replay": f"{SCHEDULES} {SAVES} {MEETS} HMGET LPUSH UNLINK XADD ZSCORE",
+        "replay": f"{SCHEDULES} {SAVES} {MEETS} HMGET LPUSH RPUSH UNLINK XADD ZSCORE",
         "discard": "EXISTS UNLINK ZREM",
         "look": f"{MEETS} ZCOUNT ZRANGE ZSCORE",
         "read": MEETS,

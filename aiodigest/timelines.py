@@ -79,6 +79,13 @@ class Held:
     def empty(self) -> bool:
         return not self.log and self.delivery is None
 
+    def holds(self, max_size: int) -> bool:
+        """Whether the log holds so many records; one that does not although it has more entries is compacted."""
+        kept = latest(self.log)
+        if len(kept) < max_size < len(self.log):
+            self.log = kept
+        return len(kept) >= max_size
+
     def window(self, key: str, state: State, due: int) -> Window:
         delivery = self.delivery or Delivery("")
         dropped = self.dropped + delivery.dropped

@@ -232,6 +232,20 @@ async def test_the_doorbell_rings_when_a_waiting_timeline_is_flushed(place: Plac
         await backend.aclose()
 
 
+@pytest.mark.parametrize("size", [5, 40])
+async def test_a_log_that_waits_is_never_longer_than_its_max_size_and_a_quarter(store: Store, size: int) -> None:
+    policy = Policy(max_size=size, initial_delay=600)
+    for number in range(4 * size):
+        assert await store.add("k", f"{number % (size - 1)}", policy=policy, value=f"{number}") == [False]
+        window = await store.backend.look("k")
+        assert window is not None
+        assert window.logged <= size + size // 4
+    assert await store.add("k", *(f"new {number}" for number in range(1 + size // 4)), policy=policy)
+    assert await store.state("k") == "ready", "it is found full a quarter late at most"
+    newest = {f"{number % (size - 1)}": f"{number}" for number in range(4 * size)}
+    assert dict(records((await store.claim()).entries)).items() >= newest.items()
+
+
 async def test_a_log_is_never_longer_than_its_capacity_and_a_quarter(store: Store) -> None:
     policy = Policy(capacity=8, initial_delay=600)
     for number in range(50):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import takewhile
 
 import pytest
 import redis.asyncio
@@ -144,6 +145,21 @@ async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, s
         window = await backend.look(f"k{number}")
         assert window is not None
         assert window.logged <= 900 * 5 // 4
+
+
+@pytest.mark.parametrize(("size", "distinct"), [(5, 1), (5, 4), (100, 99), (1_000, 999)])
+async def test_an_add_reads_a_few_entries_on_average_however_often_ids_are_added_again(
+    server: Server, backend: RedisBackend, namespace: str, size: int, distinct: int
+) -> None:
+    terms, adds = Policy(initial_delay=900, max_size=size).terms, 4_000
+    numbers = (number % distinct for number in range(adds))
+    with server.client() as client, client.monitor() as monitor:
+        added = await backend.add(0, [Add("k", pack(b"%d" % number, None, b"v"), terms) for number in numbers])
+        client.echo("end")
+        commands = [line["command"] for line in takewhile(lambda line: line["command"] != "ECHO end", monitor.listen())]
+    assert added == [False] * adds
+    reads = [command.split()[2:] for command in commands if command.startswith(f"LRANGE {{{namespace}}}:log:k ")]
+    assert sum(int(stop) - int(start) + 1 for start, stop in reads) < 10 * adds
 
 
 async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> None:

@@ -93,7 +93,7 @@ local function append(key, terms, entry)
   -- counting reads the whole log: when it has reached the size, then after each further quarter
   local size, over = terms.max_size, length - terms.max_size
   if size > 0 and over >= 0 and over % math.max(1, math.floor(size / 4)) == 0 and not is_ready then
-    is_ready = fill(held, length, size, due)
+    is_ready = fill(held, length, terms, due)
   end
   return is_ready and 1 or 0
 end

@@ -40,7 +40,7 @@ if not settled then
   is_ready = open_or_push(held, due, terms)
   local length = held.logged + #buried
   if terms.max_size > 0 and length >= terms.max_size and not is_ready then
-    is_ready = fill(held, length, terms.max_size, due)
+    is_ready = fill(held, length, terms, due)
   end
 end
 save(held)

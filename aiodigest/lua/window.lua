@@ -20,9 +20,20 @@ local function open_or_push(held, due, terms)
   return place(held.key, now + terms.initial)
 end
 
+-- Whether the log holds `max_size` records. One that does not although it has more entries is compacted, or each count
+-- to come would read again all the entries of ids that are added again and again. (Not at `max_size` entries: one that
+-- lacks a single record would be compacted at each add.)
+local function holds(held, length, terms)
+  local kept = collect({}, {}, log_of(held.key), length)
+  if #kept < terms.max_size and length > terms.max_size then
+    rewrite(log_of(held.key), kept, #kept, lifetime(held, terms.ttl))
+  end
+  return #kept >= terms.max_size
+end
+
 -- Make a waiting timeline ready if it holds `max_size` records; one that was due already keeps its place.
-local function fill(held, length, max_size, due)
-  if held.id or distinct(log_of(held.key), length) < max_size then
+local function fill(held, length, terms, due)
+  if held.id or not holds(held, length, terms) then
     return false
   end
   return place(held.key, math.min(due or now, now), 'waiting')
