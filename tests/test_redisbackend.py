@@ -670,6 +670,54 @@ async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_wha
         assert [unpack(entry).id.decode() for entry in lease.entries] == ["a", *since]
 
 
+@asynccontextmanager
+async def nameless(server: Server, namespace: str) -> AsyncGenerator[RedisBackend]:
+    """A ready timeline "k" with an open log of a record "a", whose digest's name is gone; and a dead letter of it."""
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        [lease] = (await claim(backend)).leases
+        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
+        await backend.add(0, [record("k")])
+        [lease] = (await claim(backend)).leases
+        await backend.release(0, [lease], started=False)
+        with server.client() as client:
+            client.hdel(f"{{{namespace}}}:meta:k", "id")
+        yield backend
+
+
+async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_opened_by_hand(
+    server: Server, namespace: str
+) -> None:
+    async with nameless(server, namespace) as backend:
+        window = await backend.look("k")
+        assert window is not None
+        assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
+        lease = await backend.open(0, "k", LEASE, LIMITS)
+        assert lease is not None
+        assert [unpack(entry).id for entry in lease.entries] == [b"a"]
+
+
+async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_where_it_is(
+    server: Server, namespace: str
+) -> None:
+    async with nameless(server, namespace) as backend:
+        await backend.add(0, [record("k", "b")])
+        assert await backend.remove("k", b"b", LIMITS)
+        assert not await backend.remove("k", b"b", LIMITS)
+        [lease] = (await claim(backend)).leases
+        assert [unpack(entry).id for entry in lease.entries] == [b"a"]
+
+
+async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(server: Server, namespace: str) -> None:
+    async with nameless(server, namespace) as backend:
+        [letter] = await backend.letters(0, 0, 10)
+        with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
+            await backend.replay(letter, TERMS, own=False)
+        [lease] = (await claim(backend)).leases
+        await backend.close(0, [closing(lease)])
+        await backend.replay(letter, TERMS, own=False)
+
+
 async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into(
     server: Server, namespace: str
 ) -> None:

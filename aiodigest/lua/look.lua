@@ -15,7 +15,7 @@ local function window(key, state, due)
     return {key, state, due, 0, 0, 0, 0, 0, 0, '', problem}
   end
   return {
-    key, state, due, held.logged, held.id and held.opened or 0, held.attempts, held.iteration,
+    key, state, due, held.logged, held.opened, held.attempts, held.iteration,
     held.dropped + held.open_dropped, held.cool, held.id or '', held.error or '',
   }
 end

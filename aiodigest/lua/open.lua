@@ -17,7 +17,7 @@ local held, problem = load_all(key)
 if not held then
   return problem
 end
-if held.logged == 0 and not held.id then
+if held.logged + held.opened == 0 then
   return false
 end
 local fields = take(held, due, lease, limits, nonce .. '-1')

@@ -11,7 +11,7 @@ local held, problem = load_all(key)
 if not held then
   return problem
 end
-if held.logged == 0 and not held.id then
+if held.logged + held.opened == 0 then
   return 0
 end
 
@@ -59,7 +59,7 @@ if held.id and not held.frozen and not held.token and call('ZSCORE', waiting, ke
     end
   end
 end
-if held.logged == 0 and not held.id then
+if held.logged + held.opened == 0 and not held.id then
   settle(held, limits.max_size, limits.ttl)
 end
 save(held)

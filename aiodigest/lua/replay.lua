@@ -18,7 +18,7 @@ local held, problem = load_all(key)
 if not held then
   return problem
 end
-if held.id then
+if held.id or held.opened > 0 then
   return {'open', key}
 end
 local buried = collect({}, {}, remains, call('LLEN', remains))
