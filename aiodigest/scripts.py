@@ -29,6 +29,8 @@ SHARED: Mapping[str, Sequence[str]] = {
     "open": ("prelude", "lease"),
     "close": ("prelude", "items"),
     "retry": ("prelude", "items"),
+    "letter": ("prelude", "entries"),
+    "read": ("prelude", "entries"),
 }
 # what begins a namespace; the others find an empty one where there is none
 CREATES = {"add", "claim", "renew", "keep", "carry"}
