@@ -710,7 +710,7 @@ async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_w
 
 async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(server: Server, namespace: str) -> None:
     async with nameless(server, namespace) as backend:
-        [letter] = await backend.letters(0, 0, 10)
+        [letter] = (await backend.letters(0, 10)).items
         with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
             await backend.replay(letter, TERMS, own=False)
         [lease] = (await claim(backend)).leases
