@@ -21,6 +21,7 @@ T = TypeVar("T")
 LETTER_TTL_MS = 30 * 86_400_000
 LETTER_LIMIT = 10_000
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
+MAX_SHARDS = 1024
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
 from aiodigest.alarm import GRAIN, Alarm
-from aiodigest.backend import Backend, Close, Closed, Lease, Retired, Retry
+from aiodigest.backend import MAX_SHARDS, Backend, Close, Closed, Lease, Retired, Retry
 from aiodigest.coalesce import Coalescer
 from aiodigest.errors import AiodigestError
 from aiodigest.logs import facts_of
@@ -180,3 +180,19 @@ class Lane:
                 self.lose(hold)
         self._outage.answered(self.leasing)
         self._serve()  # one that rests learns of a change of the layout by this call alone
+
+
+def is_served(shard: int, numbers: Container[int] | None, backend: Backend) -> bool:
+    """Whether a worker that was given these numbers serves a shard."""
+    number = backend.number_of(shard)
+    is_chosen = numbers is None or number is None or number in numbers  # what is drained is everybody's
+    return is_chosen and backend.lives(shard)
+
+
+def warn_of_missing(numbers: Container[int] | None, backend: Backend) -> None:
+    """Say which of the chosen shards are not there, if others are."""
+    chosen = [number for number in range(MAX_SHARDS) if numbers is not None and number in numbers]
+    missing = [number for number in chosen if number >= backend.takers]
+    if missing and missing != chosen:
+        line = "the namespace has %d shards, which count from 0: those that were chosen from %d on are not there"
+        logger.warning(line, backend.takers, missing[0], extra={"shards": backend.takers})

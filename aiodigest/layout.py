@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from itertools import count
 
+from aiodigest.backend import MAX_SHARDS
 from aiodigest.errors import ConfigurationError
 
 SCHEMA = 1
-MAX_SHARDS = 1024
 SLOTS = 16_384  # of a cluster
 
 

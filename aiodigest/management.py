@@ -12,7 +12,7 @@ from typing import Generic, get_args
 from typing_extensions import TypeVar
 
 from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, whole
-from aiodigest.backend import Backend, Bookmark, Move, Page, RawLetter, Window
+from aiodigest.backend import MAX_SHARDS, Backend, Bookmark, Move, Page, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
 from aiodigest.dispatch import read
 from aiodigest.errors import (
@@ -23,7 +23,6 @@ from aiodigest.errors import (
     InvalidState,
     shown,
 )
-from aiodigest.layout import MAX_SHARDS
 from aiodigest.models import OVERDUE, DeadLetter, Draining, Finding, Health, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
 from aiodigest.session import Entered, Session

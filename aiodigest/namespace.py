@@ -9,11 +9,11 @@ from typing import cast
 from uuid import uuid4
 from zlib import crc32
 
-from aiodigest.backend import Retired
+from aiodigest.backend import MAX_SHARDS, Retired
 from aiodigest.connection import LayoutMismatch
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
 from aiodigest.faults import DEMOTED, code_of, explain
-from aiodigest.layout import MAX_SHARDS, Home, Layout, read_layout
+from aiodigest.layout import Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
 from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
 from aiodigest.target import Source, find_target
@@ -174,8 +174,8 @@ class Namespace:
         fixed = not self._known or layout.epoch == self._current.epoch  # else it was changed while this ran
         if fixed and self._wanted not in (None, layout.shards):
             raise ConfigurationError(
-                f"namespace {self.namespace!r} has {layout.shards} shards, not {self._wanted}: give "
-                f"shards={layout.shards} or None"
+                f"namespace {self.namespace!r} has {layout.shards} shards, not {self._wanted}: take "
+                f"shards= out of the engine, or give {layout.shards}"
             )
         if not fixed:
             self._wanted = None  # it went over while it ran, and goes on with what is there
@@ -334,7 +334,8 @@ class Namespace:
 
     def _gone(self, shard: int) -> Retired:
         home = self._homes[shard]
-        return Retired(f"shard {home.number} of the {home.layout.shards} that {self.namespace!r} had takes no more")
+        had = f"{home.layout.shards} that {self.namespace!r} had before"
+        return Retired(f"shard {home.number} of the {had} is used no more")
 
     async def _connected(self) -> AnyLink:
         """The connections, of which the layout is known; looked up again if the server was not there at first."""

@@ -39,7 +39,8 @@ class Relocation(Namespace):
             if self._current.shards != shards:
                 raise InvalidState(
                     f"namespace {self.namespace!r} is on its way from {self._drained[0].shards} to "
-                    f"{self._current.shards} shards: that must end before it can have {shards}"
+                    f"{self._current.shards} shards: that must end before it can have {shards}: "
+                    f"aiodigest reshard --namespace {self.namespace} --to {self._current.shards}"
                 )
             self._goal = self._current
             return True

@@ -13,7 +13,7 @@ from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Re
 from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
-from aiodigest.lane import Hold, Lane
+from aiodigest.lane import Hold, Lane, is_served, warn_of_missing
 from aiodigest.logs import facts_of
 from aiodigest.models import Delivery
 from aiodigest.outage import BACKOFF, Outage, elapse
@@ -133,7 +133,8 @@ class Scheduler:
         """Learn of a change of the layout while there is no shard to serve, whose loop would."""
         if not self._idle:
             shards = {"shards": self._backend.takers}
-            logger.error("none of the chosen shards is there: nothing is delivered", extra=shards)
+            there = f"the namespace has {self._backend.takers}, which count from 0"
+            logger.error("none of the chosen shards is there: %s. Nothing is delivered", there, extra=shards)
         self._idle = True
         await elapse(self._stopping, self._lease_timeout / 3)
         if not self._stopping.is_set():
@@ -151,12 +152,9 @@ class Scheduler:
             return
         self._served = self._backend.changes
         for shard in range(self._backend.shards):
-            if shard not in self._lanes and self._backend.lives(shard) and self._is_chosen(shard):
+            if shard not in self._lanes and is_served(shard, self._numbers, self._backend):
                 self._begin(shard)
-
-    def _is_chosen(self, shard: int) -> bool:
-        number = self._backend.number_of(shard)
-        return self._numbers is None or number is None or number in self._numbers  # what is drained is everybody's
+        warn_of_missing(self._numbers, self._backend)
 
     def _begin(self, shard: int) -> None:
         lane = self._lanes[shard] = Lane(

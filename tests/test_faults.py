@@ -530,7 +530,7 @@ async def test_a_wrong_number_of_shards_is_refused_by_entering_and_nothing_is_st
         await engine.add("key", 1)
     with server.client() as client:
         before = set(client.scan_iter(match=f"*{namespace}*"))
-        with pytest.raises(ConfigurationError, match="has 2 shards, not 3: give shards=2"):
+        with pytest.raises(ConfigurationError, match="has 2 shards, not 3: take shards= out of the engine, or give 2"):
             async with DigestEngine(server.url, namespace=namespace, shards=3) as engine:
                 await engine.add("key", 1)
         assert set(client.scan_iter(match=f"*{namespace}*")) == before

@@ -507,6 +507,35 @@ async def test_a_worker_of_some_shards_drains_those_of_the_old_ones_too_that_nob
         await box.digest(20)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({0, 1}, []),
+        (
+            {1, 5, 9},
+            ["the namespace has 2 shards, which count from 0: those that were chosen from 5 on are not there"],
+        ),
+        (
+            {5, 9},
+            ["none of the chosen shards is there: the namespace has 2, which count from 0. Nothing is delivered"],
+        ),
+    ],
+)
+async def test_chosen_shards_that_are_not_there_are_told(
+    server: Server, namespace: str, chosen: set[int], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    box = Box()
+
+    async def is_begun() -> bool:
+        return bool(box.digests or caplog.records)
+
+    async with engine_of(server, namespace, shards=2) as adding:
+        await adding.add_many([Entry(f"k{number}", 1) for number in range(20)])
+    async with engine_of(server, namespace).delivering(box, shards=chosen):
+        await until(is_begun)
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(server: Server, namespace: str) -> None:
     box = Box()
     async with (
@@ -1110,7 +1139,9 @@ async def test_a_number_that_is_given_is_refused_by_name_at_the_next_start_when_
         assert await anext(engine.reshard(4)) == Draining(waiting=1)
         await engine.add("k", 2)  # one that runs goes on, whatever it was given
         for _ in range(2):  # under way, and over
-            with pytest.raises(ConfigurationError, match=r"has 4 shards, not 2: give shards=4 or None"):
+            with pytest.raises(
+                ConfigurationError, match=r"has 4 shards, not 2: take shards= out of the engine, or give 4"
+            ):
                 async with engine_of(server, namespace, shards=2):
                     pass
             async with engine_of(server, namespace, shards=4) as right:
@@ -1154,7 +1185,7 @@ async def test_a_process_that_was_given_one_shard_is_refused_by_name_when_anothe
     given, other = await place.process(shards=1), await place.process(shards=4)
     await add(other, "k", "a")
     for key in ("k", "another"):
-        with pytest.raises(ConfigurationError, match=r"has 4 shards, not 1: give shards=4 or None"):
+        with pytest.raises(ConfigurationError, match=r"has 4 shards, not 1: take shards= out of the engine, or give 4"):
             await given.add(given.shard_of(key), [add_of(key, "b")])
     assert await held(other, "another") == []
 

@@ -18,7 +18,9 @@ import pytest
 from commandline import DEADLINE, Command, aiodigest, environment, in_process, running
 from servers import Server, running_server
 
-from aiodigest import DigestEngine, Policy
+from aiodigest import DigestEngine, Draining, Policy
+from aiodigest.commands.options import Address
+from aiodigest.commands.reshard import Progress, _watched
 from aiodigest.commands.run import chosen
 from aiodigest.target import hide_password
 
@@ -62,11 +64,56 @@ def ended(place: Server, number: str) -> str:
 
 def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: Command) -> None:
     manage(place, lambda engine: engine.delete("slow"))
-    code, output, errors = command("reshard", "--to", "16", *OPTIONS, "--url", place.url)
-    assert (code, output, errors) == (0, ended(place, "16 shards"), "")
-    code, output, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url, "--json")
-    assert (code, errors) == (0, "")
+    code, output, _ = command("reshard", "--to", "16", *OPTIONS, "--url", place.url)
+    assert (code, output) == (0, ended(place, "16 shards"))
+    code, output, _ = command("reshard", "--to", "1", *OPTIONS, "--url", place.url, "--json")
+    assert code == 0
     assert output == '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"done":true}\n'
+
+
+class Looks(Progress):
+    """Tells when there were many looks."""
+
+    def __init__(self, namespace: str, shards: int) -> None:
+        super().__init__(namespace, shards)
+        self.many = asyncio.Event()
+
+    def show(self, left: Draining) -> None:
+        super().show(left)
+        if self._same > 20:
+            self.many.set()
+
+
+def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Command) -> None:
+    code, _, errors = command("reshard", "--to", "4", "--namespace", "mial", "--url", place.url)
+    where = f"namespace 'mial' on {hide_password(place.url)}"
+    told = f"aiodigest: {where} holds nothing, and nothing was ever delivered from it: is its name right?\n"
+    assert (code, errors) == (0, told)
+    code, _, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url)
+    assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize(("delay", "asks"), [(0.001, True), (1_500, False)])
+def test_what_is_due_and_does_not_go_is_asked_about_once(
+    place: Server, delay: float, asks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("aiodigest.commands.reshard.PATIENCE", 0)
+    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
+    looks = Looks("mail", 4)
+
+    async def watch() -> None:
+        async with DigestEngine(place.url, namespace="mail", policy=Policy(initial_delay=delay)) as engine:
+            await engine.delete("slow")
+            await engine.add("k", 1)
+            address = Address(place.url, "mail", 5.0)
+            watching = asyncio.create_task(_watched(address, 4, looks, in_json=False))
+            async with asyncio.timeout(DEADLINE):
+                await looks.many.wait()
+                await engine.delete("k")
+                await watching
+
+    asyncio.run(watch())
+    assert capfd.readouterr().err.count("does a worker (aiodigest run) serve the namespace?") == int(asks)
 
 
 def test_the_number_that_is_there_is_nothing_to_do(place: Server, command: Command) -> None:
@@ -144,7 +191,8 @@ def test_another_number_while_a_change_is_under_way_is_one_line_and_exit_code_1(
         code, output, errors = command("reshard", "--to", "8", *OPTIONS, "--url", place.url)
     assert (code, output) == (1, "")
     assert errors == (
-        "aiodigest: namespace 'mail' is on its way from 1 to 4 shards: that must end before it can have 8\n"
+        "aiodigest: namespace 'mail' is on its way from 1 to 4 shards: that must end before it can have 8: "
+        "aiodigest reshard --namespace mail --to 4\n"
     )
 
 

@@ -12,13 +12,14 @@ import typer
 
 from aiodigest import Draining
 from aiodigest.commands.options import EMBEDDED, Address, AsJson, Namespace, Timeout, Url
+from aiodigest.commands.views import stats_json
 from aiodigest.commands.words import as_json, count, is_terminal, printable, say
 
 To: TypeAlias = Annotated[
     int, typer.Option("--to", metavar="SHARDS", show_default=False, help="How many there are to be: from 1 to 1024.")
 ]
 
-PATIENCE = 15  # looks, about a second apart
+PATIENCE = 15  # looks, about a second apart, and seconds
 CLEAR = "\r\x1b[K"  # back to the beginning of a terminal's line, and nothing in it
 
 
@@ -51,11 +52,17 @@ def reshard(
 async def _watched(address: Address, shards: int, progress: Progress, in_json: bool) -> str:
     """Watch it to its end; the URL, without its password."""
     async with address.engine() as engine:
+        if not any(stats_json(await engine.stats()).values()):
+            where = f"namespace {address.namespace!r} on {engine.url}"
+            say(f"{where} holds nothing, and nothing was ever delivered from it: is its name right?")
         async for left in engine.reshard(shards):
             if in_json:
                 _print_look(shards, left, done=False)
-            else:
-                progress.show(left)
+                continue
+            progress.show(left)
+            # without a worker what is due stays among those that wait
+            if progress.is_still and (left.leased or (await engine.stats()).overdue > PATIENCE):
+                progress.ask()
     if in_json:
         _print_look(shards, Draining(), done=True)
     return engine.url
@@ -74,12 +81,10 @@ class Progress:
         self._is_terminal = is_terminal(sys.stderr)
         self._is_shown = False
         self._same = 0  # looks in a row at which nothing had changed
+        self._has_asked = False
 
     def show(self, left: Draining) -> None:
         self._same = self._same + 1 if left == self._last else 0
-        if self._same == PATIENCE and (left.ready or left.leased):
-            self.clear()
-            say("nothing of this has changed for a while: does a worker (aiodigest run) serve the namespace?")
         if left == self._last:
             return
         self._last = left
@@ -90,6 +95,16 @@ class Progress:
             self._is_shown = True
         else:
             say(line)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing has changed for a while, and that was not asked about."""
+        return self._same >= PATIENCE and not self._has_asked
+
+    def ask(self) -> None:
+        self._has_asked = True
+        self.clear()
+        say("nothing of this has changed for a while: does a worker (aiodigest run) serve the namespace?")
 
     def clear(self) -> None:
         """Leave the terminal's line to what is said next."""
