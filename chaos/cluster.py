@@ -23,7 +23,7 @@ PRIMARIES = 3
 USERS = 3  # processes of each kind
 TAG = Layout(SHARDS).tag
 SLOTS = {shard: key_slot(TAG(NAMESPACE, shard).encode()) for shard in range(SHARDS)}
-RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"), "+cluster|slots", "+cluster|nodes")
+RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
 
 class Node(clusters.Node):

@@ -214,14 +214,7 @@ class Cluster:
 
     def allow_suite(self, *nodes: Node) -> None:
         """Make the user of all tests, on some nodes or all."""
-        rule = (
-            "~{*}:*",
-            "+wait",
-            "+info",
-            *commands("producer", "worker", "operator"),
-            "+cluster|slots",
-            "+cluster|nodes",
-        )
+        rule = "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True)
         for node in nodes or self.alive:
             allow(node, USER, *rule)
 

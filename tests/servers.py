@@ -42,15 +42,18 @@ USER, PASSWORD = "suite", "no-secret-here"
 
 
 @cache
-def rules() -> dict[str, list[str]]:
-    """What docs/security.md gives each role to paste: the words after its ``ACL SETUSER mail-ROLE``."""
+def rules(several: bool = False) -> dict[str, list[str]]:
+    """What docs/security.md gives each role to paste: the words after its ``ACL SETUSER mail-ROLE``.
+
+    The page has most of them twice: for one shard first, and then for several.
+    """
     found = re.findall(r"^ACL SETUSER mail-(\w+) (.+)$", SECURITY.read_text(encoding="utf-8"), re.MULTILINE)
-    return {role: rule.split() for role, rule in found}
+    return {role: rule.split() for role, rule in (found if several else reversed(found))}
 
 
-def commands(*roles: str) -> list[str]:
+def commands(*roles: str, several: bool = False) -> list[str]:
     """The ``+command``s of roles."""
-    return sorted({word for role in roles for word in rules()[role] if word.startswith("+")})
+    return sorted({word for role in roles for word in rules(several)[role] if word.startswith("+")})
 
 
 def free_port() -> int:

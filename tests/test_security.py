@@ -228,6 +228,71 @@ async def test_a_rule_is_pasted_as_it_stands_and_gives_nothing_else(server: Serv
                 user.execute_command(*words.split())
 
 
+@pytest.mark.parametrize("role", [*PLAYS, "resharder"])
+def test_a_rule_for_several_shards_is_pasted_as_it_stands(server: Server, role: str) -> None:
+    rule = rules(several=True)[role]
+    assert rule[:6] == ["reset", "resetchannels", "on", ">PASSWORD", "~{mail}:*", "~{mail:*}:*"]
+    assert {"+cluster|nodes", "+cluster|slots"} <= {*rule}
+    if role in PLAYS:
+        assert {*rule[6:]} == {*commands(role), "+cluster|nodes", "+cluster|slots"}
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", f"mail-{role}", *rule)
+
+
+@asynccontextmanager
+async def to_be_resharded(server: Server, *rule: str) -> AsyncGenerator[tuple[DigestEngine, DigestEngine]]:
+    """Engines of a user who may only reshard, and of one who may do all, on a namespace that holds a bit of all."""
+    namespace = f"stage-{next(_numbers)}"
+    keys = [word.replace("{mail", f"{{{namespace}") for word in rules(several=True)["resharder"] if "~" in word]
+    with server.client() as client:
+        server.allow(client, "mail-resharder", *keys, *rule)
+    backend = RedisBackend(server.url, namespace=namespace)
+    await backend.connect()
+    await bury(backend, "dead", "a", "b")
+    checked(await backend.add(0, adds("waits", "a", policy=WAITS)))
+    await backend.aclose()
+    url = f"unix://mail-resharder:{PASSWORD}@{server.socket}"
+    async with (
+        DigestEngine(url, namespace=namespace) as engine,
+        DigestEngine(server.url, namespace=namespace) as other,
+    ):
+        with server.client() as client:
+            client.script_flush()
+        yield engine, other
+
+
+async def reshard(server: Server, *rule: str) -> None:
+    """Reshard there and back as a user with these commands."""
+    async with to_be_resharded(server, *rule) as (engine, other):
+        for shards in (4, 1):
+            async for _ in engine.reshard(shards):
+                await other.delete("waits")
+            await other.add("waits", 1)
+        [letter] = [letter async for letter in other.dead_letters()]
+        assert (letter.key, len(letter.records)) == ("dead", 2)
+        assert (await engine.stats()).buried == 2
+
+
+async def test_the_rule_for_resharding_is_enough(server: Server) -> None:
+    await reshard(server, *commands("resharder"))
+
+
+async def test_no_command_of_the_rule_for_resharding_can_be_left_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiodigest.namespace.COMMANDS", {})  # so that the server is who refuses
+    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
+    needless: list[str] = []
+    for command in commands("resharder"):
+        try:
+            await reshard(server, *(other for other in commands("resharder") if other != command))
+        except ConfigurationError:
+            continue
+        needless.append(command)
+    # on one server nobody asks nodes; without XADD no script fails, and nobody is woken
+    assert needless == ["+cluster|nodes", "+cluster|slots", "+xadd"]
+
+
 @every_role
 async def test_no_command_of_a_rule_can_be_left_out(server: Server, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodigest.namespace.COMMANDS", {})  # so that the server is who refuses

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio.sentinel import Sentinel
 from replicas import SERVICE, follow, follows, freeze, role_of, until, watched
+from servers import rules
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Policy
 from aiodigest.scripts import load_script
@@ -171,11 +172,11 @@ async def test_sentinels_with_a_login_are_asked_with_it_and_one_that_is_wrong_is
 ) -> None:
     async with watched() as trio:
         for number in range(3):
-            trio.order(number, "ACL", "SETUSER", "me", "on", ">secret", "+sentinel")
+            trio.order(number, "ACL", "SETUSER", "mail-watcher", *rules()["watcher"])
         with trio.servers[0].client() as client:
             client.execute_command("ACL", "SETUSER", "writer", "on", ">theirs", "~*", "+@all")
-        url = trio.url.replace("://", "://writer:theirs@") + "?sentinel_username=me&sentinel_password="
-        async with DigestEngine(f"{url}secret", namespace=namespace) as engine:
+        url = trio.url.replace("://", "://writer:theirs@") + "?sentinel_username=mail-watcher&sentinel_password="
+        async with DigestEngine(f"{url}PASSWORD", namespace=namespace) as engine:
             assert await engine.add("key", 1)
         with pytest.raises(ConfigurationError, match="username-password") as caught:
             async with DigestEngine(f"{url}wrong-one", namespace=namespace):
