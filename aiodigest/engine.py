@@ -330,7 +330,7 @@ class DigestEngine(Management[T]):
         InvalidArgument, LimitExceeded, CodecError
             If an argument is not allowed, and nothing was stored.
         ConfigurationError
-            If the policy function took longer than the engine's ``timeout``, and nothing was stored.
+            If the user may not add, or the policy function took longer than ``timeout``, and nothing was stored.
         BackendUnavailable
             Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
         """

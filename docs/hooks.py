@@ -22,6 +22,7 @@ logger = logging.getLogger("properdocs.hooks")
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 COMMANDS = "<!-- commands -->"
+UNBUILT = re.compile(r"^.*<!-- unbuilt -->\n\n?", re.MULTILINE)  # what is said of a page that is read as it stands
 WIDTH = 100  # columns of a help text
 
 
@@ -87,7 +88,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Page, config: object, files: object) -> str:
     """Put in the commands, and mend what leads out of this folder."""
     if page.file.src_uri not in PAGES.values():
-        markdown = relinked(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+        markdown = relinked(UNBUILT.sub("", markdown), f"docs/{page.file.src_uri}", page.file.src_uri)
     return markdown.replace(COMMANDS, help_of_all_commands()) if COMMANDS in markdown else markdown
 
 

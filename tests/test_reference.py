@@ -272,6 +272,14 @@ def test_the_command_line_page_shows_the_help_of_every_command(hooks: ModuleType
     assert all(text in shown for text in told.values())
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in REFERENCE.glob("*.md")))
+def test_a_page_that_the_site_fills_says_so_where_it_is_read_as_it_stands(hooks: ModuleType, name: str) -> None:
+    text = (REFERENCE / name).read_text()
+    assert ("make docs" in text) == bool(re.search("^:::|^<!-- commands -->", text, re.MULTILINE))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=f"reference/{name}"))
+    assert "make docs" not in hooks.on_page_markdown(text, page, None, None)
+
+
 @pytest.mark.parametrize(
     ("written", "shown"),
     [
