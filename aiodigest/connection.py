@@ -47,6 +47,8 @@ class Link:
 
     def __init__(self, target: Target, timeout: float) -> None:
         self.target = target
+        self._server = target  # whoever the sentinels named last, if they did
+        self._has_answered = False
         self._timeout = timeout
         self._idle: deque[tuple[Wire, float]] = deque()  # and since when; who was used last is used next
         self._busy: set[Wire] = set()
@@ -161,7 +163,7 @@ class Link:
         if self.target.nodes and isinstance(error, exceptions.MovedError):
             host = cast("str", error.host).strip("?") or str(self.target.settings["host"])  # none: where this one is
             return Moved((host, error.port))
-        return explain(error, self.target.url, stored)
+        return explain(error, self._server.url, stored, "" if self._has_answered else self._server.hint(error))
 
     async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
@@ -172,10 +174,10 @@ class Link:
             # it was made a replica meanwhile, and what it had more than its new primary goes
             await self.hang_up()
             await drop(wire)
-            raise BackendUnavailable(f"{self.target.url} has it, but {error}", stored="unknown") from error
+            raise BackendUnavailable(f"{self._server.url} has it, but {error}", stored="unknown") from error
         if not isinstance(have, int) or have < replicas:
             raise BackendUnavailable(
-                f"{have} replicas of {self.target.url} have it, not {replicas}; it stays unless the primary is lost",
+                f"{have} replicas of {self._server.url} have it, not {replicas}; it stays unless the primary is lost",
                 stored="unknown",
             )
 
@@ -208,7 +210,9 @@ class Link:
 
     async def _connected(self) -> Wire:
         """A new connection. The caller bounds the time, and explains what redis-py raises."""
-        wire = await self.target.connection(self._timeout)
+        self._server = self.target  # it is not the last one's fault if no sentinel names another
+        self._server = server = await self.target.primary(self._timeout)
+        wire = server.connection(self._timeout)
         self._open()  # it may have been closed while sentinels were asked
         self._busy.add(wire)
         try:
@@ -220,6 +224,7 @@ class Link:
 
     async def _put(self, wire: Wire) -> None:
         """Keep a connection for the next call, if there may be one."""
+        self._has_answered = True
         self._busy.discard(wire)
         if self._room is not None and not self._retired and wire.is_connected:
             now = asyncio.get_running_loop().time()

@@ -63,8 +63,10 @@ def code_of(error: Exception | str) -> str:
     return outer.group(1) if outer else ""
 
 
-def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no") -> AiodigestError:
-    """An error of redis-py, or the text of an error reply, as one of ours."""
+def explain(
+    error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no", hint: str = ""
+) -> AiodigestError:
+    """An error of redis-py, or the text of an error reply, as one of ours; with a hint, if there was no reply."""
     code, text = code_of(error), str(error).strip().removeprefix("-")
     if MOVING in text:
         code = "TRYAGAIN"
@@ -85,5 +87,6 @@ def explain(error: Exception | str, where: str, stored: Literal["no", "unknown"]
         reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
         if "CERTIFICATE_VERIFY_FAILED" in reason:  # unavailable, since it may be renewed at this moment
             reason += " Give the host that its certificate names, and ssl_ca_certs=FILE of who signed it"
+        reason += f" ({hint})" if hint else ""
         return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
     return AiodigestError(f"{where} answered: {text}")

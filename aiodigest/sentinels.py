@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -12,6 +13,8 @@ from redis import exceptions
 from aiodigest.errors import ConfigurationError
 from aiodigest.faults import FORBIDDEN, code_of
 from aiodigest.transport import Address, Wire, drop, new_wire, place, send
+
+PORT = 26379
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Sentinels:
         """What a connection to a sentinel is made of, but for its address."""
         return self.make, self.settings
 
-    async def primary(self, timeout: float) -> Mapping[str, object]:
-        """Host and port of the primary.
+    async def primary(self, timeout: float) -> Address:
+        """Where the primary is.
 
         Each sentinel has a share of the time, so that those that are dead leave some to the others and to the primary.
         """
@@ -39,13 +42,13 @@ class Sentinels:
                 async with asyncio.timeout(share):
                     flags, host, port = await self._ask(address, share)
             except (exceptions.RedisError, OSError) as error:
-                refusals += code_of(error) in FORBIDDEN
-                problem = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))
+                refusals += code_of(error) in FORBIDDEN or is_no_sentinel(error)
+                problem = explained(error)
             else:
                 if "master" in flags and not {"s_down", "o_down"} & flags:
                     self.addresses.remove(address)
                     self.addresses.insert(0, address)
-                    return {"host": host, "port": port}
+                    return host, port
                 problem = "it sees the primary down"
             problems.append(f"{place(*address)}: {problem}")
         message = f"no sentinel names a primary of {self.service!r} ({'; '.join(problems)})"
@@ -69,3 +72,18 @@ class Sentinels:
             return set(known["flags"].split(",")), known["ip"], int(known["port"])
         except (TypeError, ValueError, KeyError, AttributeError):
             raise exceptions.InvalidResponse("it does not answer as a sentinel does") from None
+
+
+def is_no_sentinel(error: Exception) -> bool:
+    """Whether a server refused what every sentinel knows."""
+    return "unknown command" in str(error)
+
+
+def explained(error: Exception) -> str:
+    """What is wrong with a sentinel that was asked."""
+    text = str(error)
+    if is_no_sentinel(error):
+        return f"it is no sentinel, whose port is {PORT} if none is given; one server is redis://host:port"
+    if re.search("No such (master|primary)", text):
+        return "it knows no service of this name"
+    return text or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))

@@ -14,13 +14,13 @@ from redis.asyncio.connection import AbstractConnection, Connection, ConnectionP
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from aiodigest.errors import ConfigurationError
+from aiodigest.sentinels import PORT as SENTINEL_PORT
 from aiodigest.sentinels import Sentinels
 from aiodigest.transport import Address, Wire, new_wire, place
 
 Source: TypeAlias = "str | Redis | RedisCluster"
 
 PORT = 6379
-SENTINEL_PORT = 26379
 LONGEST = 4_096  # characters of a URL
 ALLOWED = (
     "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, redis+sentinel://host1,host2:port/service/db, "
@@ -60,21 +60,26 @@ class Target:
     sentinels: Sentinels | None = None
     nodes: Sequence[Address] = ()  # some of a cluster's, who know the others
     remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
+    named: str = ""  # the host, by the words of sentinels or of a cluster
 
-    async def connection(self, timeout: float) -> Wire:
-        """A connection that is not connected yet: to whatever server is the primary now, where sentinels tell.
+    async def primary(self, timeout: float) -> Target:
+        """Whatever server is the primary now, where sentinels tell.
 
         What they say may be out of date. A server that is no primary refuses every transition with READONLY, upon
         which its connections are dropped; to ask it for its ROLE first would need a right that many users lack.
         """
-        where: Mapping[str, object] = await self.sentinels.primary(timeout) if self.sentinels else {}
-        return new_wire(self.make, {**self.settings, **where, "socket_connect_timeout": timeout})
+        return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self
+
+    def connection(self, timeout: float) -> Wire:
+        """A connection that is not connected yet."""
+        return new_wire(self.make, {**self.settings, "socket_connect_timeout": timeout})
 
     def at(self, address: Address) -> Target:
-        """One node of a cluster."""
+        """One node of a cluster, or server of a service."""
         host, port = address
         settings = {**self.settings, "host": host, "port": port}
-        return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings)
+        named = "" if address in self.nodes else host
+        return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings, named=named)
 
     def check(self) -> None:
         """See that connections can be made of the settings, which does no I/O; Unreadable says what is wrong."""
@@ -83,9 +88,30 @@ class Target:
                 make(**settings)
             except TypeError:
                 options = ", ".join(name for name in settings if name.startswith("ssl_"))
-                raise Unreadable(f"there is no such option as one of {options}, or no TLS (rediss://)") from None
+                if not self.is_encrypted:
+                    raise Unreadable(f"the TLS options {options} need rediss{self._kind}://") from None
+                raise Unreadable(f"there is no such TLS option as one of {options}") from None
             except exceptions.RedisError as error:
                 raise Unreadable(str(error)) from None
+
+    @property
+    def is_encrypted(self) -> bool:
+        return isinstance(self.make, type) and issubclass(self.make, SSLConnection)
+
+    @property
+    def _kind(self) -> str:
+        return "+sentinel" if self.sentinels else "+cluster" if self.nodes else ""
+
+    def hint(self, error: Exception) -> str:
+        """What may be wrong with the URL, by an error of a server that has never answered; '' if nothing."""
+        text = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else "")
+        if self.named and "CERTIFICATE_VERIFY_FAILED" in text:
+            return f"{'its sentinels name' if self.sentinels else 'its cluster names'} it {self.named}"
+        if self.is_encrypted and re.search("no answer in time|WRONG_VERSION_NUMBER", text):
+            return f"does it speak TLS? Else give redis{self._kind}://"
+        if not self.is_encrypted and "path" not in self.settings and re.search("reset by peer|closed by server", text):
+            return f"is it a port for TLS? Then give rediss{self._kind}://"
+        return ""
 
     def __repr__(self) -> str:
         return f"Target({self.url!r})"

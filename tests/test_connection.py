@@ -76,7 +76,7 @@ async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts(tmp_
         decode_responses=True, socket_timeout=99, retry=Retry(ExponentialBackoff(), 7), client_name="mine",
     )  # fmt: skip
     target = find_target(client)
-    wire = await target.connection(2.0)
+    wire = target.connection(2.0)
     assert isinstance(wire, SSLConnection)
     assert (wire.host, wire.port, wire.db, wire.username, wire.password) == ("example", 7, 3, "me", "secret")
     assert (wire.client_name, wire.ca_certs) == ("mine", str(trusted))

@@ -655,7 +655,7 @@ async def test_connections_share_what_was_read_of_certificates_until_the_files_a
     target = find_target(secure(1, ssl_ca_certs=certificates.trusted))
 
     async def context() -> Any:
-        wire: Any = await target.connection(1)
+        wire: Any = target.connection(1)
         return wire.ssl_context.get()
 
     first = await context()
@@ -719,10 +719,33 @@ async def test_a_certificate_that_does_not_verify_is_refused_and_why_is_said(
 @both_ways
 async def test_plain_and_encrypted_do_not_mix(certificates: Certificates, ends: Ends, namespace: str) -> None:
     port, plain = free_port(), free_port()
-    with running_server("--port", str(plain), "--bind", "127.0.0.1"):
-        await refused(secure(plain, ssl_ca_certs=certificates.trusted), namespace)
+    with running_server("--port", str(plain), "--bind", "127.0.0.1") as server:
+        error = await refused(secure(plain, ssl_ca_certs=certificates.trusted), namespace)
+        assert "(does it speak TLS? Else give redis://)" in str(error)
+        async with DigestEngine(server.url, namespace=namespace, timeout=1) as engine:
+            await engine.add("k", 1)
+            server.stop()
+            with pytest.raises(BackendUnavailable, match=r"^(?!.*TLS)"):
+                await engine.add("k", 1)
     async with ends(port, certificates.issue("good", "localhost"), None):
-        await refused(secure(port, scheme="redis"), namespace)
+        error = await refused(secure(port, scheme="redis"), namespace)
+        assert "(is it a port for TLS? Then give rediss://)" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["+sentinel", "+cluster"])
+def test_tls_options_without_tls_are_refused_with_the_scheme_that_has_it(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"the TLS options ssl_ca_certs need rediss{kind}://")):
+        DigestEngine(f"redis{kind}://a/{'s' if kind == '+sentinel' else ''}?ssl_ca_certs=/ca", namespace="mail")
+
+
+def test_who_named_a_host_that_a_certificate_does_not_is_told() -> None:
+    error = Exception("CERTIFICATE_VERIFY_FAILED")
+    cluster = find_target("rediss+cluster://one,two:7000")
+    assert cluster.at(("10.0.0.1", 6379)).hint(error) == "its cluster names it 10.0.0.1"
+    assert cluster.at(("two", 7000)).hint(error) == ""
+    sentinels = find_target("rediss+sentinel://one/mail")
+    assert sentinels.at(("10.0.0.1", 6379)).hint(error) == "its sentinels name it 10.0.0.1"
+    assert sentinels.hint(error) == ""
 
 
 @pytest.mark.parametrize("service", ["", "+sentinel"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections import defaultdict
 from collections.abc import AsyncGenerator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio.sentinel import Sentinel
-from replicas import SERVICE, follow, follows, freeze, role_of, until, watched
+from replicas import SERVICE, follow, follows, freeze, port_of, replicated, role_of, until, watched
 from servers import rules
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Policy
@@ -162,7 +163,7 @@ async def test_without_any_sentinel_connections_of_before_go_on_and_new_ones_are
 
 async def test_a_service_that_no_sentinel_knows_is_unavailable(namespace: str) -> None:
     async with watched() as trio, DigestEngine(trio.url.replace(SERVICE, "other"), namespace=namespace) as engine:
-        with pytest.raises(BackendUnavailable, match="No such master") as caught:
+        with pytest.raises(BackendUnavailable, match=r"\(127.0.0.1:\d+: it knows no service of this name") as caught:
             await engine.add("key", 1)
         assert caught.value.stored == "no"
 
@@ -182,6 +183,25 @@ async def test_sentinels_with_a_login_are_asked_with_it_and_one_that_is_wrong_is
             async with DigestEngine(f"{url}wrong-one", namespace=namespace):
                 pass
         assert "wrong-one" not in str(caught.value)
+
+
+async def test_a_server_that_refuses_access_is_named(namespace: str) -> None:
+    async with watched() as trio:
+        url = trio.url.replace("://", "://nobody:no@")
+        with pytest.raises(
+            ConfigurationError, match=rf"^127.0.0.1:{port_of(trio.servers[0])} of redis\+sentinel://nobody"
+        ):
+            async with DigestEngine(url, namespace=namespace):
+                pass
+
+
+async def test_a_server_given_as_a_sentinel_is_a_configuration_error(namespace: str) -> None:
+    async with replicated(1) as servers:
+        port = port_of(servers[0])
+        told = f"127.0.0.1:{port}: it is no sentinel, whose port is 26379 if none is given; one server is redis://"
+        with pytest.raises(ConfigurationError, match=re.escape(told)):
+            async with DigestEngine(f"redis+sentinel://127.0.0.1:{port}/mail", namespace=namespace):
+                pass
 
 
 async def test_a_client_of_sentinels_leads_to_the_primary(namespace: str) -> None:
