@@ -7,6 +7,7 @@ Of redis-py's cluster client only the settings are used. It repeats whatever fai
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import sample
@@ -16,6 +17,7 @@ from redis.crc import key_slot
 
 from aiodigest.connection import Link, Moved
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.faults import refused
 from aiodigest.layout import SLOTS
 from aiodigest.outage import retrieve
 from aiodigest.scripts import Argument
@@ -153,7 +155,7 @@ class ClusterLink:
         """Learn from a node who has which slots. Those that failed are asked last, and the others in turn."""
         share = max(self._timeout / (len(self._known) + 1), SHORTEST)
         problems: list[str] = []
-        refusals = 0
+        refusals = Counter[str]()
         for node in sorted(self._known, key=self._suspects.__contains__):
             self._known.remove(node)
             self._known.append(node)
@@ -165,12 +167,15 @@ class ClusterLink:
                     return
                 problems.append(f"{place(*node)} knows of no slots")
             except ConfigurationError as error:
-                refusals += 1
+                refusals[refused(error)] += 1
                 problems.append(str(error))
             except AiodigestError as error:
                 problems.append(str(error))
-        message = f"no node of {self.target.url} tells who has what ({'; '.join(problems)})"
-        if refusals == len(problems):
+        needed = (
+            "; its user needs +cluster|slots (before Redis 7: +cluster) on every node" if refusals["command"] else ""
+        )
+        message = f"no node of {self.target.url} tells who has what ({'; '.join(problems)}){needed}"
+        if refusals.total() == len(problems):
             raise ConfigurationError(message)
         raise BackendUnavailable(message)
 

@@ -24,7 +24,8 @@ UNAVAILABLE = {
     "UNKILLABLE": "it is busy running a script",
 }
 DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
-FORBIDDEN = {"NOAUTH", "WRONGPASS", "NOPERM"}
+STRANGER = {"NOAUTH", "WRONGPASS"}
+FORBIDDEN = {*STRANGER, "NOPERM"}
 # how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
 REFUSED = ("The user executing the script can't", "ACL failure in script")
 # redis-py takes the code from the message of an error that has a class of its own
@@ -63,6 +64,25 @@ def code_of(error: Exception | str) -> str:
     return outer.group(1) if outer else ""
 
 
+def refused(error: AiodigestError) -> Literal["login", "keys", "command", ""]:
+    """What a server refuses a user, by an error that `explain` made; '' if nothing."""
+    cause = error.__cause__
+    if not isinstance(error, ConfigurationError) or not isinstance(cause, Exception):
+        return ""
+    code, text = code_of(cause), str(cause)
+    if code in STRANGER:
+        return "login"
+    if code not in FORBIDDEN and not any(words in text for words in REFUSED):
+        return ""
+    return "keys" if re.search(r"access (a|one of the|at least one of the) keys?\b", text) else "command"
+
+
+def moves(error: AiodigestError) -> bool:
+    """Whether `explain` made an error of that the slot of a key is being moved."""
+    cause = error.__cause__
+    return isinstance(cause, Exception) and (MOVING in str(cause) or code_of(cause) in ("TRYAGAIN", "ASK"))
+
+
 def explain(
     error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no", hint: str = ""
 ) -> AiodigestError:
@@ -71,7 +91,8 @@ def explain(
     if MOVING in text:
         code = "TRYAGAIN"
     if code in UNAVAILABLE:
-        return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]} ({text})", stored="no")
+        told = "" if MOVING in text else f" ({text})"  # that text is of scripts, and tells nothing of the slots
+        return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]}{told}", stored="no")
     if code in FORBIDDEN or any(words in text for words in REFUSED):
         return ConfigurationError(f"{where} refuses access: {text}")
     if code in CLUSTERED:

@@ -12,7 +12,7 @@ from zlib import crc32
 from aiodigest.backend import MAX_SHARDS, Retired
 from aiodigest.connection import LayoutMismatch
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
-from aiodigest.faults import DEMOTED, code_of, explain
+from aiodigest.faults import DEMOTED, code_of, explain, refused
 from aiodigest.layout import Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
 from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
@@ -156,10 +156,18 @@ class Namespace:
             self._known = True  # not before all is known: a call looks again until then
         except BackendUnavailable:
             raise  # stays open: the next call looks again
-        except BaseException:
+        except BaseException as error:
             if fresh:
                 await self.aclose()
+            if isinstance(error, AiodigestError) and refused(error) == "keys":
+                raise ConfigurationError(self._keys_wanted()) from error
             raise
+
+    def _keys_wanted(self) -> str:
+        name = self.namespace
+        keys = f"~{{{name}}}:*, or for several shards ~{{{name}}}:layout ~{{{name}:*}}:* (docs/security.md#users)"
+        hint = "" if self._wanted else "; with rules for several, give shards= where the namespace is new"
+        return f"{self.url} refuses access: its user may not use the keys of this namespace: it needs {keys}{hint}"
 
     async def _look_up(self, link: AnyLink) -> None:
         """Read which layout takes the adds now, and which one is being drained."""
@@ -229,14 +237,18 @@ class Namespace:
                 return frozenset(map(text, refused))
         raise down or BackendUnavailable(f"{self.url} has no shards")
 
-    async def _permit(self, link: AnyLink, name: str) -> None:
-        """Refuse a script in which a command would be refused, before it does anything."""
-        needed = COMMANDS.get(name, frozenset())
+    async def _permit(self, link: AnyLink, *names: str) -> None:
+        """Refuse scripts in which a command would be refused, before they do anything."""
+        needed = frozenset[str]().union(*(COMMANDS.get(name, frozenset()) for name in names))
         if needed & self._denied:
             self._denied = await self._ask_permits(link)  # its rule may have been mended
             if missing := needed & self._denied:
                 commands = " ".join(f"+{command.lower()}" for command in sorted(missing))
-                raise ConfigurationError(f"{self.url} refuses access: to {name}, its user needs {commands} too")
+                user, scripts = self._target.user, ", ".join(name for name in names if COMMANDS[name] & missing)
+                raise ConfigurationError(
+                    f"{self.url} refuses access: to do this ({scripts}), user {user!r} needs {commands}: "
+                    f"ACL SETUSER {user} {commands}"
+                )
 
     async def aclose(self) -> None:
         self._known = False

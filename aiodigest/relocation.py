@@ -17,6 +17,7 @@ from aiodigest.links import AnyLink
 from aiodigest.namespace import RETIRED, Namespace
 from aiodigest.scripts import number, pack_bookmark, text
 
+SCRIPTS = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
 HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being empty
 
 
@@ -32,8 +33,7 @@ class Relocation(Namespace):
         """
         link = await self._connected()
         self._goal = None
-        for name in ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts"):
-            await self._permit(link, name)
+        await self._permit(link, *SCRIPTS)
         await self._look_up(link)
         if self._drained:
             if self._current.shards != shards:

@@ -62,6 +62,12 @@ class Target:
     remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
     named: str = ""  # the host, by the words of sentinels or of a cluster
 
+    @property
+    def user(self) -> str:
+        """Who connects, as rules name it."""
+        named = self.settings.get("username")
+        return named if isinstance(named, str) else "default"
+
     async def primary(self, timeout: float) -> Target:
         """Whatever server is the primary now, where sentinels tell.
 

@@ -22,7 +22,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
 from replicas import Relay, free_ports, server_on, until
-from servers import PASSWORD, USER, server_binary
+from servers import PASSWORD, USER, commands, server_binary
 from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
@@ -327,6 +327,15 @@ async def test_a_wrong_password_is_a_configuration_error_that_does_not_show_it(
     with pytest.raises(ConfigurationError, match="refuses access") as caught:
         await engine.__aenter__()
     assert "not-the-one" not in str(caught.value)
+
+
+async def test_a_user_who_may_not_ask_who_has_what_is_told_the_command(cluster: Cluster, namespace: str) -> None:
+    cluster.allow("blind", "~*", *commands("producer"))
+    url = cluster.url.replace(USER, "blind")
+    with pytest.raises(
+        ConfigurationError, match=r"its user needs \+cluster\|slots \(before Redis 7: \+cluster\) on every"
+    ):
+        await engine_to(url, namespace).__aenter__()
 
 
 async def test_a_client_lends_its_user_and_nothing_is_sent_by_it(cluster: Cluster, namespace: str) -> None:

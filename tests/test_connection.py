@@ -193,6 +193,11 @@ def test_errors_say_what_they_mean(error: Exception | str, kind: type[AiodigestE
     assert words in str(explained)
 
 
+def test_of_a_slot_that_is_being_moved_the_server_s_text_of_scripts_is_left_out() -> None:
+    problem = "ERR Script attempted to access a non local key in a cluster node script: 09abd0f2, on @user_script:5."
+    assert str(explain(problem, "host")) == "host is unavailable: its slots are being moved"
+
+
 # A link, in virtual time, to a server that takes its time
 
 

@@ -335,7 +335,10 @@ async def test_a_rule_that_is_mended_is_enough_for_a_process_that_runs(server: S
     without = [command for command in commands("producer") if command not in ("+zadd", "+hset")]
     async with staged(server, "producer", *without) as stage:
         await stage.role.connect()
-        with pytest.raises(ConfigurationError, match=r"to add, its user needs \+hset \+zadd too"):
+        needed = (
+            r"to do this \(add\), user 'mail-producer' needs \+hset \+zadd: ACL SETUSER mail-producer \+hset \+zadd"
+        )
+        with pytest.raises(ConfigurationError, match=needed):
             await stage.role.add(0, adds("k", "a"))
         stage.client.execute_command("ACL", "SETUSER", "mail-producer", "+zadd", "+hset")
         assert await stage.role.add(0, adds("k", "a")) == [True]
@@ -363,10 +366,25 @@ async def test_a_producer_s_user_cannot_deliver_look_or_move(server: Server) -> 
 @every_role
 async def test_a_rule_is_of_one_namespace_alone(server: Server, role: str) -> None:
     async with staged(server, role, *commands(role)) as stage:
-        elsewhere = RedisBackend(stage.url, namespace=f"{stage.namespace}x")
-        with pytest.raises(ConfigurationError, match="refuses access"):
-            await elsewhere.connect()
-        await elsewhere.aclose()
+        other = f"{stage.namespace}x"
+        needed = f"refuses access: its user may not use the keys of this namespace: it needs ~{{{other}}}:*, or "
+        for shards in (None, 3):
+            elsewhere = RedisBackend(stage.url, namespace=other, shards=shards)
+            with pytest.raises(ConfigurationError, match=re.escape(needed)):
+                await elsewhere.connect()
+            await elsewhere.aclose()
+
+
+async def test_rules_for_several_shards_are_told_from_those_for_one_where_the_namespace_is_new(
+    server: Server, namespace: str
+) -> None:
+    keys = f"~{{{namespace}}}:layout", f"~{{{namespace}:*}}:*"
+    with server.client() as client:
+        server.allow(client, "several", *keys, *commands("producer"))
+    backend = RedisBackend(f"unix://several:{PASSWORD}@{server.socket}", namespace=namespace)
+    with pytest.raises(ConfigurationError, match=re.escape(" ".join(keys)) + ".*give shards= where .* is new"):
+        await backend.connect()
+    await backend.aclose()
 
 
 async def test_several_shards_work_with_the_keys_that_are_given_for_them(server: Server, namespace: str) -> None:
