@@ -77,12 +77,6 @@ def refused(error: AiodigestError) -> Literal["login", "keys", "command", ""]:
     return "keys" if re.search(r"access (a|one of the|at least one of the) keys?\b", text) else "command"
 
 
-def moves(error: AiodigestError) -> bool:
-    """Whether `explain` made an error of that the slot of a key is being moved."""
-    cause = error.__cause__
-    return isinstance(cause, Exception) and (MOVING in str(cause) or code_of(cause) in ("TRYAGAIN", "ASK"))
-
-
 def explain(
     error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no", hint: str = ""
 ) -> AiodigestError:

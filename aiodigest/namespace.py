@@ -224,18 +224,23 @@ class Namespace:
 
     async def _ask_permits(self, link: AnyLink) -> frozenset[str]:
         """The commands of scripts that the user may not run."""
-        asked = sorted(frozenset[str]().union(*COMMANDS.values()))
-        down: BackendUnavailable | None = None
-        # rules are the same everywhere; a few shards are asked, so that one whose server is away keeps nobody out
+        problem: AiodigestError | None = None
+        # rules should be the same everywhere; a few shards are asked, so that one whose server is away, or has lost its
+        # users, keeps nobody out
         for shard in range(0, self._current.shards, -(-self._current.shards // 3)):
             try:
-                key = self._key(self._home(self._current) + shard, "permits")
-                refused = cast("list[object]", await link.run("permits", key, asked, repeat=True))
-            except BackendUnavailable as error:
-                down = error
-            else:
-                return frozenset(map(text, refused))
-        raise down or BackendUnavailable(f"{self.url} has no shards")
+                return await self._denied_on(link, self._home(self._current) + shard)
+            except (BackendUnavailable, ConfigurationError) as error:
+                if isinstance(error, ConfigurationError) and refused(error) != "login":
+                    raise
+                problem = error
+        raise problem or BackendUnavailable(f"{self.url} has no shards")
+
+    async def _denied_on(self, link: AnyLink, shard: int) -> frozenset[str]:
+        """The commands of scripts that the user may not run on the server of a shard."""
+        asked = sorted(frozenset[str]().union(*COMMANDS.values()))
+        answer = await link.run("permits", self._key(shard, "permits"), asked, repeat=True)
+        return frozenset(map(text, cast("list[bytes]", answer)))
 
     async def _permit(self, link: AnyLink, *names: str) -> None:
         """Refuse scripts in which a command would be refused, before they do anything."""

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
 from aiodigest.layout import SLOTS
 from aiodigest.models import Finding
+from aiodigest.transport import Address
 
 OLDEST = (6, 2)  # the oldest version that works
 RECOMMENDED = (7, 2)
@@ -16,6 +18,11 @@ FILLING, FULL = 0.8, 0.95  # of maxmemory
 SLOW_TRIP = 0.010  # seconds
 OFFSET, FAR_OFFSET = 1.0, 60.0  # seconds between two clocks
 IN_FILE = ", and the same in its configuration file"
+ADD_REPLICA: Mapping[str, str] = {
+    "": "add a replica, and redis+sentinel:// to fail over to it (README.md, With replicas and Sentinel)",
+    "sentinel": "start the old primary again (it becomes a replica), or add a replica",
+    "cluster": "start its replica again, or add one: redis-cli --cluster add-node NEW:PORT HOST:PORT --cluster-slave",
+}
 LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
 
 
@@ -40,11 +47,19 @@ class Facts:
     logged: int | None = None  # calls in its log of slow ones
     slow: Sequence[SlowCall] = ()
     wait_replicas: int = 0  # what the engine wants
+    failover: Literal["", "sentinel", "cluster"] = ""  # what follows one
 
     def number(self, name: str) -> int | None:
         """A number in INFO."""
         text = self.info.get(name, "")
         return int(text) if text.isdecimal() else None
+
+    @property
+    def replicas(self) -> list[Address]:
+        """Those that are online, as the server sees them."""
+        lines = [at for name, at in self.info.items() if re.fullmatch(r"slave\d+", name) and "state=online" in at]
+        known = [dict(word.split("=", 1) for word in line.split(",") if "=" in word) for line in lines]
+        return [(each["ip"], int(each["port"])) for each in known]
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
@@ -153,7 +168,7 @@ def check_saves(facts: Facts) -> Iterator[Finding]:
 def check_replicas(facts: Facts) -> Iterator[Finding]:
     if facts.info.get("role") != "master":
         return
-    online = sum(bool(re.fullmatch(r"slave\d+", name)) and "state=online" in at for name, at in facts.info.items())
+    online = len(facts.replicas)
     least, good = int(facts.settings.get("min-replicas-to-write") or 0), facts.number("min_slaves_good_slaves")
     message = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
     if least and good is not None and good < least:
@@ -165,8 +180,9 @@ def check_replicas(facts: Facts) -> Iterator[Finding]:
         message += f", and wait_replicas={facts.wait_replicas}: every add fails"
         yield Finding("replicas", "problem", message, remedy)
     elif not online:
-        remedy = "add a replica, and redis+sentinel:// or a cluster to fail over to it (docs/scaling.md)"
-        yield Finding("replicas", "note", "there is no replica: while this server is away, so is the namespace", remedy)
+        lost = "are its shards" if facts.failover == "cluster" else "is the namespace"
+        message = f"there is no replica: while this server is away, so {lost}"
+        yield Finding("replicas", "note", message, ADD_REPLICA[facts.failover])
     elif not least and "min-replicas-to-write" in facts.settings:
         remedy = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
         lost = "min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.faults import refused
 from aiodigest.links import AnyLink
 from aiodigest.models import Check, Finding
 from aiodigest.scripts import Argument
 
+SAME_USERS = "give every node the same users (docs/security.md#users), and keep them: ACL SAVE or CONFIG REWRITE"
 TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
 
 
@@ -21,13 +23,18 @@ class Interview:
     notes: list[Finding] = field(default_factory=list[Finding])
 
     async def ask(self, check: Check, subject: str, *command: Argument, key: str = "") -> object | None:
-        """The reply to a command; None if it is refused, and ``subject`` not known therefore."""
+        """The reply to a command; None if it is refused, and ``subject`` not known therefore.
+
+        Raises ConfigurationError if the user may do nothing there.
+        """
         words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
         try:
             return await self.link.command(key, *command)
         except BackendUnavailable:
             raise
-        except ConfigurationError:
+        except ConfigurationError as error:
+            if refused(error) != "command":
+                raise
             message = f"{subject}: not looked at, since user {self.user!r} may not run {' '.join(words)}"
             self.note(check, message, self.allow("|".join(words)))
         except AiodigestError as error:

@@ -11,11 +11,12 @@ from functools import cache
 from typing import cast
 
 from aiodigest.checkup.diagnosis import Facts, SlowCall, judge
-from aiodigest.checkup.interview import Interview
+from aiodigest.checkup.interview import SAME_USERS, Interview
 from aiodigest.checkup.shards import ShardCheck
 from aiodigest.cluster import ClusterLink
 from aiodigest.connection import Link
-from aiodigest.errors import BackendUnavailable
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.faults import refused
 from aiodigest.links import AnyLink
 from aiodigest.models import Finding
 from aiodigest.namespace import Namespace
@@ -23,16 +24,15 @@ from aiodigest.scripts import COMMANDS, load_script, text
 from aiodigest.transport import place
 
 SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
+STRANGE = "unknown there, disabled, or has another password"
 TRIPS = 20
 SLOW_CALLS = 128  # looked at, of those in the server's log: as many as it keeps unless it is told otherwise
 
 
 async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
     """All that is to be said of a namespace and of its servers. BackendUnavailable if no server tells anything."""
-    named = link.target.settings.get("username")
-    user = named if isinstance(named, str) else "default"
+    user = link.target.user
     await namespace._look_up(link)
-    namespace._denied = await namespace._ask_permits(link)  # rules may have been mended since it connected
     servers = await _check_servers(namespace, link, user)
     return [*servers, *await ShardCheck(namespace, Interview(link, user)).run()]
 
@@ -69,15 +69,40 @@ async def _check_server(namespace: Namespace, server: Link, user: str, link: Any
             raise
         remedy = "bring it back, or fail over to its replica"
         return [Finding("server", "problem", f"what it holds is out of reach: {error}", remedy)]
-    return [*judge(facts), *interview.notes]
+    except ConfigurationError as error:
+        if not isinstance(link, ClusterLink):
+            raise
+        told = f"user {user!r} is {STRANGE}" if refused(error) == "login" else str(error)
+        return [Finding("permissions", "problem", told, SAME_USERS)]
+    strangers = await _check_replicas(namespace, server, user, facts) if facts.failover else []
+    return [*judge(facts), *strangers, *interview.notes]
+
+
+async def _check_replicas(namespace: Namespace, server: Link, user: str, facts: Facts) -> list[Finding]:
+    """What is found of replicas that do not know the user: the next primary may be one of them."""
+    target, found = server.target, list[Finding]()
+    for replica in facts.replicas:
+        address = target.remap(replica) if target.remap else replica
+        link = Link(replace(target.at(address), sentinels=None), namespace._timeout)
+        try:
+            await link.command("", "TIME")
+        except AiodigestError as error:
+            if refused(error) == "login":
+                message = f"on its replica {place(*address)} user {user!r} is {STRANGE}: a failover to it shuts it out"
+                found.append(Finding("permissions", "note", message, SAME_USERS))
+        finally:
+            await link.close()
+    return found
 
 
 async def _ask(namespace: Namespace, interview: Interview) -> Facts:
     """What a server tells."""
     facts = Facts(wait_replicas=namespace._replicas)
+    target = namespace._target
+    facts.failover = "cluster" if target.nodes else "sentinel" if target.sentinels else ""
     facts.info = _lines(await interview.ask("server", "version, memory, persistence and replicas", "INFO"))
     facts.settings = await _settings(interview)
-    if namespace._target.nodes:
+    if target.nodes:
         facts.cluster = _lines(await interview.ask("cluster", "its state", "CLUSTER", "INFO"))
     async with aclosing(_trips(interview)) as trips:
         samples = [sample async for sample in trips]

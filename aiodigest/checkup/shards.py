@@ -11,13 +11,14 @@ from typing import cast
 
 from aiodigest.backend import LETTER_TTL_MS
 from aiodigest.checkup.diagnosis import in_time
-from aiodigest.checkup.interview import Interview
-from aiodigest.cluster import ClusterLink
+from aiodigest.checkup.interview import SAME_USERS, Interview
+from aiodigest.cluster import ClusterLink, slot_of
 from aiodigest.connection import LayoutMismatch
-from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
 from aiodigest.namespace import RETIRED, Namespace
 from aiodigest.scripts import COMMANDS, number, text
+from aiodigest.transport import place
 
 MANY_LETTERS = 1_000
 REPAIR = "another program has written it: keep it from the namespace's keys, and see docs/design.md for what is there"
@@ -27,10 +28,15 @@ PARTS: Mapping[str, Sequence[str]] = {  # of the work, and the scripts that it t
     "look": ("look", "read", "counts", "letters", "letter"),
     "move by hand": ("flush", "delete", "remove", "reschedule", "replay", "discard"),
 }
+ROLES: Sequence[set[str]] = ({"add"}, {"deliver"}, {"look", "move by hand"})  # those of docs/security.md
 
 
 def commands_of(*scripts: str) -> frozenset[str]:
     return frozenset[str]().union(*(COMMANDS[script] for script in scripts))
+
+
+def listed(commands: frozenset[str]) -> str:
+    return " ".join(sorted(commands)).lower()
 
 
 def several(number: int, noun: str, plural: str = "") -> str:
@@ -71,23 +77,46 @@ class ShardCheck:
     def __init__(self, namespace: Namespace, interview: Interview) -> None:
         self._namespace = namespace
         self._interview = interview
-        self._missing = commands_of("counts") & namespace._denied  # what the user lacks for a look
+        self._denied: dict[frozenset[str], list[str]] = {}  # commands that the user may not run, and on which primaries
+        self._missing = frozenset[str]()  # what the user lacks for a look
+        self._lost: dict[int, AiodigestError] = {}  # shards out of reach, and why
+        self._scope = ""  # what is said of the others only
 
     async def run(self) -> list[Finding]:
         current, drained = self._namespace._current, self._namespace._drained
         numbers = self._namespace._live(*drained, current)
+        await self._ask_rules(numbers)
         asked = await asyncio.gather(*map(self._ask, numbers))
         shards = [shard for shard in asked if shard is not None]
-        found = [*self._permissions(), *self._reach(len(numbers) - len(shards)), *self._layout(shards)]
-        if not any(shard.version for shard in shards):
-            message = f"namespace {self._namespace.namespace!r} was never used here"
+        if self._lost:
+            self._scope = f" (in the {len(shards)} of {several(len(numbers), 'shard')} in reach)"
+        found = [*self._permissions(), *self._reach(), *self._layout(shards)]
+        if shards and not any(shard.version for shard in shards):
+            message = f"namespace {self._namespace.namespace!r} was never used here{self._scope}"
             found.append(Finding("namespace", "note", message, "is it the right name, on the right server?"))
-        else:
+        elif shards:
             found += [*self._holds(shards), *self._workers(shards), *self._schedule(shards), *self._letters(shards)]
         await self._listen()
         return [*found, *dict.fromkeys(self._interview.notes)]
 
     # Asking
+
+    async def _ask_rules(self, numbers: Sequence[int]) -> None:
+        """Ask each primary that has shards what the user may not run there: servers do not copy rules to each other."""
+
+        async def ask(where: str, shard: int) -> None:
+            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
+                denied = await self._namespace._denied_on(self._interview.link, shard)
+                self._denied.setdefault(denied, []).append(where)
+
+        await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in numbers}.items()))
+        self._missing = commands_of("counts") & frozenset[str]().union(*self._denied)
+
+    def _place(self, number: int) -> str:
+        """The primary of a shard; '' if there is but one."""
+        link = self._interview.link
+        address = link.place_of(self._namespace._key(number, "layout")) if isinstance(link, ClusterLink) else None
+        return place(*address) if address else ""
 
     async def _ask(self, number: int) -> Shard | None:
         """What a shard tells; None if it is out of reach."""
@@ -95,9 +124,10 @@ class ShardCheck:
             return await self._shard(number)
         except LayoutMismatch:  # it is being changed at this moment
             return Shard(draining=False)
-        except BackendUnavailable:
+        except (BackendUnavailable, ConfigurationError) as error:
             if not self._namespace._target.nodes:
                 raise
+            self._lost[number] = error
             return None
         except AiodigestError as error:
             self._interview.notes.append(Finding("shards", "problem", f"a shard is broken: {error}", REPAIR))
@@ -145,30 +175,53 @@ class ShardCheck:
 
     async def _listen(self) -> None:
         """See whether the user may hear the doorbell, which no script does."""
-        if not commands_of(*PARTS["deliver"]) & self._namespace._denied:
+        if not commands_of(*PARTS["deliver"]) & frozenset[str]().union(*self._denied):
             key = self._namespace._key(self._namespace._home(self._namespace._current), "wake")
             doorbell = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
-            with suppress(BackendUnavailable):  # which is told of its shard
+            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
                 await self._interview.ask("permissions", "the doorbell, which workers sleep on", *doorbell, key=key)
 
     # Judging
 
     def _permissions(self) -> Iterator[Finding]:
-        user, denied = self._interview.user, self._namespace._denied
+        user = self._interview.user
+        if not self._denied:
+            return
+        denied = frozenset[str].intersection(*self._denied)
         lacks = {part: commands_of(*scripts) & denied for part, scripts in PARTS.items()}
-        may = ", ".join(part for part, missing in lacks.items() if not missing)
+        whole = [part for part, missing in lacks.items() if not missing]
+        may = ", ".join(whole)
+        for here, places in self._denied.items():
+            if more := here - denied:
+                message = f"{', '.join(places)}: user {user!r} lacks there what it has elsewhere: {listed(more)}"
+                yield Finding("permissions", "problem", message, SAME_USERS)
         if not any(lacks.values()):
             yield Finding("permissions", "ok", f"user {user!r} may {may}")
             return
-        parts = [f"to {part}: {' '.join(sorted(missing)).lower()}" for part, missing in lacks.items() if missing]
+        parts = [f"to {part}: {listed(missing)}" for part, missing in lacks.items() if missing]
         message = f"user {user!r} may {may or 'do nothing whole'}, and lacks, {'; '.join(parts)}"
         message += " (docs/security.md has a rule for each role)"
-        remedy = self._interview.allow(*frozenset[str]().union(*lacks.values()))
+        if any(role <= {*whole} for role in ROLES):  # it is no fault that it may do no other's work
+            remedy = ""
+        else:
+            remedy = self._interview.allow(*frozenset[str]().union(*lacks.values()))
         yield Finding("permissions", "note" if may else "problem", message, remedy)
 
-    def _reach(self, missing: int) -> Iterator[Finding]:
-        if missing:
-            message = f"{several(missing, 'shard')} out of reach: nothing is added to them or delivered from them"
+    def _reach(self) -> Iterator[Finding]:
+        refusing = [shard for shard, error in self._lost.items() if isinstance(error, ConfigurationError)]
+        moving = [shard for shard, error in self._lost.items() if "being moved" in str(error)]
+        if refusing:
+            message = (
+                f"{several(len(refusing), 'shard')} out of reach: the servers refuse user {self._interview.user!r}"
+            )
+            yield Finding("shards", "problem", message, SAME_USERS)
+        if moving:
+            slots = " and ".join(str(slot_of(self._namespace._key(shard, "layout"))) for shard in moving)
+            message = f"{several(len(moving), 'shard')} out of reach during the move of slot {slots} to another primary"
+            remedy = f"let the move end; if it was broken off: redis-cli --cluster fix {self._place(moving[0])}"
+            yield Finding("shards", "problem", message, remedy)
+        if away := len(self._lost) - len(refusing) - len(moving):
+            message = f"{several(away, 'shard')} out of reach: nothing is added to them or delivered from them"
             yield Finding("shards", "problem", message, "bring their primaries back, or fail over to replicas")
 
     def _layout(self, shards: Sequence[Shard]) -> Iterator[Finding]:
@@ -183,6 +236,8 @@ class ShardCheck:
             remedy = f"unless it runs: aiodigest reshard --namespace {name} --to {current.shards}"
             yield Finding("shards", "note", message, remedy)
         count, link = several(current.shards, "shard"), self._interview.link
+        if self._lost:
+            return
         if not isinstance(link, ClusterLink):
             yield Finding("shards", "ok", f"{count} on one server")
             return
@@ -191,6 +246,8 @@ class ShardCheck:
         each = Counter(link.place_of(key) for key in keys)
         message = f"{count} on {len(each)} of {several(len(link.primaries), 'primary', 'primaries')}"
         if len(each) < len(link.primaries):
+            if not any(shard.version for shard in shards):
+                return  # nobody has said yet how many it is to have
             remedy = f"aiodigest reshard --namespace {name} --to 16; or shards=16 for a new namespace"
             yield Finding("shards", "note", f"{message}: the others have nothing to do", remedy)
         else:
@@ -203,7 +260,9 @@ class ShardCheck:
             return
         held = sum((shard.held for shard in shards), Counter[str]())
         sizes = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased"))
-        yield Finding("namespace", "ok", f"timelines: {sizes}; {several(held['digests'], 'digest')} delivered so far")
+        yield Finding(
+            "namespace", "ok", f"timelines: {sizes}; {several(held['digests'], 'digest')} delivered so far{self._scope}"
+        )
 
     def _workers(self, shards: Sequence[Shard]) -> Iterator[Finding]:
         used = [shard for shard in shards if shard.is_used]
@@ -212,7 +271,7 @@ class ShardCheck:
         if not used:
             return
         if not silent:
-            yield Finding("workers", "ok", f"there are: the last sign of one is {in_time(max(heard))} old")
+            yield Finding("workers", "ok", f"there are: the last sign of one is {in_time(max(heard))} old{self._scope}")
             return
         where = "" if len(silent) == len(used) else f"of {len(silent)} of {several(len(used), 'shard')} "
         last = f"the last sign of a worker is {in_time(min(heard))} old" if heard else "there never was a worker"
@@ -227,7 +286,8 @@ class ShardCheck:
         overdue = max(shard.held["overdue_ms"] for shard in shards) / 1000
         health = Stats(overdue=overdue).health()
         if health.ok:
-            yield Finding("overdue", "ok", f"nothing has been due for over {OVERDUE:.0f} s", value=overdue)
+            message = f"nothing has been due for over {OVERDUE:.0f} s{self._scope}"
+            yield Finding("overdue", "note" if self._lost else "ok", message, value=overdue)
         else:
             remedy = "start a worker, or more of them; one in backoff mode says in its log why it rests"
             yield Finding("overdue", "problem", health.reason, remedy, overdue)
@@ -240,10 +300,12 @@ class ShardCheck:
             return
         dead = sum(shard.held["dead"] for shard in shards)
         if not dead:
-            yield Finding("dead letters", "ok", "none", value=0.0)
+            yield Finding("dead letters", "ok", f"none{self._scope}", value=0.0)
             return
         ages = [shard.oldest_letter for shard in shards if shard.oldest_letter is not None]
         oldest = f", the oldest {in_time(max(ages))} old" if ages else ""
         remedy = f"aiodigest dead list --namespace {self._namespace.namespace} says why; dead replay delivers one again"
         level = "problem" if dead >= MANY_LETTERS else "note"
-        yield Finding("dead letters", level, f"{several(dead, 'dead letter')}{oldest}", remedy, float(dead))
+        yield Finding(
+            "dead letters", level, f"{several(dead, 'dead letter')}{oldest}{self._scope}", remedy, float(dead)
+        )
