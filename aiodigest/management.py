@@ -216,7 +216,8 @@ class Management(Generic[T]):
         Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
         scripts, the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and a
         namespace that was never used is not made. What the user may not ask is a note, which names the command that
-        would be needed. It takes some thirty calls to each server.
+        would be needed. It takes some thirty calls to each server. Replicas that sentinels or a cluster may make the
+        next primary are asked whether they know the user, if the primary tells of them (``INFO``).
         """
         return await (await self._backend()).examine()
 
