@@ -12,7 +12,7 @@ from zlib import crc32
 from aiodigest.backend import MAX_SHARDS, Retired
 from aiodigest.connection import LayoutMismatch
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
-from aiodigest.faults import DEMOTED, code_of, explain, refused
+from aiodigest.faults import DEMOTED, code_of, explain, lacks_keys, refused
 from aiodigest.layout import Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
 from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
@@ -160,14 +160,8 @@ class Namespace:
             if fresh:
                 await self.aclose()
             if isinstance(error, AiodigestError) and refused(error) == "keys":
-                raise ConfigurationError(self._keys_wanted()) from error
+                raise lacks_keys(self.url, self.namespace, bool(self._wanted)) from error
             raise
-
-    def _keys_wanted(self) -> str:
-        name = self.namespace
-        keys = f"~{{{name}}}:*, or for several shards ~{{{name}}}:layout ~{{{name}:*}}:* (docs/security.md#users)"
-        hint = "" if self._wanted else "; with rules for several, give shards= where the namespace is new"
-        return f"{self.url} refuses access: its user may not use the keys of this namespace: it needs {keys}{hint}"
 
     async def _look_up(self, link: AnyLink) -> None:
         """Read which layout takes the adds now, and which one is being drained."""
