@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
 from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
+from aiodigest.drain import Drain
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.lane import Hold, Lane, is_served, warn_of_missing
 from aiodigest.logs import facts_of
@@ -62,7 +63,6 @@ class Scheduler:
         self._limits = limits
         self._lease_timeout = lease_timeout
         self._lease_ms = milliseconds(lease_timeout)
-        self._drain_timeout = drain_timeout
         self._timeout = timeout
         self._observers = observers
         self._outage = Outage()
@@ -73,7 +73,7 @@ class Scheduler:
         self._loops: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._slots = Slots(self._lanes, concurrency, backoff_mode, self._stopping)
-        self._hurry = asyncio.Event()
+        self._drain = Drain(self._lanes, backend, drain_timeout, timeout)
         self._idle = False  # there is no shard to serve, and it has been said
         self._ended = False
 
@@ -82,7 +82,7 @@ class Scheduler:
         self._stopping.set()
         self._slots.changed.set()
         if at_once:
-            self._hurry.set()
+            self._drain.hurry.set()
         for lane in self._lanes.values():
             lane.woken.set()
 
@@ -116,14 +116,14 @@ class Scheduler:
                         await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
                     else:
                         await self._look_for_shards()
-                await self._drain()
+                await self._drain.run()
                 for lane in self._lanes.values():
                     lane.end()
         finally:
             self._ended = True
             for lane in self._lanes.values():
                 lane.alarm.cancel()
-            for task in self._tasks():  # none is left, but after a fault, or of a callback that ignores its end
+            for task in self._drain.tasks():  # none is left, but after a fault, or of a callback that ignores its end
                 task.cancel()
 
     def _running(self) -> list[asyncio.Task[None]]:
@@ -348,51 +348,3 @@ class Scheduler:
             else:
                 self._outage.answered(lane.leasing)
                 return answer
-
-    # Stopping
-
-    def _under_way(self) -> list[tuple[Lane, Hold]]:
-        return [(lane, hold) for lane in self._lanes.values() for hold in lane.holds if not hold.task.done()]
-
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        return [hold.task for _, hold in self._under_way()]
-
-    async def _drain(self) -> None:
-        if not (tasks := self._tasks()):
-            return
-        ends = [asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(self._hurry.wait())]
-        await asyncio.wait(ends, timeout=self._drain_timeout, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
-        if tasks := self._tasks():
-            await self._abandon(tasks)
-
-    async def _abandon(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel the callbacks that the drain did not see end, and give leases back without charging the attempts.
-
-        A report under way has one timeout more. Whether it arrived is unknown after that, and so the lease decides.
-        """
-        left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
-        for _, hold, stage in left:
-            if stage != "reporting":
-                hold.task.cancel()
-        _, late = await asyncio.wait(tasks, timeout=self._timeout)
-        deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
-        ignore = f", {len(deaf)} of which ignore it" if deaf else ""
-        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
-        for lane in self._lanes.values():
-            for stage in ("calling", "claimed"):
-                leases = [hold.lease for at, hold, was in left if at is lane and hold.stage == was == stage]
-                await self._release(lane, leases, started=stage == "calling")
-        for task in late:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=0 if deaf else None)
-
-    async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:
-        if not leases:
-            return
-        try:
-            await self._backend.release(lane.shard, leases, started)
-        except Exception as error:
-            facts = {"deliveries": len(leases), "reason": str(error)}
-            logger.error("%d leases could not be given back, and will end: %s", len(leases), error, extra=facts)

@@ -23,6 +23,7 @@ PARTS = ("aiodigest", "tests", "examples", "docs", "pyproject.toml", "README.md"
 SIMULATED = (
     "coalesce.py",
     "dispatch.py",
+    "drain.py",
     "engine.py",
     "lane.py",
     "outage.py",
