@@ -118,7 +118,9 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
             records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
             if raw.context:
                 contents.contexts.append(raw.context)
-        except Exception as error:  # a codec of the user's may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
             contents.undecodable[name] = describe(error)
             found = raw or RawRecord(0, b"?", entry)
             contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))

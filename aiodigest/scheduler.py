@@ -284,7 +284,9 @@ class Scheduler:
         except AiodigestError as error:
             facts = facts_of(hold.lease, error)
             logger.error("timeline %r: %s; its lease will end", hold.lease.key, error, extra=facts)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException:
             line = "a fault of aiodigest while delivering %r; its lease will end"
             logger.exception(line, hold.lease.key, extra=facts_of(hold.lease))
 

@@ -111,15 +111,20 @@ async def test_what_cannot_be_decoded_has_its_timestamp_if_that_can_be_read() ->
     assert [record.timestamp for record in contents.raw] == [epoch + timedelta(seconds=5), epoch, epoch]
 
 
-async def test_a_codec_may_raise_anything() -> None:
+class Odd(BaseException):
+    """What no `except Exception` catches, such as a panic of Rust code."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("wild"), Odd("wild"), SystemExit("wild"), GeneratorExit("wild")])
+async def test_a_codec_may_raise_anything(error: BaseException) -> None:
     class Wild:
         def encode(self, value: int, /) -> bytes:
             return b""
 
         def decode(self, data: bytes, /) -> int:
-            raise ZeroDivisionError("wild")
+            raise error
 
-    assert (await read([entry("a")], Wild())).undecodable == {b"a": "ZeroDivisionError: wild"}
+    assert (await read([entry("a")], Wild())).undecodable == {b"a": f"{type(error).__name__}: wild"}
 
 
 class Slow:
@@ -240,10 +245,6 @@ async def test_raising_lets_the_digest_wait_for_its_next_attempt() -> None:
         False,
     )
     assert retry.failed is None
-
-
-class Odd(BaseException):
-    """What no `except Exception` catches."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), Odd(), TimeoutError("theirs")])

@@ -895,6 +895,31 @@ async def test_every_observer_is_told_also_one_that_came_after_entering_and_besi
     assert told == [("before", "delivered"), ("later", "delivered")]
 
 
+class Odd(BaseException):
+    """What no `except Exception` catches."""
+
+
+@virtual_time
+async def test_a_fault_that_is_no_exception_is_told_as_any_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = iter([Odd("a fault")])
+    read = dispatch.read
+
+    async def read_at_last(*arguments: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return await read(*arguments)
+
+    monkeypatch.setattr(dispatch, "read", read_at_last)
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+    assert inbox.results == ["delivered"]
+    assert lines(caplog, "a fault of aiodigest while delivering 'key'")
+
+
 @virtual_time
 async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_again(
     caplog: pytest.LogCaptureFixture,
