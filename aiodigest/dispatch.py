@@ -16,6 +16,7 @@ from aiodigest.backend import Close, Closed, Lease, Letter, Retry
 from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.hooks import never_ran
 from aiodigest.logs import facts_of
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
@@ -247,9 +248,12 @@ class Dispatcher(Generic[T]):
         try:
             async with timer:
                 ending = self._callback(digest)
-                if isawaitable(ending):
-                    await ending
-                else:  # it has done its work, so to fail now would have it done again
+                is_async = isawaitable(ending)
+                if is_async:
+                    ending = await ending
+                if never_ran(ending):
+                    raise TypeError(f"the callback returned {type(ending).__name__!r}, which did not run: await it")
+                if not is_async:  # it has done its work, so to fail now would have it done again
                     logger.error(
                         "the callback returned %r: it must be an async function", type(ending).__name__,
                         extra={"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt},

@@ -20,6 +20,7 @@ from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.dispatch import Callback, Dispatcher, describe
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
+from aiodigest.hooks import can_call_back, can_code, can_observe
 from aiodigest.management import Management
 from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
@@ -121,8 +122,7 @@ class DigestEngine(Management[T]):
         require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
         require(isinstance(retry, RetryPolicy), "retry", "a RetryPolicy", retry)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
-        encodes, decodes = (callable(getattr(codec, method, None)) for method in ("encode", "decode"))
-        require(codec is None or (encodes and decodes), "codec", "a Codec", codec)
+        require(codec is None or can_code(codec), "codec", "a Codec", codec)
         require(isinstance(bounds, Bounds), "bounds", "a Bounds", bounds)  # pyright: ignore[reportUnnecessaryIsInstance]
         self.namespace = namespace
         self._bounds = bounds
@@ -189,16 +189,16 @@ class DigestEngine(Management[T]):
         """
         if self._callback is not None:
             raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
-        require(callable(callback), "the callback", "an async function", callback)
+        require(can_call_back(callback), "the callback", "an async function without yield", callback)
         self._callback = callback
         return callback
 
     def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
         """Register ``observer``, to be told of each attempt to deliver from now on, beside those that are registered.
 
-        A decorator; the function is returned unchanged. It must not block or raise.
+        A decorator; the function is returned unchanged. It is no async function, and must not block or raise.
         """
-        require(callable(observer), "an observer", "a function", observer)
+        require(can_observe(observer), "an observer", "a function that is not async", observer)
         self._observers.append(observer)
         return observer
 
@@ -227,7 +227,7 @@ class DigestEngine(Management[T]):
         """
         if (chosen := callback if callback is not None else self._callback) is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
-        require(callable(chosen), "the callback", "an async function", chosen)
+        require(can_call_back(chosen), "the callback", "an async function without yield", chosen)
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
         await self._enter(chosen, shards)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from math import nan
 from typing import Any, cast
 
@@ -526,6 +527,35 @@ async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complai
     outcome = await dispatcher.deliver(await dispatcher.prepare(lease_of(entries), entries))
     assert outcome.result == "delivered"
     assert "must be an async function" in caplog.text
+
+
+async def send(digest: Digest[JSON]) -> None: ...
+
+
+def generate(digest: Digest[JSON]) -> Iterator[None]:
+    yield
+
+
+async def generate_slowly(digest: Digest[JSON]) -> AsyncIterator[None]:
+    yield
+
+
+async def forget_to_await(digest: Digest[JSON]) -> object:
+    return send(digest)
+
+
+def forget_to_call(digest: Digest[JSON]) -> object:
+    return partial(send)
+
+
+@pytest.mark.parametrize("callback", [forget_to_call, forget_to_await, generate, generate_slowly])
+@pytest.mark.filterwarnings("ignore:coroutine 'send' was never awaited")
+async def test_a_callback_that_returns_what_never_ran_has_failed(callback: Any) -> None:
+    dispatcher = Dispatcher(callback, CODEC, default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
+    entries = [entry("a")]
+    outcome = await dispatcher.deliver(await dispatcher.prepare(lease_of(entries), entries))
+    assert outcome.result == "failed"
+    assert "which did not run: await it" in retry_of(outcome).error
 
 
 async def test_a_partial_failure_may_be_a_list_of_ids() -> None:

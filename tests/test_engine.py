@@ -4,9 +4,10 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from math import inf, nan
 from typing import Any, cast
 
@@ -1493,13 +1494,58 @@ def test_what_cannot_be_called_is_no_callback() -> None:
         engine_on(WatchedBackend()).deliver(cast("Any", "mail"))
 
 
+def generate(what: object) -> Iterator[None]:
+    yield
+
+
+async def generate_slowly(what: object) -> AsyncIterator[None]:
+    yield
+
+
+async def await_nothing(what: object) -> None: ...
+
+
+class Generating:
+    def __call__(self, what: object) -> Iterator[None]:
+        yield
+
+
+class Awaiting:
+    async def __call__(self, what: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "callback", [generate, generate_slowly, Generating(), Generating().__call__, partial(partial(Generating()))]
+)
+@virtual_time
+async def test_a_callback_with_a_yield_in_it_is_refused(callback: Any) -> None:
+    engine = engine_on(WatchedBackend())
+    with pytest.raises(InvalidArgument, match="callback must be an async function without yield"):
+        engine.deliver(callback)
+    with pytest.raises(InvalidArgument, match="callback must be an async function without yield"):
+        await engine.run(callback)
+
+
+def test_a_callback_may_be_an_object_or_a_part_of_a_function() -> None:
+    for callback in (Awaiting(), Awaiting().__call__, partial(await_nothing), partial(Awaiting())):
+        assert engine_on(WatchedBackend()).deliver(callback) is callback
+
+
+@pytest.mark.parametrize(
+    "observer", [await_nothing, Awaiting(), partial(Awaiting()), partial(await_nothing), generate, generate_slowly]
+)
+def test_an_observer_that_is_never_awaited_is_refused(observer: Any) -> None:
+    with pytest.raises(InvalidArgument, match="observer must be a function that is not async"):
+        engine_on(WatchedBackend()).observe(observer)
+
+
 @virtual_time
 async def test_what_is_no_iterable_and_no_function_is_refused() -> None:
     odd: Any = 5
     async with delivering(Inbox()) as (engine, _):
         with pytest.raises(InvalidArgument, match="add_many takes entries"):
             await engine.add_many(odd)
-        with pytest.raises(InvalidArgument, match="an observer must be a function"):
+        with pytest.raises(InvalidArgument, match="an observer must be a function that is not async"):
             engine.observe(odd)
     with pytest.raises(InvalidArgument, match="the callback must be an async function"):
         async with engine.delivering(odd):

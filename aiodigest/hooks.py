@@ -1,0 +1,33 @@
+"""What users give to be called: some functions never run although they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunction, isgenerator, isgeneratorfunction
+
+
+def can_call_back(function: object) -> bool:
+    """Whether it may be a callback; a call of a function with a ``yield`` in it does nothing."""
+    return callable(function) and not _is(function, isgeneratorfunction, isasyncgenfunction)
+
+
+def can_observe(function: object) -> bool:
+    """Whether it may be an observer, which nobody awaits."""
+    return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
+
+
+def can_code(codec: object) -> bool:
+    return all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
+
+
+def never_ran(answer: object) -> bool:
+    """Whether what a callback has answered is work that it did not do, such as a coroutine that nobody awaits."""
+    kinds = (iscoroutine, isgenerator, isasyncgen, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
+    return any(is_kind(answer) for is_kind in kinds)
+
+
+def _is(function: Callable[..., object], *kinds: Callable[[object], bool]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return any(is_kind(function) or is_kind(type(function).__call__) for is_kind in kinds)
