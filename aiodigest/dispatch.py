@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from inspect import isawaitable
+from math import inf
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.arguments import EPOCH, moment
 from aiodigest.backend import Close, Closed, Lease, Letter, Retry
@@ -129,6 +130,21 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
     return contents
 
 
+def _runs(task: asyncio.Task[Any] | None) -> bool:
+    try:
+        return task is not None and asyncio.current_task() is task
+    except RuntimeError:  # there is no loop
+        return False
+
+
+async def _go_on(task: asyncio.Task[Any]) -> None:
+    """Take back what cancellations a callback left behind that were its own, also one that is still to arrive."""
+    while task.cancelling():
+        task.uncancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+
+
 def is_small(entries: Sequence[bytes]) -> bool:
     return len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
 
@@ -149,6 +165,14 @@ def _text(value: object) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]
+
+
+@dataclass(slots=True)
+class Call:
+    """What a callback's worker and its dispatcher tell each other of it."""
+
+    until: float = inf  # by the loop's clock: when it is cancelled, and should end
+    cut: bool = False  # its worker has cancelled it, so that it reports nothing
 
 
 @dataclass(slots=True)
@@ -195,14 +219,15 @@ class Dispatcher(Generic[T]):
         async with nullcontext() if is_small(entries) else self._reading:
             return Attempt(lease, len(entries), await read(entries, self._codec, lease.cut_ms))
 
-    async def deliver(self, attempt: Attempt[T]) -> Outcome:
+    async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
         """Deliver a digest. Raises CancelledError only when cancelled from outside."""
-        lease = attempt.lease
+        lease, call, task = attempt.lease, call or Call(), asyncio.current_task()
         try:
-            attempt.policy = await self._policy(lease.key)
+            with self._timed(call):
+                attempt.policy = await self._policy(lease.key)
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
         except BaseException as error:
-            return self._raised(attempt, error)
+            return self._raised(attempt, error, call, task)
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
         if lease.attempt > self._retry.max_attempts:
@@ -210,9 +235,10 @@ class Dispatcher(Generic[T]):
         digest = attempt.digest
         span = None if self._tracing is None else self._tracing.delivering(digest, attempt.contents.contexts)
         try:
-            await self._call(digest)
+            with self._timed(call):
+                await self._call(digest)
         except BaseException as error:
-            outcome = self._raised(attempt, error)
+            outcome = self._raised(attempt, error, call, task)
             if span is not None:
                 span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, _TimedOut) else error)
         else:
@@ -222,11 +248,26 @@ class Dispatcher(Generic[T]):
         finally:
             if span is not None:
                 span.left()
+        if task is not None and task.cancelling() and not call.cut:
+            await _go_on(task)
         return outcome
 
-    def _raised(self, attempt: Attempt[T], error: BaseException) -> Outcome:
+    @contextmanager
+    def _timed(self, call: Call) -> Generator[None]:
+        """Let it be known until when something that users wrote may take."""
+        call.until = asyncio.get_running_loop().time() + self._timeout
+        try:
+            yield
+        finally:
+            call.until = inf
+
+    def _raised(self, attempt: Attempt[T], error: BaseException, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
         """What comes of an error of a policy or callback; raises it, or CancelledError, of an attempt cut short."""
         match error:
+            case KeyboardInterrupt():
+                raise error
+            case GeneratorExit() if not _runs(task):  # its task is dropped, perhaps after its loop
+                raise error
             case RetryAfter():
                 return self._deferred(attempt, error)
             case Reject():
@@ -235,11 +276,9 @@ class Dispatcher(Generic[T]):
                 return self._partial(attempt, error)
             case _TimedOut():
                 return self._failed(attempt, error, unknown=True)
-            case KeyboardInterrupt() | GeneratorExit():
-                raise error
             case _:  # SystemExit too: a callback ends its own delivery, and nothing else
-                task = asyncio.current_task()
-                if task is None or task.cancelling():  # whatever it says, it was cut short, and nobody knows where
+                cancelled = task is not None and task.cancelling() > 0
+                if call.cut or (cancelled and isinstance(error, asyncio.CancelledError)):  # and nobody knows where
                     raise asyncio.CancelledError from error
                 return self._failed(attempt, error)
 

@@ -46,7 +46,7 @@ class Drain:
         left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
         for _, hold, stage in left:
             if stage != "reporting":
-                hold.task.cancel()
+                hold.cut()
         _, late = await asyncio.wait(tasks, timeout=self._timeout)
         deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
         ignore = f", {len(deaf)} of which ignore it" if deaf else ""

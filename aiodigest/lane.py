@@ -12,6 +12,7 @@ from typing import Literal
 from aiodigest.alarm import GRAIN, Alarm
 from aiodigest.backend import MAX_SHARDS, Backend, Close, Closed, Lease, Retired, Retry
 from aiodigest.coalesce import Coalescer
+from aiodigest.dispatch import Call
 from aiodigest.errors import AiodigestError
 from aiodigest.logs import facts_of
 from aiodigest.outage import Outage
@@ -28,7 +29,18 @@ class Hold:
     due: float
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
     ends: float = inf  # when the lease has surely ended
+    call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether its callback was cancelled for its time is over, and goes on all the same."""
+        return self.stage == "calling" and asyncio.get_running_loop().time() > self.call.until
+
+    def cut(self) -> None:
+        """Cancel its delivery, which reports nothing then."""
+        self.call.cut = True
+        self.task.cancel()
 
 
 class Lane:
@@ -121,10 +133,10 @@ class Lane:
 
     def lose(self, hold: Hold) -> None:
         """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
-        if hold.stage != "reporting" and not hold.task.done():
-            line = "the lease on timeline %r is lost: its delivery is cancelled"
-            logger.warning(line, hold.lease.key, extra=facts_of(hold.lease))
-            hold.task.cancel()
+        if hold.stage != "reporting" and not hold.task.done() and not hold.call.cut:
+            why = "its callback ignores that its time is over" if hold.is_deaf else "its delivery is cancelled"
+            logger.warning("the lease on timeline %r is lost: %s", hold.lease.key, why, extra=facts_of(hold.lease))
+            hold.cut()
 
     def _expire(self) -> None:
         soon = asyncio.get_running_loop().time() + GRAIN
@@ -163,8 +175,8 @@ class Lane:
             await self._outage.pause(self.leasing)
 
     async def renew(self) -> None:
-        """Renew all leases, or only tell that there is a worker."""
-        holds = [(hold, hold.lease) for hold in self.holds]
+        """Renew the leases, or only tell that there is a worker; not those of callbacks that do not end."""
+        holds = [(hold, hold.lease) for hold in self.holds if not hold.is_deaf]
         sent = asyncio.get_running_loop().time()
         failures = self.failures
         kept = await self._backend.renew(self.shard, [lease for _, lease in holds], self._lease_ms)

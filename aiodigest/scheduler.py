@@ -17,7 +17,7 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 from aiodigest.lane import Hold, Lane, is_served, warn_of_missing
 from aiodigest.logs import facts_of
 from aiodigest.models import Delivery
-from aiodigest.outage import BACKOFF, Outage, elapse
+from aiodigest.outage import BACKOFF, Outage, elapse, retrieve
 from aiodigest.policy import Limits, milliseconds
 from aiodigest.slots import Slots
 
@@ -284,7 +284,12 @@ class Scheduler:
         except AiodigestError as error:
             facts = facts_of(hold.lease, error)
             logger.error("timeline %r: %s; its lease will end", hold.lease.key, error, extra=facts)
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        except asyncio.CancelledError:
+            if not (hold.call.cut or self._ended):
+                line = "the delivery of %r was cancelled, and not by its worker; its lease will end"
+                logger.warning(line, hold.lease.key, extra=facts_of(hold.lease))
+            raise
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:
             line = "a fault of aiodigest while delivering %r; its lease will end"
@@ -292,6 +297,7 @@ class Scheduler:
 
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
         """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
+        retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         del lane.holds[hold]
         self._end(lane)
         self._slots.changed.set()
@@ -313,7 +319,7 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         lease, started = hold.lease, loop.time()
         hold.stage = "calling"
-        outcome = await self._dispatcher.deliver(attempt)
+        outcome = await self._dispatcher.deliver(attempt, hold.call)
         hold.stage = "reporting"
         if lane.away:
             self._slots.changed.set()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from math import nan
+from math import inf, nan
 from typing import Any, cast
 
 import anyio
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, MANY, SMALL, TURN, Callback, Dispatcher, Outcome, describe, read
+from aiodigest.dispatch import ERROR_LENGTH, MANY, SMALL, TURN, Call, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
 from aiodigest.wire import pack
 
@@ -49,7 +49,11 @@ async def default_policy(key: str) -> Policy:
 
 
 async def attempt(
-    reply: Reply, *entries: bytes, policy: Callable[[str], Awaitable[Policy]] | None = None, **changes: Any
+    reply: Reply,
+    *entries: bytes,
+    policy: Callable[[str], Awaitable[Policy]] | None = None,
+    call: Call | None = None,
+    **changes: Any,
 ) -> Outcome:
     """What comes of delivering ``entries`` to a callback that raises ``reply``, or awaits it, or returns."""
 
@@ -60,7 +64,7 @@ async def attempt(
             await reply(digest)
 
     dispatcher = Dispatcher(callback, CODEC, policy or default_policy, RETRY, LEASE_MS / 1000, TIMEOUT)
-    return await dispatcher.deliver(await dispatcher.prepare(lease_of(entries, **changes), entries))
+    return await dispatcher.deliver(await dispatcher.prepare(lease_of(entries, **changes), entries), call)
 
 
 def close_of(outcome: Outcome) -> Close:
@@ -248,7 +252,9 @@ async def test_raising_lets_the_digest_wait_for_its_next_attempt() -> None:
     assert retry.failed is None
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), Odd(), TimeoutError("theirs")])
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), asyncio.CancelledError(), GeneratorExit(), Odd(), TimeoutError("theirs")]
+)
 @virtual_time
 async def test_whatever_a_callback_raises_is_a_failure_of_this_delivery_alone(error: BaseException) -> None:
     outcome = await attempt(error, entry("a"))
@@ -301,10 +307,8 @@ async def test_a_callback_that_returns_although_it_took_too_long_has_delivered()
     assert (await attempt(stays, entry("a"))).result == "delivered"
 
 
-@pytest.mark.parametrize("error", [None, ValueError("cut short"), SystemExit()])
-@virtual_time
-async def test_a_delivery_that_is_cancelled_from_outside_reports_nothing(error: BaseException | None) -> None:
-    async def cut(digest: Digest[JSON]) -> None:
+def raising_when_cancelled(error: BaseException | None) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    async def callback(digest: Digest[JSON]) -> None:
         try:
             await asyncio.sleep(10)
         except asyncio.CancelledError:
@@ -312,10 +316,56 @@ async def test_a_delivery_that_is_cancelled_from_outside_reports_nothing(error: 
                 raise
             raise error from None
 
-    task = asyncio.create_task(attempt(cut, entry("a")))
+    return callback
+
+
+@pytest.mark.parametrize("error", [None, ValueError("cut short"), SystemExit(), GeneratorExit()])
+@virtual_time
+async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(error: BaseException | None) -> None:
+    task = asyncio.create_task(attempt(raising_when_cancelled(error), entry("a"), call=Call(cut=True)))
     asyncio.get_running_loop().call_later(1, task.cancel)
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+@virtual_time
+async def test_a_delivery_that_is_cancelled_from_outside_reports_nothing() -> None:
+    task = asyncio.create_task(attempt(raising_when_cancelled(None), entry("a")))
+    asyncio.get_running_loop().call_later(1, task.cancel)
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+@virtual_time
+async def test_a_callback_whose_task_a_library_has_cancelled_fails_with_what_it_raises() -> None:
+    """So do libraries that time out and do not take their cancellation back, as aiohttp before 3.10."""
+    task = asyncio.create_task(attempt(raising_when_cancelled(TimeoutError("theirs")), entry("a")))
+    asyncio.get_running_loop().call_later(1, task.cancel)
+    outcome = await task
+    assert retry_of(outcome).error == "TimeoutError: theirs"
+    assert not task.cancelling()
+
+
+@virtual_time
+async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
+    coroutine = attempt(forever, entry("a"))
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(1)
+    coroutine.close()  # as of a task that is pending when its loop is closed
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@virtual_time
+async def test_it_can_be_known_until_when_a_callback_may_take() -> None:
+    call, seen = Call(), list[float]()
+
+    async def look(digest: Digest[JSON]) -> None:
+        await asyncio.sleep(1)
+        seen.append(call.until - asyncio.get_running_loop().time())
+
+    await attempt(look, entry("a"), call=call)
+    assert (seen, call.until) == ([pytest.approx(TIMEOUT - 1)], inf)
 
 
 @virtual_time

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
@@ -766,6 +767,113 @@ async def test_a_callback_that_never_returns_gives_its_slot_back_and_the_same_di
     assert (again.id, again.records, again.attempt) == (first.id, first.records, 2)
     assert [record.value for record in newer.records] == ["new"]
     assert newer.id != first.id
+
+
+@pytest.mark.parametrize("within_lease", [True, False])
+@virtual_time
+async def test_a_callback_that_ignores_its_delivery_timeout_loses_its_lease_to_another_worker(
+    within_lease: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    free, calls = asyncio.Event(), 0
+    timeout = 30 if within_lease else 5 * MINUTE
+
+    async def deaf(digest: Digest[JSON]) -> None:
+        nonlocal calls
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+            calls += 1
+
+    inbox, others, backend = Inbox(deaf), Inbox(), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend, concurrency=1, delivery_timeout=timeout):
+        await inbox.digest()
+        async with delivering(others, backend):
+            again = await others.digest()
+            assert (again.id, again.attempt) == (inbox.digests[0].id, 2)
+            assert timeout + LEASE / 2 < now() < timeout + 2 * LEASE
+            await asyncio.sleep(10 * MINUTE)
+            assert others.results == ["delivered"]
+            assert len(lines(caplog, "the lease on timeline 'key' is lost")) == 1
+            assert lines(caplog, "its callback ignores that its time is over")
+            assert calls == 2, "it is cancelled when its time is over, and when its lease is"
+            free.set()
+            await inbox.outcome()
+    assert inbox.results == ["lost"]
+
+
+@virtual_time
+async def test_a_callback_that_ignores_that_its_lease_is_lost_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    free = asyncio.Event()
+
+    async def deaf(digest: Digest[JSON]) -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+
+    inbox, backend = Inbox(deaf), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        await backend.delete("key")
+        await asyncio.sleep(3 * LEASE)
+        free.set()
+    assert len(lines(caplog, "the lease on timeline 'key' is lost")) == 1
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("theirs")])
+@virtual_time
+async def test_a_callback_that_leaves_a_cancellation_of_its_own_behind_is_reported_all_the_same(
+    error: BaseException | None,
+) -> None:
+    async def callback(digest: Digest[JSON]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        if error is not None:
+            raise error
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+        await settle()
+        assert backend.count("close") + backend.count("retry") == 1
+    assert inbox.results == ["delivered" if error is None else "failed"]
+
+
+@virtual_time
+async def test_a_delivery_that_somebody_else_cancels_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def callback(digest: Digest[JSON]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await forever(digest)
+
+    inbox, backend = Inbox(callback), WatchedBackend()
+    await backend.put("key", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest(2)
+    assert lines(caplog, "the delivery of 'key' was cancelled, and not by its worker")
+    assert inbox.results == ["delivered"]
+
+
+def test_a_keyboard_interrupt_of_a_callback_ends_the_loop_and_nobody_complains() -> None:
+    unseen: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        backend = WatchedBackend()
+        await backend.put("key", 1)
+        async with delivering(Inbox(KeyboardInterrupt()), backend):
+            await asyncio.sleep(MINUTE)
+
+    with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+    gc.collect()
+    assert not unseen
 
 
 @virtual_time
