@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, cast
@@ -363,4 +363,9 @@ class Actor:
         try:
             await asyncio.sleep(self._random.uniform(0, 2 * self._habits.setup.delivery_timeout))
         except asyncio.CancelledError:
-            await asyncio.sleep(self._random.uniform(0, 5))
+            ends = self._loop.time() + self._random.uniform(0, 5)
+            if self._whims.random() < 0.5:
+                ends += self._whims.uniform(0, 3 * self._habits.setup.lease_timeout)
+            while self.process.alive and (rest := ends - self._loop.time()) > 0:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(rest)

@@ -287,7 +287,10 @@ class Witness:
         for receipt in self._running():
             conduct = self.conducts[receipt.process]
             process, setup = receipt.process, conduct.setup
-            if not process.alive or process.stopped or process.stopped_at > receipt.began or receipt.stubborn:
+            if not process.alive or process.stopped or process.stopped_at > receipt.began:
+                continue
+            if receipt.stubborn:
+                self._see_let_go(store, receipt, conduct)
                 continue
             longest = max((since for since in conduct.held.values()), default=receipt.began) + setup.lease_timeout
             if now > max(longest, receipt.began + setup.lease_timeout) + 1:
@@ -301,6 +304,17 @@ class Witness:
                 for key, end in machine.leased.items():
                     if now_ms > end + bound_ms:
                         self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
+
+    def _see_let_go(self, store: Store, receipt: Receipt, conduct: Conduct) -> None:
+        """See that a callback that ignores its end does not keep its lease."""
+        if self._taken_at(receipt) > receipt.began:
+            return  # another attempt holds its digest
+        for machine in store.machines:
+            held = machine.held.get(receipt.key)
+            if held and held.delivery and held.delivery.digest_id == receipt.digest_id:
+                renewed = conduct.held.get(held.delivery.token, 0.0)
+                if renewed > receipt.began + conduct.setup.delivery_timeout + 1:
+                    self.broken(f"the lease of {receipt.digest_id} is renewed, and its callback ignores its end")
 
     def _see_marks(self, store: Store, now_ms: int) -> None:
         """See that a worker tells the store that it is there, also one that rests."""
