@@ -92,8 +92,10 @@ class RedisBackend(Relocation, Backend):
                     "list[int | bytes]", await self._call("add", shard, *pack_adds(batch), repeat=False, now=now)
                 )
             except AiodigestError as error:
+                if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
+                    error = BackendUnavailable(str(error), stored="unknown")
                 if not results:
-                    raise
+                    raise error from None
                 # what was stored before stays told; of the rest only this call may have arrived
                 if not isinstance(error, BackendUnavailable):
                     return results + [error] * (len(adds) - len(results))

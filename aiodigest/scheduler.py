@@ -13,7 +13,7 @@ from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Re
 from aiodigest.backoff import BackoffMode
 from aiodigest.dispatch import Attempt, Dispatcher, Outcome
 from aiodigest.drain import Drain
-from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
 from aiodigest.lane import Hold, Lane, is_served, warn_of_missing
 from aiodigest.logs import facts_of
 from aiodigest.models import Delivery
@@ -341,11 +341,14 @@ class Scheduler:
         return Closed("closed" if await self._insist(lane, partial(lane.retries.submit, report)) else "lost")
 
     async def _insist(self, lane: Lane, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the store for a delivery until it answers, be it with an error of ours."""
+        """Call the store for a delivery until it answers, be it with an error of the timeline's.
+
+        A server that refuses access may allow it again, as after a change of passwords.
+        """
         while True:
             try:
                 answer = await call()
-            except BackendUnavailable as error:
+            except (BackendUnavailable, ConfigurationError) as error:
                 if self._ended:  # a callback has outlived its worker
                     raise
                 lane.failed(error, lane.leasing)

@@ -191,6 +191,25 @@ async def test_a_lost_reply_leaves_an_add_unknown_and_adding_again_keeps_one_rec
         assert [len(lease.entries) for lease in leases if lease.key == "k"] == [1]
 
 
+class Failing(Proxy):
+    """Answers in place of the server, as proxies do that have lost it."""
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while reply := await reader.read(1 << 20):
+            writer.write(b"-ERR upstream failure\r\n" if self.swallows() else reply)
+        writer.close()
+
+
+async def test_an_error_that_nobody_foresaw_leaves_an_add_unknown(server: Server, namespace: str) -> None:
+    async with Failing(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("warm")])
+        proxy.swallow = 1
+        with pytest.raises(BackendUnavailable, match="upstream failure") as caught:
+            await backend.add(0, [record("k")])
+        assert caught.value.stored == "unknown"
+        assert await backend.add(0, [record("k")]) == [False]
+
+
 async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(server: Server, namespace: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         await backend.add(0, [record("k")])

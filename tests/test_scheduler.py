@@ -567,6 +567,27 @@ async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_del
     assert (inbox.values, inbox.results) == ([[1]], ["delivered"])
 
 
+@pytest.mark.parametrize("call", ["read", "close", "retry"])
+@virtual_time
+async def test_a_server_that_refuses_access_for_a_while_does_not_bring_a_digest_twice(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox, backend = Inbox(ValueError("down") if call == "retry" else None), WatchedBackend()
+    large = policy(capacity=3000)
+    await backend.put("key", *range(1500), policy=large)
+    backend.take_down(call, "renew", error=ConfigurationError("the password is wrong"))
+    async with delivering(inbox, backend, policy=large, retry=RETRY):
+        await asyncio.sleep(LEASE / 2)
+        assert backend.count(call) > 2
+        assert not inbox.seen
+        backend.bring_up()
+        first = await inbox.outcome()
+        assert (first.result, first.attempt) == ("failed" if call == "retry" else "delivered", 1)
+        assert now() < LEASE / 2 + 2
+    assert len(inbox.digests) == 1
+    assert lines(caplog, "the server cannot be used: the password is wrong")
+
+
 @virtual_time
 async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_out_as_one_call() -> None:
     inbox, backend = Inbox(), WatchedBackend()
