@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from typing import cast
 
 from chaos.faults import NO_EFFECT, Faults, Inflict, Scope
 from chaos.plan import Planned
@@ -54,11 +55,7 @@ class ServerFaults(Faults):
 
     async def _proxy(self, number: int, how: str, lasts: float) -> str:
         proxy = self._servers.proxies[number]
-        modes: dict[str, Mode] = {
-            "delay": "delay", "cut": "cut", "half-close": "half-close", "truncate": "truncate",
-            "black hole": "black hole",
-        }  # fmt: skip
-        proxy.set(modes[how])
+        proxy.set(cast("Mode", how))
         try:
             await asyncio.sleep(lasts)
             return "" if proxy.affected else "nobody was connected"

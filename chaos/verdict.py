@@ -176,7 +176,7 @@ def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Ca
         return "kept whole after an unknown outcome before" if is_frozen(evidence, first, attempts) else ""
     process = first.process
     since = min(first.begun, second.begun) - EARLIER
-    until = max(first.over if first.told_at > 1e17 else first.told_at, second.begun)
+    until = max(first.told_at if first.told else first.over, second.begun)
     if not first.told and first.begun <= process.ended <= until:
         return {"killed": "the worker was killed", "ended": "the worker's drain cut it"}.get(process.how, "")
     if any(begun < until and ended > since and ended - begun > LEASE / 2 for begun, ended in process.still):

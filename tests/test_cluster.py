@@ -568,7 +568,7 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_th
         )
         for (shard, _), (result, took) in zip(calls, outcomes, strict=True):
             assert isinstance(result, BackendUnavailable) == (shard in dead), result
-            assert took < (timeout + SLACK if shard in dead else timeout / 2), shard in dead
+            assert took < (timeout + SLACK if shard in dead else timeout), shard in dead
         result, took = await outcome(engine.add_many([Entry(key, 1, record_id=f"b{key}") for key in KEYS]))
         assert took < timeout + SLACK
         assert isinstance(result, PartialAdd)

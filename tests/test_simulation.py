@@ -41,8 +41,8 @@ def test_a_seed_plays_the_same_story_in_every_process(seed: int) -> None:
     assert len(stories[0].splitlines()) > 100
 
 
-def test_a_worker_that_reports_the_wrong_digest_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each digest is closed twice as long as it was: records that nobody was given are gone."""
+def test_a_store_that_loses_what_came_during_a_delivery_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close drops the records that came meanwhile."""
     close = memory.ReferenceBackend.close
 
     async def greedy(self: memory.ReferenceBackend, shard: int, closes: list[memory.Close]) -> list[memory.Closed]:

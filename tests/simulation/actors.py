@@ -230,7 +230,7 @@ class Actor:
 
     def _on_time(self, began: float) -> None:
         took = self._loop.time() - began
-        if took > self._habits.setup.timeout + 0.1 and self.process.stopped_at < began:
+        if took > self._habits.setup.timeout + 0.1 and self.process.went_on_at < began:
             self._witness.broken(f"an add took {took:.3f} s; its timeout is {self._habits.setup.timeout:g} s")
 
     async def _add_many(self, number: int) -> None:

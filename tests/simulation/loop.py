@@ -50,7 +50,7 @@ class Process:
         self.name = name
         self.alive = True
         self.stopped = False
-        self.stopped_at = -1e9  # when it last went on again
+        self.went_on_at = -1e9  # when it last went on again after a stop
         self.tasks: list[asyncio.Task[Any]] = []
         self._aside: list[asyncio.Handle] = []
 
@@ -69,7 +69,7 @@ class Process:
     def go_on(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SeededLoop)
-        self.stopped, self.stopped_at = False, loop.time()
+        self.stopped, self.went_on_at = False, loop.time()
         loop.ready.extend(self._aside)
         self._aside.clear()
 

@@ -189,7 +189,7 @@ class Witness:
             ):
                 self.broken(f"{other.process} and {process} deliver {digest.key} at the same time")
         since = conduct.leaving_since
-        if since is not None and now > since + 0.5 and process.stopped_at < since:
+        if since is not None and now > since + 0.5 and process.went_on_at < since:
             self.broken(f"{process} begins {digest.id}, and was asked to leave {now - since:.1f} s before")
         receipt = self.records.begun(process, digest, now)
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
@@ -218,7 +218,7 @@ class Witness:
     def _answers_for(self, receipt: Receipt, window: float) -> bool:
         """Whether a process that runs a callback has been in a state to end it when its lease did."""
         process = receipt.process
-        healthy = process.alive and not process.stopped and process.stopped_at < receipt.began
+        healthy = process.alive and not process.stopped and process.went_on_at < receipt.began
         return healthy and not receipt.stubborn and self.calm_for(window)
 
     def ended(self, receipt: Receipt) -> None:
@@ -287,7 +287,7 @@ class Witness:
         for receipt in self._running():
             conduct = self.conducts[receipt.process]
             process, setup = receipt.process, conduct.setup
-            if not process.alive or process.stopped or process.stopped_at > receipt.began:
+            if not process.alive or process.stopped or process.went_on_at > receipt.began:
                 continue
             if receipt.stubborn:
                 self._see_let_go(store, receipt, conduct)
@@ -323,7 +323,7 @@ class Witness:
             lease = conduct.setup.lease_timeout
             before = now - 1.5 * lease
             is_there = process.alive and not process.stopped and conduct.leaving_since is None and conduct.delivers
-            if is_there and max(conduct.since, process.stopped_at) < before and self.calm_for(1.5 * lease):
+            if is_there and max(conduct.since, process.went_on_at) < before and self.calm_for(1.5 * lease):
                 served = [machine for shard, machine in enumerate(store.machines) if shard not in store.retired]
                 if self.store.moved_at > before:
                     continue
@@ -335,7 +335,7 @@ class Witness:
         """See that a process that has left in good order has given back what it held."""
         conduct = self.conducts[process]
         since = self._loop.time() - conduct.setup.lease_timeout  # what ended by itself is nobody's any more
-        if process.stopped_at > since:
+        if process.went_on_at > since:
             return  # it may have given up what a renewal on its way has extended
         for machine in store.machines:
             for key in machine.leased:

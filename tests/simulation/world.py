@@ -289,7 +289,7 @@ class World:
 
     def _see_try(self, actor: Actor, tries: int, since: float) -> None:
         conduct, process = self.witness.conducts[actor.process], actor.process
-        if not process.alive or process.stopped or process.stopped_at > since or not actor.is_there:
+        if not process.alive or process.stopped or process.went_on_at > since or not actor.is_there:
             return
         if (
             conduct.sent["claim"] + conduct.sent["renew"] == tries
@@ -384,7 +384,7 @@ class World:
         setup, since = self._habits.setup, self._loop.time()
         bound = setup.drain_timeout + 4 * setup.timeout + 10
         await asyncio.wait([actor.life], timeout=bound)
-        if not actor.process.alive or actor.process.stopped or actor.process.stopped_at > since:
+        if not actor.process.alive or actor.process.stopped or actor.process.went_on_at > since:
             return
         if not actor.life.done():
             self.witness.broken(f"{actor.process} has not left after {bound:.0f} s")
