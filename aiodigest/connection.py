@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Literal, cast
 
 from redis import exceptions
@@ -17,6 +18,7 @@ from aiodigest.target import Target
 from aiodigest.transport import Address, Wire, drop, send
 
 CONNECTIONS = 8  # coalesced calls need no more
+WAITERS = CONNECTIONS // 2  # of them for calls that wait for replicas: claims, renewals and reports have the others
 SPARE = 10.0  # seconds: after that a connection that nobody has used is closed, but the last one for calls
 # How long the doorbell is listened to in one go: an idle worker learns by its end that a server is frozen or cut off.
 BLOCK_MS = 20_000
@@ -56,6 +58,7 @@ class Link:
         self._listening: set[Wire] = set()
         self._retired = False  # its server is no primary any more
         self._room: asyncio.Semaphore | None = asyncio.Semaphore(CONNECTIONS)
+        self._waiters = asyncio.Semaphore(WAITERS)
 
     def _open(self) -> asyncio.Semaphore:
         """The room for calls; BackendUnavailable once the link is closed."""
@@ -128,7 +131,7 @@ class Link:
         """
         until, sent = until or asyncio.get_running_loop().time() + self._timeout, False
         try:
-            async with asyncio.timeout_at(until), self._open():
+            async with asyncio.timeout_at(until), self._waiters if replicas else nullcontext(), self._open():
                 self._open()  # it may have been closed while this call waited
                 wire, fresh = await self._take()
                 while True:
@@ -183,6 +186,8 @@ class Link:
 
     async def hang_up(self, key: str = "") -> None:
         """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
+        if self.target.sentinels is not None:
+            self.target.sentinels.doubt()
         wires = [wire for wire, _ in (*self._idle, *self._ears.values())]
         self._idle.clear()
         self._ears.clear()

@@ -17,14 +17,15 @@ from aiodigest.transport import Address, Wire, drop, new_wire, place, send
 PORT = 26379
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sentinels:
     """The sentinels of a service: whoever is its primary, they are told first."""
 
     service: str
     make: Callable[..., Wire]
     settings: Mapping[str, object] = field(repr=False)  # the password is among them
-    addresses: list[Address]  # who answered last is asked first
+    addresses: list[Address]  # who named the primary last is asked first
+    _trusted: Address | None = field(default=None, init=False)  # who that was, unless it is in doubt
 
     @property
     def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
@@ -48,6 +49,7 @@ class Sentinels:
                 if "master" in flags and not {"s_down", "o_down"} & flags:
                     self.addresses.remove(address)
                     self.addresses.insert(0, address)
+                    self._trusted = address
                     return host, port
                 problem = "it sees the primary down"
             problems.append(f"{place(*address)}: {problem}")
@@ -55,6 +57,13 @@ class Sentinels:
         if refusals == len(problems):  # else it is one that is set up wrong, or the others are away
             raise ConfigurationError(message)
         raise exceptions.ConnectionError(message)
+
+    def doubt(self) -> None:
+        """Ask whoever named the primary last after all others: what it named was none, and it may have lost them."""
+        if self._trusted is not None:
+            self.addresses.remove(self._trusted)
+            self.addresses.append(self._trusted)
+            self._trusted = None
 
     async def _ask(self, address: Address, timeout: float) -> tuple[set[str], str, int]:
         """The flags, host and port that a sentinel knows of the primary."""

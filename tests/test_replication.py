@@ -13,6 +13,7 @@ from replicas import Relay, follow, freeze, port_of, replicated, role_of, thaw, 
 from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
+from aiodigest.connection import CONNECTIONS, WAITERS
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
@@ -105,6 +106,19 @@ async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_b
         with pytest.raises(BackendUnavailable, match="UNBLOCKED") as caught:
             await adding
         assert caught.value.stored == "unknown"
+
+
+async def test_adds_that_wait_for_a_replica_that_hangs_leave_connections_to_other_calls(namespace: str) -> None:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=3) as engine:
+        await engine.add("key", 1)
+        freeze(replica)
+        adding = [asyncio.create_task(engine.add_many([Entry("key", 2)])) for _ in range(3 * CONNECTIONS)]
+        await until(lambda: waiting(primary) >= WAITERS)
+        async with asyncio.timeout(1):
+            assert await engine.peek("key") is not None
+        assert waiting(primary) == WAITERS
+        thaw(replica)
+        await asyncio.gather(*adding, return_exceptions=True)
 
 
 # A primary that becomes a replica

@@ -148,6 +148,23 @@ async def test_a_sentinel_that_is_dead_or_hangs_changes_nothing(namespace: str, 
                 assert await engine.peek("key") is not None
 
 
+async def test_a_sentinel_that_names_a_replica_is_asked_after_the_others(namespace: str) -> None:
+    async with watched() as trio:
+        replica = trio.servers[1]
+        with replica.client() as client:  # by which the sentinel would hear of the others, and be put right
+            client.execute_command(
+                "ACL", "SETUSER", "deaf", "on", ">secret", "~*", "&none", "+@all", "-subscribe", "-publish"
+            )
+        trio.order(0, "SENTINEL", "REMOVE", SERVICE)
+        trio.order(0, "SENTINEL", "MONITOR", SERVICE, "127.0.0.1", str(port_of(replica)), "2")
+        trio.order(0, "SENTINEL", "SET", SERVICE, "auth-user", "deaf", "auth-pass", "secret")
+        async with DigestEngine(trio.url, namespace=namespace) as engine:
+            with pytest.raises(BackendUnavailable, match="is a replica"):
+                await engine.add("key", 1)
+            assert await engine.add("key", 1)
+            assert trio.facts()[0]["port"] == port_of(replica), "it was put right meanwhile"
+
+
 async def test_without_any_sentinel_connections_of_before_go_on_and_new_ones_are_unavailable(namespace: str) -> None:
     async with watched() as trio, DigestEngine(trio.url, namespace=namespace) as engine:
         await engine.add("key", 1)
