@@ -334,11 +334,11 @@ class DigestEngine(Management[T]):
         BackendUnavailable
             Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
         """
-        session = self._entered()
+        session, began = self._entered(), asyncio.get_running_loop().time()
         record = record_id if record_id is not None else new_id()
         add = await self._encode(key, value, record, timestamp)
         try:
-            ready = await session.add(add)
+            ready = await session.add(add, began)
         except BackendUnavailable as error:
             raise session.explained(error, record) from None  # its message says it all
         self._added += 1

@@ -51,7 +51,7 @@ class Rehearsal:
             )
         return self._backend
 
-    async def add(self, add: Add) -> bool:
+    async def add(self, add: Add, began: float) -> bool:
         [ready] = await self.add_many([add])
         if isinstance(ready, AiodigestError):
             raise ready

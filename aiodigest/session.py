@@ -49,7 +49,7 @@ class Entered(Protocol):
     @property
     def breadth(self) -> int: ...
     async def backend(self) -> Backend: ...
-    async def add(self, add: Add) -> bool: ...
+    async def add(self, add: Add, began: float) -> bool: ...
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]: ...
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable: ...
     def poke(self, shard: int) -> None: ...
@@ -118,16 +118,18 @@ class Session:
             return ""
         return "the engine's background task has ended, as its log tells: only a restart of the process mends that"
 
-    async def backend(self) -> Backend:
-        """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout."""
+    async def backend(self, began: float | None = None) -> Backend:
+        """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout, which
+        ``began`` then, or now."""
         if self._backend is not None:
             return self._backend
         try:
-            return await self._connected()
+            return await self._connected(began)
         except BackendUnavailable as error:
             raise self.explained(error) from error
 
-    async def _connected(self) -> Backend:
+    async def _connected(self, began: float | None) -> Backend:
+        now = asyncio.get_running_loop().time()
         await self._started.wait()
         if self._stopping.is_set():
             raise BackendUnavailable("the engine was left before it was connected")
@@ -135,7 +137,7 @@ class Session:
             self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
             self._connecting.add_done_callback(retrieve)
         connecting = self._connecting
-        await asyncio.wait([connecting], timeout=self._timeout)
+        await asyncio.wait([connecting], timeout=(began or now) + self._timeout - now)
         if not connecting.done():
             raise BackendUnavailable(f"no connection within {self._timeout:g} s")
         if connecting.cancelled():
@@ -182,10 +184,9 @@ class Session:
         """By how much larger a slice of ``add_many`` fills the calls of all shards; 4 at the most."""
         return 1 if self._backend is None else min(self._backend.takers, 4)
 
-    async def add(self, add: Add) -> bool:
-        """Send an add with the others of this turn; True if it made its timeline ready."""
-        began = asyncio.get_running_loop().time()
-        backend = self._backend or await self.backend()
+    async def add(self, add: Add, began: float) -> bool:
+        """Send an add, whose time ``began`` then, with the others of this turn; True if it made its timeline ready."""
+        backend = self._backend or await self.backend(began)
         while True:
             shard, queue = self._place(backend, add.key)
             coalescer = self._adds.get(shard) or self._new_coalescer(backend, shard)

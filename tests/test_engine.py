@@ -281,6 +281,25 @@ async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_st
     assert not stored(backend)
 
 
+@pytest.mark.parametrize("call", ["add", "open"])
+@virtual_time
+async def test_an_add_whose_policy_function_is_slow_takes_no_longer_than_the_timeout_all_the_same(call: str) -> None:
+    async def slow(key: str) -> Policy:
+        await asyncio.sleep(3)
+        return Policy()
+
+    backend = WatchedBackend()
+    backend.gates[call] = asyncio.Event()
+    if call == "open":
+        backend.take_down(call)
+    async with engine_on(backend, policy=slow, timeout=5) as engine:
+        began = now()
+        with pytest.raises(BackendUnavailable):
+            await engine.add("key", 1)
+        assert now() - began == pytest.approx(5, abs=0.1)
+        backend.gates[call].set()
+
+
 @virtual_time
 async def test_a_policy_function_that_hangs_gives_its_slot_back_and_the_attempt_has_failed() -> None:
     answers = iter([Policy(), None, Policy(), Policy()])
