@@ -309,7 +309,9 @@ class Session:
                 await self._scheduler.run()
 
     def _ended(self, main: asyncio.Task[None]) -> None:
-        if not main.cancelled() and main.exception() is not None:
-            fault = main.exception()
+        if main.cancelled():
+            if not self._stopping.is_set():  # by other code, which cancelled every task that there is
+                logger.critical("aiodigest's background task was cancelled from outside", extra={"reason": "cancelled"})
+        elif (fault := main.exception()) is not None:
             facts = {"reason": repr(fault)}
             logger.critical("a fault of aiodigest has ended its background task", exc_info=fault, extra=facts)

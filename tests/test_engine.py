@@ -1163,6 +1163,18 @@ async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog:
     assert now() < 5
 
 
+@virtual_time
+async def test_a_background_task_that_other_code_has_cancelled_is_told_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with delivering(Inbox()) as (engine, _):
+        session_of(engine).main.cancel()
+        await settle()
+        assert "as its log tells" in engine.activity.fault
+        assert caplog.messages == ["aiodigest's background task was cancelled from outside"]
+    assert len(caplog.messages) == 1
+
+
 # cancellation
 
 
