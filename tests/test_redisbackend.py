@@ -674,6 +674,49 @@ async def test_a_compaction_goes_on_where_the_count_of_what_was_dropped_is_no_nu
             assert client.llen(f"{{{namespace}}}:log:k") == 4
 
 
+async def test_a_hold_that_is_no_number_ends_after_a_lease(server: Server, namespace: str) -> None:
+    clock = [NOW]
+    async with connected(server.url, namespace, now=lambda: clock[0]) as backend:
+        await backend.add(0, [record("k")])
+        assert (await claim(backend)).leases
+        with server.client() as client:
+            client.hset(f"{{{namespace}}}:layout", "hold", "nan")
+        recovered: list[int] = []
+        for _ in range(4):
+            clock[0] += LEASE // 2
+            recovered += [lease.attempt for lease in (await claim(backend)).leases]
+        assert recovered == [2]
+
+
+async def test_without_a_doorbell_that_can_be_read_all_is_claimed_and_no_attempt_is_lost(
+    server: Server, namespace: str
+) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        with server.client() as client:
+            client.delete(f"{{{namespace}}}:wake")
+            client.set(f"{{{namespace}}}:wake", "x")
+        claims = await claim(backend)
+        assert [(lease.key, lease.attempt) for lease in claims.leases] == [("k", 1)]
+        assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+
+
+async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_number(
+    server: Server, namespace: str
+) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        claims = await claim(backend)
+        await backend.add(0, [record("k", "b")])
+        with server.client() as client:
+            client.hset(f"{{{namespace}}}:layout", "delivered", "x")
+        assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+        async with asyncio.timeout(5):
+            await backend.wait(0, claims.bell)
+        with server.client() as client:
+            assert client.hmget(f"{{{namespace}}}:layout", "digests", "delivered") == [b"1", b"x"]
+
+
 @pytest.mark.parametrize("since", [[], ["b"]])
 async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_what_came_since(
     server: Server, namespace: str, since: list[str]

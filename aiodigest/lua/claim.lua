@@ -11,6 +11,8 @@ call('PERSIST', layout) -- a write that needs no memory: after it a full server 
 
 local slots, lease, limits, nonce = math.min(tonumber(ARGV[3]), 100), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
 local leases, broken, expired = {}, {}, {}
+-- Read before anything is taken. If another program has written it, nobody is woken, and all is delivered all the same.
+local bell = try('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)[1]
 
 local function expire(held)
   local key, seen = held.key, {}
@@ -69,6 +71,5 @@ else
     wait = math.max(0, math.min(next_due or math.huge, next_end and math.max(next_end, hold) or math.huge) - now)
   end
 end
-local bell = call('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)[1]
 write_counts()
 return {now, wait, bell and bell[1] or '0-0', leases, broken, expired}

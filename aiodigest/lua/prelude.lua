@@ -51,7 +51,7 @@ end
 local function write_counts()
   for name, number in pairs(counted) do
     if number ~= 0 then
-      call('HINCRBY', layout, name, number)
+      try('HINCRBY', layout, name, number) -- what another program wrote may be no number; all else has been done
     end
   end
 end
@@ -379,7 +379,7 @@ local function watch_gap(lease)
   if seen > 0 and math.abs(now - seen) > math.floor(lease / 2) and hold <= now then
     hold = now + lease
   end
-  hold = math.min(hold, now + lease)
+  hold = hold == hold and math.min(hold, now + lease) or now + lease -- another program may have written "nan"
   call('HSET', layout, 'seen', now, 'hold', hold, 'lease', lease)
   return hold
 end
