@@ -15,7 +15,7 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 from aiodigest.faults import DEMOTED, code_of, explain, lacks_keys, refused
 from aiodigest.layout import Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
-from aiodigest.scripts import COMMANDS, REPLICATED, Argument, text
+from aiodigest.scripts import COMMANDS, REPLICATED, Argument, load_scripts, text
 from aiodigest.target import Source, find_target
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,7 @@ class Namespace:
         fresh = self._link is None
         link = self._link = self._link or join_link(self._target, self._timeout)
         try:
+            load_scripts()
             await link.check_version(self._root)
             await self._look_up(link)
             if self._replicas:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Literal, TypeAlias, cast
 
 from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, Window
+from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 
@@ -97,6 +98,17 @@ def load_script(name: str) -> Script:
     source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
     source = f"{begins}\n{source}"
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+@cache
+def load_scripts() -> None:
+    """Read all scripts, once a process: they are those of its code, although the package may be replaced while it runs,
+    and the first failure of a delivery needs no file that can be opened."""
+    try:
+        for name in (*COMMANDS, "permits"):
+            load_script(name)
+    except OSError as error:
+        raise BackendUnavailable(f"the scripts of aiodigest cannot be read: {error}") from error
 
 
 # What scripts are given

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 import redis.asyncio
@@ -14,7 +16,7 @@ from redis.crc import key_slot
 from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
 
-from aiodigest import DigestEngine, Entry, Stats
+from aiodigest import DigestEngine, Entry, Stats, scripts
 from aiodigest.backend import Add, Claims, Close, Closed, Lease, Letter, Retry
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.layout import Layout
@@ -331,6 +333,46 @@ async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, serv
         for _ in range(2):
             client.script_flush()
             await backend.add(0, [record("k")])
+
+
+@pytest.fixture
+def unread() -> Iterator[None]:
+    """As in a process that has read no script yet."""
+    for cached in (scripts.load_script, scripts.load_scripts):
+        cached.cache_clear()
+    yield
+    for cached in (scripts.load_script, scripts.load_scripts):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("unread")
+async def test_once_it_is_connected_it_reads_no_script_any_more(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(server.url, namespace) as backend:
+        monkeypatch.delattr(scripts, "files")
+        await backend.add(0, [record("k")])
+        [lease] = (await claim(backend)).leases
+        assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
+        for path in (Path(scripts.__file__).parent / "lua").glob("*.lua"):
+            if path.stem not in {"prelude", "window", "lease", "items"}:
+                assert scripts.load_script(path.stem)
+
+
+@pytest.mark.usefixtures("unread")
+async def test_without_a_descriptor_to_read_its_scripts_with_a_backend_is_unavailable_until_there_is_one(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    backend = RedisBackend(server.url, namespace=namespace)
+    with monkeypatch.context() as patched:
+        patched.setattr(scripts, "files", full)
+        with pytest.raises(BackendUnavailable, match=r"scripts of aiodigest cannot be read: .*Too many open files"):
+            await backend.connect()
+    assert await backend.add(0, [record("k")]) == [True]
+    await backend.aclose()
 
 
 async def test_an_emptied_server_gets_its_layout_again(namespace: str) -> None:
