@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
 from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.connection import AbstractConnection, Connection, ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.connection import (
+    URL_QUERY_ARGUMENT_PARSERS,
+    AbstractConnection,
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from aiodigest.errors import ConfigurationError
@@ -31,19 +41,35 @@ ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
+OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """What may stand in the query of a URL: what redis-py makes connections of, and what names the sentinels' user."""
+    makers = cast(
+        "Sequence[Callable[..., object]]", (AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection)
+    )
+    taken = (signature(make).parameters for make in makers)
+    return OF_SENTINELS.union(URL_QUERY_ARGUMENT_PARSERS, *taken) - {"args", "kwargs"}
 
 
 def hide_password(url: str) -> str:
     """The URL as it may be shown: with ``***`` for its password, wherever it stands.
 
     All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``; so
-    may what follows a ``&`` in the query and is no parameter.
+    may what follows a ``&`` in the query and is no parameter, and what a parameter says that is none.
     """
+
+    def known(found: re.Match[str]) -> str:
+        return found[0] if found[2] in _parameters() else f"{found[1]}{found[2]}=***"
+
     secret = r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&]*(?:&[^=&]*(?=&|$))*"
     url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
     head, at, host = url.rpartition("@")
+    host = re.sub(r"([?&])([^=&?]*)=([^&]*)", known, host)
     if not at:
-        return url
+        return host
     scheme, mark, login = head.partition("://") if "://" in head else ("", "", head)
     user, colon, _ = login.partition(":")
     return f"{scheme}{mark}{user if colon else ''}{colon}***@{host}"
@@ -124,7 +150,7 @@ class Target:
 
 
 class Unreadable(Exception):
-    """Why a URL is none of a server; the text quotes nothing of it."""
+    """Why a URL is none of a server; the text quotes nothing of it but the name of a parameter."""
 
 
 def find_target(source: object) -> Target:
@@ -230,6 +256,11 @@ def _address(host: str, default: int) -> Address:
 
 def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
     given = dict(cast("dict[str, object]", parse_url(url)))
+    for name in given:
+        # those of TLS are checked where it is known whether there is any
+        if name not in {"connection_class", *_parameters()} and not name.startswith("ssl_"):
+            named = repr(name) if name.isidentifier() else "one of them"
+            raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")
     return cast("type[AbstractConnection]", given.pop("connection_class", Connection)), given
 
 

@@ -368,6 +368,8 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
         ("redis://host/0?password=se&cret&db=1", "redis://host/0?password=***&db=1"),
         ("redis://user:se?c@ret@host", "redis://user:***@host"),
         ("user:secret@host:6379", "user:***@host:6379"),
+        ("redis://host?pwd=secret&db=1&Db=secret", "redis://host?pwd=***&db=1&Db=***"),
+        ("redis://user:se?a=cret@host?pass=secret&auth=secret", "redis://user:***@host?pass=***&auth=***"),
     ],
 )
 def test_a_url_that_is_none_is_shown_without_its_password_too(url: str, shown: str) -> None:
@@ -395,6 +397,20 @@ def test_a_password_that_is_not_escaped_is_refused_with_the_mend_and_not_told(pa
         find_target(f"redis://user:{password}@host/0")
     assert "%2F" in str(raised.value) or "does not parse" in str(raised.value)
     assert "cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h?db=1&pwd=secret", "unix:///s?pwd=secret", "redis+sentinel://h/m?pwd=secret"]
+)
+def test_a_parameter_that_is_none_is_refused_by_its_name_and_what_it_says_is_not_told(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="'pwd' is none") as caught:
+        find_target(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_every_parameter_of_redis_py_is_allowed() -> None:
+    target = find_target("redis://h?client_name=me&max_connections=5&health_check_interval=9&timeout=1&protocol=3")
+    assert target.settings["client_name"] == "me"
 
 
 def test_a_reply_that_makes_no_sense_leaves_it_unknown_what_was_stored() -> None:
