@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from socket import AF_UNIX, SHUT_WR, SOCK_STREAM
@@ -261,13 +262,10 @@ class EmbeddedServer:
 
         If its keeper is only about to leave, this asks for what is being done.
         """
-        try:
-            with Socket(AF_UNIX, SOCK_STREAM) as connection:
-                connection.setblocking(False)
-                connection.connect(str(self.socket))
-                connection.send(b"SHUTDOWN NOSAVE\r\n")
-        except OSError:
-            pass  # it is no orphan, or gone
+        with suppress(OSError), Socket(AF_UNIX, SOCK_STREAM) as connection:  # an OSError: it is no orphan, or gone
+            connection.setblocking(False)
+            connection.connect(str(self.socket))
+            connection.send(b"SHUTDOWN NOSAVE\r\n")
 
     @cached_property
     def _sockets(self) -> Path:
@@ -302,10 +300,9 @@ class _Share:
         """Take in the keeper's next line; False when the keeper is gone."""
         loop = asyncio.get_running_loop()
         while b"\n" not in self._received:
-            try:
+            received = b""
+            with suppress(OSError):
                 received = await loop.sock_recv(self._connection, 65536)
-            except OSError:
-                return False
             if not received:
                 return False
             self._received += received
@@ -379,7 +376,10 @@ def _check_platform() -> None:
 
 def _make_folder(path: Path) -> None:
     try:
+        str(path).encode()  # to stand in a URL
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the name of a data folder must be UTF-8; it is {str(path)!r}") from None
     except OSError as error:
         _refuse(path, error)
 

@@ -276,6 +276,12 @@ async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
             await EmbeddedServer(unusable).start()
 
 
+async def test_a_folder_whose_name_is_no_text_is_refused_in_words_that_can_be_printed(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must be UTF-8") as caught:
+        await EmbeddedServer(folder / os.fsdecode(b"\xff")).start()
+    assert str(caught.value).encode()
+
+
 async def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODIGEST_DATA", str(folder))
     assert EmbeddedServer().folder == folder
