@@ -13,7 +13,7 @@ from redis import exceptions
 
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.faults import DEMOTED, code_of, explain
-from aiodigest.scripts import Argument, load_script
+from aiodigest.scripts import SHAPES, Argument, fits, load_script
 from aiodigest.target import Target
 from aiodigest.transport import Address, Wire, drop, send
 
@@ -111,14 +111,15 @@ class Link:
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
-        return await self._exchange(command, repeat, script.source, replicas, until)
+        return await self._exchange(name, command, repeat, script.source, replicas, until)
 
     async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
         """Send a command that may be repeated."""
-        return await self._exchange(command, repeat=True, until=until)
+        return await self._exchange(str(command[0]), command, repeat=True, until=until)
 
     async def _exchange(
         self,
+        name: str,
         command: Sequence[Argument],
         repeat: bool,
         source: str = "",
@@ -138,7 +139,7 @@ class Link:
                     try:
                         self._open()
                         sent = True
-                        reply = await converse(wire, command, source)
+                        reply = await converse(wire, name, command, source)
                         if replicas and wrote(reply):
                             await self._replicated(wire, replicas, until)
                     except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
@@ -172,7 +173,7 @@ class Link:
         left = until - asyncio.get_running_loop().time()
         patience = max(1, int(left * 900))  # ms: a tenth of the time is left for the answer to come; 0 is for ever
         try:
-            have = await converse(wire, ("WAIT", replicas, patience))
+            have = await converse(wire, "WAIT", ("WAIT", replicas, patience))
         except exceptions.ResponseError as error:
             # it was made a replica meanwhile, and what it had more than its new primary goes
             await self.hang_up()
@@ -253,7 +254,7 @@ class Link:
             try:
                 self._open()
                 async with asyncio.timeout(BLOCK_MS / 1000 + self._timeout):
-                    reply = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", await converse(wire, command))
+                    reply = await converse(wire, "XREAD", command)
             except BaseException:
                 await self._discard(wire)
                 raise
@@ -268,7 +269,8 @@ class Link:
             await drop(wire)
         for unused in [name for name, (_, since) in self._ears.items() if since < now - SPARE]:  # its shard may be gone
             await drop(self._ears.pop(unused)[0])
-        return reply[0][1][0][0].decode() if reply else last
+        told = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", reply)
+        return told[0][1][0][0].decode() if told else last
 
     async def _ear(self, stream: str) -> Wire:
         """The connection on which a stream was listened to before, or a new one."""
@@ -302,14 +304,20 @@ def wrote(reply: object) -> bool:
     return any(isinstance(status, int) for status in statuses)
 
 
-async def converse(wire: Wire, command: Sequence[Argument], source: str = "") -> object:
-    """One command and its reply; a script that the server does not know is sent whole."""
+async def converse(wire: Wire, name: str, command: Sequence[Argument], source: str = "") -> object:
+    """One command and its reply; a script that the server does not know is sent whole.
+
+    ``name`` is that of the script, or the command's own. InvalidResponse is raised for a reply that it never gives.
+    """
     await send(wire, *command)
     try:
-        return await wire.read_response()
+        reply = await wire.read_response()
     except exceptions.NoScriptError:
         await send(wire, "EVAL", source, *command[2:])
-        return await wire.read_response()
+        reply = await wire.read_response()
+    if name in SHAPES and not fits(reply, SHAPES[name]):
+        raise exceptions.InvalidResponse(f"its answer is none to {name}")
+    return reply
 
 
 async def is_stale(wire: Wire) -> bool:

@@ -372,11 +372,21 @@ class Namespace:
                 if len(arguments) > ARGUMENTS:
                     break
                 arguments += item
-            answers += cast("list[object]", await self._call(name, shard, *arguments, now=now))
+            answered = cast("list[object]", await self._call(name, shard, *arguments, now=now))
+            await self._count(shard, answered, len(items) - len(answers))
+            answers += answered
         return [
             self._broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
             for item, answer in zip(items, answers, strict=True)
         ]
+
+    async def _count(self, shard: int, answers: Sequence[object], items: int) -> None:
+        """Leave a connection on which not one item was answered, or more than there were."""
+        if not 0 < len(answers) <= items and self._link is not None:
+            await self._link.hang_up(self._key(shard, "layout"))
+            raise BackendUnavailable(
+                f"{self.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
+            )
 
     async def _heed(self, shard: int, answers: Sequence[object]) -> None:
         """Leave a server that says for single items that it is no primary any more."""

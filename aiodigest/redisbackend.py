@@ -91,6 +91,7 @@ class RedisBackend(Relocation, Backend):
                 statuses = cast(
                     "list[int | bytes]", await self._call("add", shard, *pack_adds(batch), repeat=False, now=now)
                 )
+                await self._count(shard, statuses, len(batch))
             except AiodigestError as error:
                 if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
                     error = BackendUnavailable(str(error), stored="unknown")

@@ -174,6 +174,66 @@ def _readable(message: str) -> bytes:
 
 # What they answer
 
+# A set is of types, a list of one holds any number of such, one of several just these, and a tuple is of alternatives.
+Shape: TypeAlias = "frozenset[type] | list[Shape] | tuple[Shape, ...]"
+WHOLE = frozenset[type]({int})
+TEXT = frozenset[type]({bytes})
+NUMBER = WHOLE | TEXT  # or the text of an error
+NOTHING = frozenset[type]({type(None)})
+MANY = frozenset[type]({list})  # what is in them would take longer to look at than it is worth
+LEASE: Shape = [TEXT, TEXT, TEXT, *[NUMBER] * 7, TEXT, [TEXT]]
+# of scripts, and of commands that are sent beside them
+SHAPES: Mapping[str, Shape] = {
+    "add": [NUMBER],
+    "claim": [WHOLE, WHOLE, TEXT, [MANY], [TEXT], [NUMBER]],
+    "open": (NOTHING, TEXT, LEASE),
+    "read": (TEXT, [TEXT]),
+    "renew": [NUMBER],
+    "close": [MANY | TEXT],
+    "retry": [NUMBER],
+    "release": [NUMBER],
+    "schedule": [TEXT],
+    "maintenance": [TEXT],
+    "flush": NUMBER,
+    "delete": NUMBER,
+    "remove": NUMBER,
+    "reschedule": (TEXT, [NUMBER]),
+    "replay": (TEXT, [NUMBER]),
+    "discard": WHOLE,
+    "look": [[MANY], MANY],
+    "counts": [NUMBER],
+    "letter": (NOTHING, [TEXT, TEXT, NUMBER, NUMBER, TEXT, NUMBER, [TEXT]]),
+    "letters": [[TEXT], MANY],
+    "layout": [WHOLE, TEXT],
+    "reshard": WHOLE,
+    "drain": [WHOLE, TEXT],
+    "keep": WHOLE,
+    "carry": WHOLE,
+    "retire": (NOTHING, WHOLE, [NUMBER]),
+    "permits": [TEXT],
+    "INFO": TEXT,
+    "HMGET": [TEXT | NOTHING],
+    "SCAN": [TEXT, [TEXT]],
+    "UNLINK": WHOLE,
+    "XREAD": (NOTHING, [[TEXT, [[TEXT, [TEXT]]]]]),
+}
+
+
+def fits(reply: object, shape: Shape) -> bool:
+    """Whether an answer is one that can be given; else the connection carries answers to other questions."""
+    if isinstance(shape, frozenset):
+        return type(reply) in shape
+    if isinstance(shape, tuple):
+        return any(fits(reply, each) for each in shape)
+    if not isinstance(reply, list):
+        return False
+    items = cast("list[object]", reply)
+    if len(shape) > 1:
+        return len(items) == len(shape) and all(map(fits, items, shape))
+    if isinstance(shape[0], frozenset):  # at once, since there may be many
+        return shape[0].issuperset(map(type, items))
+    return all(fits(item, shape[0]) for item in items)
+
 
 def text(value: object) -> str:
     """A name or a message. What another program wrote may be no UTF-8, and is shown as well as can be."""

@@ -138,6 +138,7 @@ class Proxy:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.swallow = 0  # how many replies are lost from now on, each with its connection
+        self.lie = b""  # what is told instead of the next reply
         self.connections = 0
         self.requests = 0
         self._listener: asyncio.Server | None = None
@@ -175,7 +176,8 @@ class Proxy:
         while reply := await reader.read(1 << 20):
             if self.swallows():
                 break
-            writer.write(reply)
+            writer.write(self.lie or reply)
+            self.lie = b""
         writer.close()
 
     async def let_through(self) -> None:

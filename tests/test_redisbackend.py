@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -226,6 +226,54 @@ async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(serv
         assert (caught.value.stored, proxy.requests) == ("unknown", requests + 1)
 
 
+CALLS: dict[str, Callable[[RedisBackend, Lease], Awaitable[object]]] = {
+    "add": lambda backend, _: backend.add(0, [record("k")]),
+    "claim": lambda backend, _: claim(backend),
+    "open": lambda backend, _: backend.open(0, "other", LEASE, LIMITS),
+    "read": lambda backend, lease: backend.read(0, lease, 0, 1),
+    "renew": lambda backend, lease: backend.renew(0, [lease], LEASE),
+    "look": lambda backend, _: backend.look("k"),
+    "connect": lambda backend, _: backend.connect(),
+    "retry": lambda backend, lease: backend.retry(0, [Retry(lease, 0, "x", LIMITS)]),
+    "close": lambda backend, lease: backend.close(0, [closing(lease)]),
+}
+THREE, NO_ITEM = b"*3\r\n:1\r\n:1\r\n:1\r\n", b"*0\r\n"
+COUNTED = {"renew": (THREE, NO_ITEM), "retry": (THREE, NO_ITEM), "close": (NO_ITEM,)}  # such answers, but not so many
+
+
+@pytest.mark.parametrize("lie", [b":7\r\n", b"$-1\r\n", b"*2\r\n:1\r\n*0\r\n", THREE, NO_ITEM])
+@pytest.mark.parametrize("call", CALLS)
+async def test_after_an_answer_to_another_question_what_may_be_repeated_is_and_all_else_is_unknown(
+    server: Server, namespace: str, call: str, lie: bytes
+) -> None:
+    if lie in {"open": b"$-1\r\n", "read": NO_ITEM, "look": NO_ITEM}.get(call, b""):
+        return  # which it may well be
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        [lease] = (await claim(backend)).leases
+        proxy.lie, before = lie, proxy.connections
+        if call in ("add", "claim", "open") or lie in COUNTED.get(call, ()):
+            with pytest.raises(BackendUnavailable) as caught:
+                await CALLS[call](backend, lease)
+            assert caught.value.stored == "unknown"
+        else:
+            await CALLS[call](backend, lease)
+        await backend.look("k")
+        assert proxy.connections == before + 1
+
+
+async def test_a_listener_that_hears_what_is_no_ring_listens_on_another_connection(
+    server: Server, namespace: str
+) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        assert await backend.wait(0, "0-0") != "0-0"
+        proxy.lie = b"*1\r\n:1\r\n"
+        with pytest.raises(BackendUnavailable, match="its answer is none to XREAD"):
+            await backend.wait(0, "0-0")
+        assert await backend.wait(0, "0-0") != "0-0"
+
+
 async def test_an_add_that_cannot_connect_is_not_stored(namespace: str) -> None:
     with running_server() as server:
         async with connected(server.url, namespace) as backend:
@@ -355,7 +403,7 @@ async def test_once_it_is_connected_it_reads_no_script_any_more(
         [lease] = (await claim(backend)).leases
         assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
         for path in (Path(scripts.__file__).parent / "lua").glob("*.lua"):
-            if path.stem not in {"prelude", "window", "lease", "items"}:
+            if path.stem not in {"prelude", *(part for parts in scripts.SHARED.values() for part in parts)}:
                 assert scripts.load_script(path.stem)
 
 
