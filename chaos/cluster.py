@@ -12,7 +12,7 @@ from typing import Any
 import clusters  # of the tests, which run on the same
 import redis
 from redis.crc import key_slot
-from servers import PASSWORD, USER, commands, server_binary
+from servers import PASSWORD, USER, server_binary
 
 from aiodigest.layout import Layout
 from chaos.plan import AT_ONCE, CLUSTER_KINDS
@@ -23,7 +23,6 @@ PRIMARIES = 3
 USERS = 3  # processes of each kind
 TAG = Layout(SHARDS).tag
 SLOTS = {shard: key_slot(TAG(NAMESPACE, shard).encode()) for shard in range(SHARDS)}
-RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
 
 class Node(clusters.Node):
@@ -34,12 +33,9 @@ class Node(clusters.Node):
             self.process = subprocess.Popen(
                 [
                     server_binary(),
-                    *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)),
-                    *("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"),
-                    *("--cluster-enabled", "yes", "--cluster-node-timeout", "1000"),
-                    *("--cluster-replica-validity-factor", "0"),
+                    *self.settings,
                     *("--cluster-require-full-coverage", "no"),  # the other shards go on without a lost primary
-                    *("--user", USER, "on", f">{PASSWORD}", *RULE),
+                    *("--user", USER, "on", f">{PASSWORD}", *clusters.RULE),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from servers import free_port, server_binary  # of the tests, which run on the same
 
 ANSWER = 1.0  # how long a server may take to answer
-UNLIMITED = resource.RLIM_INFINITY
 
 
 def version() -> str:
@@ -46,12 +44,6 @@ async def until_stored(path: Path) -> None:
 def file_size(folder: Path) -> int:
     """Of the append-only file that a server writes to now."""
     return max((path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*.incr.aof"))[1]
-
-
-def limit_files(pid: int, size: int) -> None:
-    """Let a process write no file beyond this size, as on a full disk; it may be lifted again."""
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
 class Server:

@@ -8,10 +8,12 @@ import signal
 from contextlib import suppress
 from typing import cast
 
+from servers import UNLIMITED, limit_files
+
 from chaos.faults import NO_EFFECT, Faults, Inflict, Scope
 from chaos.plan import Planned
 from chaos.proxy import Mode
-from chaos.server import UNLIMITED, file_size, limit_files, until_stored
+from chaos.server import file_size, until_stored
 from chaos.world import Servers
 
 

@@ -22,6 +22,8 @@ from redis.crc import key_slot
 from servers import PASSWORD, USER, commands, server_binary
 
 SLOTS = 16_384
+# of all tests' user
+RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
 
 def node_port() -> int:
@@ -79,13 +81,17 @@ class Node:
                 raise RuntimeError(f"the server on port {self.port} has ended") from None
             return False
 
-    def start(self) -> None:
-        settings = (
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What any node is started with."""
+        return (
             "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
-            "--appendonly", "no", "--loglevel", "warning", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
+            "--appendonly", "no", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
             "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0",
-            "--repl-ping-replica-period", "1", *self.options,
         )  # fmt: skip
+
+    def start(self) -> None:
+        settings = (*self.settings, "--loglevel", "warning", "--repl-ping-replica-period", "1", *self.options)
         if self.tls_port:
             settings += "--tls-port", str(self.tls_port), "--tls-cluster", "yes", "--tls-replication", "yes"
         binary = self.binary or server_binary()
@@ -214,9 +220,8 @@ class Cluster:
 
     def allow_suite(self, *nodes: Node) -> None:
         """Make the user of all tests, on some nodes or all."""
-        rule = "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True)
         for node in nodes or self.alive:
-            allow(node, USER, *rule)
+            allow(node, USER, *RULE)
 
     def move_at_once(self, slot: int, source: Node, target: Node) -> bool:
         """Move a slot whole, as Valkey does from version 9 on; False if the server cannot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -54,6 +55,15 @@ def rules(several: bool = False) -> dict[str, list[str]]:
 def commands(*roles: str, several: bool = False) -> list[str]:
     """The ``+command``s of roles."""
     return sorted({word for role in roles for word in rules(several)[role] if word.startswith("+")})
+
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def limit_files(pid: int, size: int) -> None:
+    """Let a process write no file beyond this size, as on a full disk; it may be lifted again."""
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
 def free_port() -> int:

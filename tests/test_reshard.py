@@ -33,6 +33,7 @@ from aiodigest import (
     InvalidState,
     Policy,
     Reject,
+    management,
 )
 from aiodigest.backend import SLICE, Add, Backend, Close, Closed, Lease, Letter, Move, RawLetter, Retired, Retry
 from aiodigest.codecs import JSONCodec
@@ -1288,7 +1289,10 @@ async def test_a_worker_that_saw_a_change_delivers_when_its_server_was_emptied_a
 # What is let go
 
 
-async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(server: Server, namespace: str) -> None:
+async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(management, "PACE", 0.05)
     box = Box()
     async with engine_of(server, namespace, shards=2, lease_timeout=3).delivering(box) as engine:
         await engine.add_many([Entry(f"k{number}", 1) for number in range(20)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 from replicas import Relay, follow, follows, free_ports, freeze, pid_of, server_on, thaw, until
-from servers import Server
+from servers import UNLIMITED, Server, limit_files
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Policy
 from aiodigest.connection import Link
@@ -118,12 +117,8 @@ async def no_room_to_save(place: Place) -> AsyncGenerator[None]:
     limit_files(pid_of(place.server), 0)
     await until(lambda: saved("err"))
     yield
-    limit_files(pid_of(place.server), resource.RLIM_INFINITY)
+    limit_files(pid_of(place.server), UNLIMITED)
     await until(lambda: saved("ok"))
-
-
-def limit_files(pid: int, size: int) -> None:
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 @cause("no", "too few replicas")
