@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 from uuid import uuid4
 from zlib import crc32
 
 from aiodigest.backend import MAX_SHARDS, Retired
 from aiodigest.connection import LayoutMismatch
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
-from aiodigest.faults import DEMOTED, code_of, explain, lacks_keys, refused
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, shown
+from aiodigest.faults import lacks_keys, refused
 from aiodigest.layout import Home, Layout, read_layout
 from aiodigest.links import AnyLink, join_link, leave_link
 from aiodigest.scripts import COMMANDS, REPLICATED, Argument, load_scripts, text
@@ -21,8 +21,6 @@ from aiodigest.target import Source, find_target
 logger = logging.getLogger(__name__)
 
 RETIRED = "retired"  # the version of a shard that was drained and is no more
-BATCH = 256  # items a call, so that no script is long
-ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
 
 
 class Namespace:
@@ -359,47 +357,6 @@ class Namespace:
 
     def _time(self) -> Argument:
         return "" if self._now is None else self._now()
-
-    async def _each(
-        self, name: str, shard: int, head: Sequence[Argument], items: Sequence[Sequence[Argument]], numbered: bool
-    ) -> list[object | AiodigestError]:
-        """Call a script for all items, in as many calls as it takes; each one's answer, or its timeline's error."""
-        answers: list[object] = []
-        now = self._time()
-        while len(answers) < len(items):
-            arguments = [*head, len(answers) + 1] if numbered else [*head]
-            for item in items[len(answers) : len(answers) + BATCH]:
-                if len(arguments) > ARGUMENTS:
-                    break
-                arguments += item
-            answered = cast("list[object]", await self._call(name, shard, *arguments, now=now))
-            await self._count(shard, answered, len(items) - len(answers))
-            answers += answered
-        return [
-            self._broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
-            for item, answer in zip(items, answers, strict=True)
-        ]
-
-    async def _count(self, shard: int, answers: Sequence[object], items: int) -> None:
-        """Leave a connection on which not one item was answered, or more than there were."""
-        if not 0 < len(answers) <= items and self._link is not None:
-            await self._link.hang_up(self._key(shard, "layout"))
-            raise BackendUnavailable(
-                f"{self.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
-            )
-
-    async def _heed(self, shard: int, answers: Sequence[object]) -> None:
-        """Leave a server that says for single items that it is no primary any more."""
-        problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
-        if problems & DEMOTED and self._link is not None:
-            await self._link.hang_up(self._key(shard, "layout"))
-
-    def _broken(self, key: str, problem: str) -> AiodigestError:
-        """What the text of an error says of a timeline."""
-        error = explain(problem, self.url)
-        if isinstance(error, (BackendUnavailable, ConfigurationError)):
-            return error
-        return InvalidState(f"timeline {key!r} is broken: {problem}")
 
 
 async def untouched(call: Awaitable[object]) -> object:

@@ -26,8 +26,8 @@ from aiodigest.backend import (
 )
 from aiodigest.connection import Link
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
+from aiodigest.items import BATCH, Items
 from aiodigest.models import Finding, State
-from aiodigest.namespace import BATCH
 from aiodigest.policy import Limits, Terms
 from aiodigest.relocation import Relocation
 from aiodigest.scripts import (
@@ -77,7 +77,7 @@ def done(answer: object) -> bool | AiodigestError:
     return answer if isinstance(answer, AiodigestError) else answer == 1
 
 
-class RedisBackend(Relocation, Backend):
+class RedisBackend(Items, Relocation, Backend):
     """Timelines of a namespace on a server or a cluster; see ``Namespace`` for the parameters."""
 
     # Adding

@@ -1,0 +1,59 @@
+"""Scripts that are called for many items at once, and what is answered to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.faults import DEMOTED, code_of, explain
+from aiodigest.namespace import Namespace
+from aiodigest.scripts import Argument, text
+
+BATCH = 256  # items a call, so that no script is long
+ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
+
+
+class Items(Namespace):
+    """The part of a backend that calls scripts for many items."""
+
+    async def _each(
+        self, name: str, shard: int, head: Sequence[Argument], items: Sequence[Sequence[Argument]], numbered: bool
+    ) -> list[object | AiodigestError]:
+        """Call a script for all items, in as many calls as it takes; each one's answer, or its timeline's error."""
+        answers: list[object] = []
+        now = self._time()
+        while len(answers) < len(items):
+            arguments = [*head, len(answers) + 1] if numbered else [*head]
+            for item in items[len(answers) : len(answers) + BATCH]:
+                if len(arguments) > ARGUMENTS:
+                    break
+                arguments += item
+            answered = cast("list[object]", await self._call(name, shard, *arguments, now=now))
+            await self._count(shard, answered, len(items) - len(answers))
+            answers += answered
+        return [
+            self._broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
+            for item, answer in zip(items, answers, strict=True)
+        ]
+
+    async def _count(self, shard: int, answers: Sequence[object], items: int) -> None:
+        """Leave a connection on which not one item was answered, or more than there were."""
+        if not 0 < len(answers) <= items and self._link is not None:
+            await self._link.hang_up(self._key(shard, "layout"))
+            raise BackendUnavailable(
+                f"{self.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
+            )
+
+    async def _heed(self, shard: int, answers: Sequence[object]) -> None:
+        """Leave a server that says for single items that it is no primary any more."""
+        problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
+        if problems & DEMOTED and self._link is not None:
+            await self._link.hang_up(self._key(shard, "layout"))
+
+    def _broken(self, key: str, problem: str) -> AiodigestError:
+        """What the text of an error says of a timeline."""
+        error = explain(problem, self.url)
+        if isinstance(error, (BackendUnavailable, ConfigurationError)):
+            return error
+        return InvalidState(f"timeline {key!r} is broken: {problem}")
