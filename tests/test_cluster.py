@@ -16,7 +16,7 @@ from zlib import crc32
 
 import pytest
 import trustme
-from clusters import Cluster, Move, Node, info, node_port, running_cluster
+from clusters import Cluster, Move, Node, info, knows, node_port, running_cluster
 from engines import session_of
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -25,7 +25,16 @@ from replicas import Relay, free_ports, server_on, until
 from servers import PASSWORD, USER, commands, server_binary
 from storestate import check_invariants, redis_state
 
-from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
+from aiodigest import (
+    BackendUnavailable,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Entry,
+    PartialAdd,
+    Policy,
+    connection,
+)
 from aiodigest import backend as store
 from aiodigest.cluster import ClusterLink, _address
 from aiodigest.lane import Lane
@@ -409,6 +418,43 @@ async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> Non
     assert await link.command("k", "PING") == b"PONG"
     assert not link._suspects
     await link.close()
+
+
+def left_of(cluster: Cluster, namespace: str) -> list[bytes]:
+    """The keys of a namespace on every primary."""
+    return [key for node in cluster.primaries for key in node.ask("KEYS", f"{{{namespace}[:}}]*")]
+
+
+async def test_erase_takes_all_also_from_a_primary_that_has_taken_over(cluster: Cluster, namespace: str) -> None:
+    cluster.allow("boss", "~*", "+@all")
+    async with engine_to(cluster.url.replace(USER, "boss"), namespace, policy=LATER) as engine:
+        await engine.add_many([Entry(key, 1) for key in KEYS])
+        heir = cluster.replica_of(cluster.primaries[0])
+        heir.ask("CLUSTER", "FAILOVER")
+        await until(lambda: heir.is_primary)
+        cluster.settle()
+        assert await engine.erase() >= SHARDS
+        assert left_of(cluster, namespace) == []
+
+
+async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(namespace: str, tmp_path: Path) -> None:
+    with running_cluster(primaries=1, replicas=0) as small:
+        small.allow("boss", "~*", "+@all")
+        async with engine_to(small.url.replace(USER, "boss"), namespace, policy=LATER) as engine:
+            await engine.add_many([Entry(key, 1) for key in KEYS])
+            old, new = small.nodes[0], Node(tmp_path, node_port())
+            new.start()
+            small.nodes.append(new)
+            await until(new.is_up)
+            new.ask("CLUSTER", "MEET", "127.0.0.1", old.port)
+            await until(lambda: knows(old, new.id) and b"cluster_state:ok" in info(new))
+            small.allow("boss", "~*", "+@all")
+            move = Move(small, slot_of(namespace, 3), old, new)
+            move.begin()
+            move.end()
+            assert new.ask("DBSIZE") > 0
+            assert await engine.erase() >= SHARDS
+            assert left_of(small, namespace) == []
 
 
 async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_closed_it(cluster: Cluster) -> None:
@@ -1020,16 +1066,20 @@ async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_
 # 8. An idle worker
 
 
-async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_a_handful_besides(
-    cluster: Cluster, namespace: str
+async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two_for_calls_to_each_primary(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "SPARE", 0.2)
     cluster.allow("quiet", "~*", "+@all")
+
+    def listening(one: dict[str, str]) -> bool:
+        return one["cmd"] == "xread"
+
     async with engine_to(cluster.url.replace(USER, "quiet"), namespace).delivering(Inbox()):
-        await until(lambda: sum(each["cmd"] == "xread" for each in connections(cluster, "quiet")) == SHARDS)
-        open_now = connections(cluster, "quiet")
-        blocked = [each for each in open_now if "b" in each["flags"]]
-        assert len(blocked) == SHARDS
-        assert len(open_now) - len(blocked) <= 24  # a few to each primary, left from when all shards began at once
+        await until(lambda: sum(map(listening, connections(cluster, "quiet"))) == SHARDS)
+        # those are closed that were made when all shards began at once
+        await until(lambda: len(connections(cluster, "quiet")) <= SHARDS + 2 * 3, 10)
+        assert sum(map(listening, connections(cluster, "quiet"))) == SHARDS
 
 
 async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each_shard(

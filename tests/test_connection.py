@@ -17,10 +17,10 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
 from aiodigest import DigestEngine
-from aiodigest.connection import CONNECTIONS, Link
+from aiodigest.connection import CONNECTIONS, SPARE, Link
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 from aiodigest.faults import explain
-from aiodigest.links import _links, join_link, leave_link
+from aiodigest.links import _links, _users, join_link, leave_link
 from aiodigest.target import Target, find_target, hide_password
 from aiodigest.transport import drop, send
 
@@ -338,6 +338,36 @@ async def test_closing_a_link_that_is_connecting_sends_nothing_and_leaves_no_con
     with pytest.raises(BackendUnavailable, match="are closed"):
         await call
     assert server.open == server.sent == 0
+
+
+@virtual_time
+async def test_connections_that_nobody_has_used_for_long_are_closed_but_one() -> None:
+    server = SlowServer()
+    server.gate.set()
+    link = Link(server.target, 5)
+    calls = [asyncio.create_task(link.command("", "PING")) for _ in range(CONNECTIONS)]
+    await asyncio.gather(*calls)
+    assert server.open == CONNECTIONS
+    await asyncio.sleep(SPARE + 1)
+    await link.command("", "PING")
+    assert server.open == 1
+    await link.close()
+
+
+def test_links_of_a_loop_that_was_closed_before_they_were_left_are_forgotten() -> None:
+    target = find_target("redis://host")
+
+    async def join() -> None:
+        join_link(target, 5)
+
+    async def join_and_leave() -> None:
+        link = join_link(target, 5)
+        assert [each for each in _links.values() if each.target is target] == [link]
+        await leave_link(link)
+
+    asyncio.run(join())
+    asyncio.run(join_and_leave())
+    assert not [link for link in [*_links.values(), *_users] if link.target is target]
 
 
 def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:

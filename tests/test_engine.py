@@ -1163,6 +1163,33 @@ async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog:
     assert now() < 5
 
 
+@pytest.mark.parametrize("queued", [True, False])
+@virtual_time
+async def test_adds_after_a_fault_in_the_background_are_told_of_it_and_not_stored(queued: bool) -> None:
+    backend, inbox = WatchedBackend(), Inbox()
+    told: list[object] = []
+
+    async def use() -> None:
+        async with delivering(inbox, backend) as (engine, _):
+            if queued:
+                await engine.add("key", 1)
+                await inbox.digest()
+            scheduler = session_of(engine)._scheduler
+            assert scheduler is not None
+            scheduler._slots.free = fault
+            scheduler.poke(0)
+            await asyncio.sleep(1)
+            told.extend(await asyncio.gather(engine.add("other", 1, record_id="mine"), return_exceptions=True))
+
+    with pytest.raises(ExceptionGroup):
+        await use()
+    [error] = told
+    assert isinstance(error, BackendUnavailable)
+    assert "background task has ended" in str(error)
+    assert (error.record_id, error.stored) == ("mine", "no")
+    assert "other" not in stored(backend)
+
+
 @virtual_time
 async def test_a_background_task_that_other_code_has_cancelled_is_told_in_the_log(
     caplog: pytest.LogCaptureFixture,

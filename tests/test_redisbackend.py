@@ -18,7 +18,7 @@ from storestate import check_invariants, redis_state
 
 from aiodigest import DigestEngine, Entry, Stats, scripts
 from aiodigest.backend import Add, Claims, Close, Closed, Lease, Letter, Retry
-from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.layout import Layout
 from aiodigest.policy import Policy
 from aiodigest.redisbackend import RedisBackend
@@ -868,6 +868,26 @@ async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(ser
         [lease] = (await claim(backend)).leases
         await backend.close(0, [closing(lease)])
         await backend.replay(letter, TERMS, own=False)
+
+
+async def test_a_digest_whose_entries_go_away_while_they_are_read_is_lost(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(capacity=500)
+    async with connected(server.url, namespace) as backend:
+        entries = [pack(b"%d" % number, None, b"v" * 2000) for number in range(400)]  # more than an answer holds
+        await backend.add(0, [Add("k", entry, policy.terms, True) for entry in entries])
+        read = backend.read
+
+        async def read_nothing(shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+            with server.client() as client:
+                client.delete(f"{{{namespace}}}:open:k")
+            return await read(shard, lease, start, count)
+
+        monkeypatch.setattr(backend, "read", read_nothing)
+        with pytest.raises(LeaseLost, match="went away"):
+            async with asyncio.timeout(5), backend.digest("k", policy):
+                pass
 
 
 async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into(

@@ -952,6 +952,26 @@ async def test_a_lease_that_is_lost_while_its_pages_are_read_is_given_up() -> No
     assert inbox.values == [["new"]]
 
 
+@pytest.mark.parametrize(("error", "within"), [(None, 1.5), (ZeroDivisionError("a fault"), LEASE / 3 + 2)])
+@virtual_time
+async def test_an_outage_ends_although_the_call_that_failed_is_not_made_again(
+    error: Exception | None, within: float
+) -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    large = policy(capacity=3000)
+    await backend.put("key", *range(1500), policy=large)
+    backend.take_down("read")
+    async with delivering(inbox, backend, policy=large) as (engine, _):
+        await settle()
+        assert engine.activity.unavailable
+        await backend.delete("key")  # upon which the call is answered by an error of ours
+        backend.bring_up()
+        if error is not None:
+            backend.take_down("read", error=error)
+        await asyncio.sleep(within)
+        assert not engine.activity.unavailable
+
+
 @virtual_time
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
     caplog: pytest.LogCaptureFixture,
