@@ -51,17 +51,16 @@ class Drain:
         deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
         ignore = f", {len(deaf)} of which ignore it" if deaf else ""
         logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
-        for lane in self._lanes.values():
-            for stage in ("calling", "claimed"):
-                leases = [hold.lease for at, hold, was in left if at is lane and hold.stage == was == stage]
-                await self._release(lane, leases, started=stage == "calling")
+        leases: dict[tuple[Lane, bool], list[Lease]] = {}
+        for lane, hold, was in left:
+            if hold.stage == was != "reporting":
+                leases.setdefault((lane, was == "calling"), []).append(hold.lease)
+        await asyncio.gather(*(self._release(lane, some, started) for (lane, started), some in leases.items()))
         for task in late:
             task.cancel()
         await asyncio.wait(tasks, timeout=0 if deaf else None)
 
     async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:
-        if not leases:
-            return
         try:
             await self._backend.release(lane.shard, leases, started)
         except Exception as error:

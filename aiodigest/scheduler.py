@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FEW = 5  # timelines of a claim that are told of by name, if something is wrong with many
+
 Observer: TypeAlias = Callable[[Delivery], None]
 
 
@@ -35,6 +37,24 @@ def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
             observer(delivery)
         except Exception:
             logger.exception("an observer of deliveries failed", extra=facts_of(delivery))
+
+
+def tell_of_losses(claims: Claims) -> None:
+    """Log what a claim found wrong: a few timelines by their names, and how many more there are."""
+    for key, reason in claims.broken[:FEW]:
+        facts = {"timeline": key, "reason": reason}
+        logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
+    if more := claims.broken[FEW:]:
+        facts = {"reason": more[0][1]}
+        logger.error("%d more timelines cannot be read and are set aside for a lease", len(more), extra=facts)
+    lost = [(key, count) for key, count in claims.expired if count]
+    for key, count in lost[:FEW]:
+        facts = {"timeline": key, "records": count}
+        logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
+    if more := lost[FEW:]:
+        records = sum(count for _, count in more)
+        line = "%d more timelines outlived their ttl: %d records are lost"
+        logger.error(line, len(more), records, extra={"records": records})
 
 
 class Scheduler:
@@ -207,12 +227,7 @@ class Scheduler:
         self._outage.answered(lane.claiming)
         lane.marked, lane.failing = sent, False
         self._serve()
-        for key, reason in claims.broken:
-            facts = {"timeline": key, "reason": reason}
-            logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
-        for key, count in claims.expired:
-            facts = {"timeline": key, "records": count}
-            logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
+        tell_of_losses(claims)
         now = loop.time()
         for lease in claims.leases:
             hold = Hold(lease, now - (claims.now_ms - lease.due_ms) / 1000)

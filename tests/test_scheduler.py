@@ -37,8 +37,9 @@ from aiodigest import (
     dispatch,
 )
 from aiodigest.backend import Claims, Lease, Retired
-from aiodigest.errors import ConfigurationError
+from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.policy import Limits
+from aiodigest.scheduler import FEW
 from aiodigest.slots import CLAIM
 
 LEASE = 60.0
@@ -987,6 +988,36 @@ async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged
     assert lines(caplog, "'gone'", "7 records")
 
 
+@virtual_time
+async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_and_the_others_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Reporting(WatchedBackend):
+        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+            claims = await super().claim(shard, slots, lease_ms, limits)
+            broken = [(f"odd-{number}", "WRONGTYPE") for number in range(500)]
+            gone = [(f"gone-{number}", number % 2) for number in range(500)]
+            return replace(claims, broken=broken, expired=gone)
+
+    async with delivering(Inbox(), Reporting()):
+        await settle()
+    assert len(lines(caplog, "'odd-")) == len(lines(caplog, "'gone-", "1 records are lost")) == FEW
+    assert lines(caplog, f"{500 - FEW} more timelines cannot be read")
+    assert lines(caplog, f"{250 - FEW} more timelines outlived their ttl: {250 - FEW} records")
+    assert len(caplog.messages) == 2 * FEW + 2
+
+
+@virtual_time
+async def test_what_is_gone_without_a_record_is_nothing_to_tell_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Reporting(WatchedBackend):
+        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+            return replace(await super().claim(shard, slots, lease_ms, limits), expired=[("ghost", 0)])
+
+    async with delivering(Inbox(), Reporting()):
+        await settle()
+    assert not caplog.messages
+
+
 # isolation
 
 
@@ -1257,6 +1288,21 @@ async def test_leaving_ends_although_the_server_is_away() -> None:
         await settle()
         backend.take_down()
     assert now() < 20 + 2 * 5 + 1
+
+
+@virtual_time
+async def test_leaving_takes_no_longer_for_many_shards_whose_server_does_not_answer() -> None:
+    class Silent(WatchedBackend):
+        async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+            await asyncio.sleep(5)
+            raise BackendUnavailable("no answer in time")
+
+    inbox, backend = Inbox(*[forever] * 16), Silent(shards=16)
+    for shard in range(16):
+        await backend.put(keys_in(backend, shard)[0], 1)
+    async with delivering(inbox, backend, drain_timeout=1):
+        await inbox.digest(16)
+    assert now() < 1 + 5 + 0.1
 
 
 @virtual_time
