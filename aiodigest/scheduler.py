@@ -47,6 +47,9 @@ def tell_of_losses(claims: Claims) -> None:
     if more := claims.broken[FEW:]:
         facts = {"reason": more[0][1]}
         logger.error("%d more timelines cannot be read and are set aside for a lease", len(more), extra=facts)
+    if empty := [key for key, count in claims.expired if not count]:  # evicted, or written by another program
+        line = "%d timelines were due and hold no records, such as %r: the server or a program may have taken them"
+        logger.warning(line, len(empty), empty[0], extra={"timeline": empty[0]})
     lost = [(key, count) for key, count in claims.expired if count]
     for key, count in lost[:FEW]:
         facts = {"timeline": key, "records": count}

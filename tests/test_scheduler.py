@@ -1004,18 +1004,20 @@ async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_a
     assert len(lines(caplog, "'odd-")) == len(lines(caplog, "'gone-", "1 records are lost")) == FEW
     assert lines(caplog, f"{500 - FEW} more timelines cannot be read")
     assert lines(caplog, f"{250 - FEW} more timelines outlived their ttl: {250 - FEW} records")
-    assert len(caplog.messages) == 2 * FEW + 2
+    assert lines(caplog, "250 timelines were due and hold no records, such as 'gone-0'")
+    assert len(caplog.messages) == 2 * FEW + 3
 
 
 @virtual_time
-async def test_what_is_gone_without_a_record_is_nothing_to_tell_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_timeline_without_records_is_no_loss_of_0_records(caplog: pytest.LogCaptureFixture) -> None:
     class Reporting(WatchedBackend):
         async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
             return replace(await super().claim(shard, slots, lease_ms, limits), expired=[("ghost", 0)])
 
     async with delivering(Inbox(), Reporting()):
         await settle()
-    assert not caplog.messages
+    assert not lines(caplog, "0 records")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 # isolation
