@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
 
+    from aiodigest.outage import Outage
     from aiodigest.scheduler import Scheduler
 
 T = TypeVar("T", default=JSON)
@@ -273,7 +274,7 @@ class DigestEngine(Management[T]):
         if self._session is not None and not self._session.is_over:
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
-        def schedule(backend: Backend) -> Scheduler:
+        def schedule(backend: Backend, outage: Outage) -> Scheduler:
             from aiodigest.scheduler import Scheduler  # who only adds needs none
 
             assert callback is not None
@@ -281,6 +282,7 @@ class DigestEngine(Management[T]):
                 backend,
                 self._dispatcher(callback),
                 self._policies.limits,
+                outage,
                 backoff_mode=self._backoff_mode,
                 concurrency=self._concurrency,
                 lease_timeout=self._lease_timeout,
@@ -361,9 +363,8 @@ class DigestEngine(Management[T]):
             if down is None:
                 results += await self._add_some(session, some)
             else:
-                results += [
-                    BackendUnavailable(str(down), record_id=getattr(entry, "record_id", None)) for entry in some
-                ]
+                ids = (getattr(entry, "record_id", None) for entry in some)
+                results += [BackendUnavailable(str(down), record_id=each) for each in ids]
         if any(isinstance(result, AiodigestError) for result in results):
             raise PartialAdd(results)
         return [result is True for result in results]
@@ -382,8 +383,7 @@ class DigestEngine(Management[T]):
             except Exception as error:  # of the policy function, or the codec
                 failed = results[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
                 failed.__cause__ = error
-        answers = await session.add_many(list(adds.values()))
-        for (index, add), answer in zip(adds.items(), answers, strict=True):
+        for (index, add), answer in zip(adds.items(), await session.add_many(list(adds.values())), strict=True):
             if isinstance(answer, BackendUnavailable):
                 answer = session.explained(answer, unpack(add.entry).id.decode())
             elif isinstance(answer, bool):

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Capped at a second, so that a worker is back within a second of the server's return.
 BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
+CALM = 1.0  # seconds without a failure after which calls that others make at their own pace count as answered again
 
 
 class Outage:
@@ -25,6 +26,7 @@ class Outage:
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
         self._told: set[type[Exception]] = set()
+        self._soon: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def lasts(self) -> bool:
@@ -32,6 +34,8 @@ class Outage:
 
     def failed(self, error: Exception, call: str = "") -> None:
         """A call of a kind failed."""
+        if call in self._soon:
+            self._soon.pop(call).cancel()
         if not self._tries:
             self._began = asyncio.get_running_loop().time()
             self._told.clear()
@@ -51,6 +55,18 @@ class Outage:
                 lasted = asyncio.get_running_loop().time() - self._began
                 line = "the server is available again after %.1f s"
                 logger.warning(line, lasted, extra={"seconds": round(lasted, 3)})
+
+    def eased(self, call: str) -> None:
+        """A call of a kind was answered, of which others may fail: of several shards one may be away.
+
+        The kind counts as answered once none has failed for a second, so that the log does not tell of each.
+        """
+        if call in self._tries and call not in self._soon:
+            self._soon[call] = asyncio.get_running_loop().call_later(CALM, self._calmed, call)
+
+    def _calmed(self, call: str) -> None:
+        del self._soon[call]
+        self.answered(call)
 
     async def pause(self, call: str = "") -> None:
         """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""

@@ -72,6 +72,7 @@ class Scheduler:
         backend: Backend,
         dispatcher: Dispatcher[Any],
         limits: Limits,
+        outage: Outage,
         *,
         backoff_mode: BackoffMode,
         concurrency: int,
@@ -88,7 +89,7 @@ class Scheduler:
         self._lease_ms = milliseconds(lease_timeout)
         self._timeout = timeout
         self._observers = observers
-        self._outage = Outage()
+        self._outage = outage
         self._numbers = numbers
         self._lanes: dict[int, Lane] = {}  # by shard
         self._served = -1  # which change of them it has looked at

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADDS = "adds"  # the kind of calls that may find no server
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
 
 
@@ -71,7 +72,7 @@ class Session:
     The store need not be there when a session starts: whoever needs it connects, and all who wait share the attempt.
     """
 
-    def __init__(self, store: Opener, timeout: float, schedule: Callable[[Backend], Scheduler] | None) -> None:
+    def __init__(self, store: Opener, timeout: float, schedule: Callable[[Backend, Outage], Scheduler] | None) -> None:
         self._store = store
         self._timeout = timeout
         self._schedule = schedule
@@ -80,6 +81,7 @@ class Session:
         self._adds: dict[int, Coalescer[Add, bool]] = {}  # by shard
         self._scheduler: Scheduler | None = None
         self._cut_off = False  # the latest add failed
+        self._outage = Outage()
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._started = asyncio.Event()
@@ -146,7 +148,9 @@ class Session:
 
     async def _open(self) -> Backend:
         backend = await self._store.open()
-        self._backend, self._cut_off = backend, False
+        self._backend = backend
+        if self._cut_off:
+            self._reached()
         return backend
 
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
@@ -186,7 +190,11 @@ class Session:
 
     async def add(self, add: Add, began: float) -> bool:
         """Send an add, whose time ``began`` then, with the others of this turn; True if it made its timeline ready."""
-        backend = self._backend or await self.backend(began)
+        try:
+            backend = self._backend or await self.backend(began)
+        except BackendUnavailable as error:
+            self._missed(error)
+            raise
         while True:
             shard, queue = self._place(backend, add.key)
             coalescer = self._adds.get(shard) or self._new_coalescer(backend, shard)
@@ -194,10 +202,11 @@ class Session:
                 ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
             except Retired:  # and so not stored: it goes to where its timeline is now
                 continue
-            except BackendUnavailable:
-                self._cut_off = True
+            except BackendUnavailable as error:
+                self._missed(error)
                 raise
-            self._cut_off = False
+            if self._cut_off:
+                self._reached()
             if ready:
                 self.poke(shard)
             return ready
@@ -207,6 +216,7 @@ class Session:
         try:
             backend = await self.backend()
         except AiodigestError as error:
+            self._missed(error)
             return [error] * len(adds)
         answers: dict[int, bool | AiodigestError] = {}
         unsent: Sequence[int] = range(len(adds))
@@ -231,19 +241,34 @@ class Session:
                 try:
                     results = await backend.add(shard, batch)
                 except AiodigestError as error:
-                    self._cut_off = isinstance(error, BackendUnavailable)
-                    unsent = BackendUnavailable(str(error)) if self._cut_off else error
+                    self._missed(error)
+                    unsent = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
                     answers.update(dict.fromkeys(some, error))
                     answers.update(dict.fromkeys(indices[sent:], unsent))
                     return
                 answers.update(zip(some, results, strict=True))
-                self._cut_off = False
+                refusal = next((each for each in results if isinstance(each, BackendUnavailable)), None)
+                if refusal is not None:
+                    self._missed(refusal)
+                elif self._cut_off:
+                    self._reached()
                 if True in results:
                     self.poke(shard)
 
         async with asyncio.TaskGroup() as group:
             for (shard, _), indices in queues.items():
                 group.create_task(send(shard, indices))
+
+    def _missed(self, error: AiodigestError) -> None:
+        """An add has failed, which may tell that its server is away."""
+        if isinstance(error, BackendUnavailable) and not self._stopping.is_set() and not self.fault:
+            self._cut_off = True
+            self._outage.failed(error, ADDS)
+
+    def _reached(self) -> None:
+        """An add has found its server, and the one before it had not."""
+        self._cut_off = False
+        self._outage.eased(ADDS)
 
     def poke(self, shard: int) -> None:
         """Wake this process's own scheduler, if it has one."""
@@ -292,8 +317,8 @@ class Session:
             for chore in self._chores.values():
                 chore.cancel()
 
-    async def _deliver(self, schedule: Callable[[Backend], Scheduler]) -> None:
-        outage, tries = Outage(), 0
+    async def _deliver(self, schedule: Callable[[Backend, Outage], Scheduler]) -> None:
+        outage, tries = self._outage, 0
         while not self._stopping.is_set():
             try:
                 backend = await self.backend()
@@ -305,7 +330,7 @@ class Session:
                 continue
             outage.answered()
             if not self._stopping.is_set():  # it may have begun during the very last try
-                self._scheduler = schedule(backend)
+                self._scheduler = schedule(backend, outage)
                 await self._scheduler.run()
 
     def _ended(self, main: asyncio.Task[None]) -> None:
