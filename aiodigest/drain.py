@@ -56,8 +56,9 @@ class Drain:
             if hold.stage == was != "reporting":
                 leases.setdefault((lane, was == "calling"), []).append(hold.lease)
         await asyncio.gather(*(self._release(lane, some, started) for (lane, started), some in leases.items()))
-        for task in late:
-            task.cancel()
+        for _, hold, _ in left:
+            if hold.task in late:
+                hold.cut()
         await asyncio.wait(tasks, timeout=0 if deaf else None)
 
     async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:

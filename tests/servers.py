@@ -57,6 +57,7 @@ def commands(*roles: str, several: bool = False) -> list[str]:
     return sorted({word for role in roles for word in rules(several)[role] if word.startswith("+")})
 
 
+SUITE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"))  # the rule of all tests
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -101,7 +102,8 @@ class Server:
     def start(self) -> None:
         settings = (
             "--port", "0", "--unixsocket", self.socket, "--dir", str(self.folder), "--save", "",
-            "--appendonly", "no", "--loglevel", "warning", *self.options,
+            "--appendonly", "no", "--loglevel", "warning",
+            "--user", USER, "on", f">{PASSWORD}", *SUITE, *self.options,
         )  # fmt: skip
         binary = self.binary or server_binary()
         self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
@@ -115,7 +117,6 @@ class Server:
                     if self.process.poll() is not None or time.monotonic() > deadline:
                         raise RuntimeError(f"{binary} did not start") from None
                     time.sleep(0.005)
-            self.allow(client, USER, "~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"))
 
     def allow(self, client: Any, user: str, *rule: str) -> None:
         """Make a user with the password of all, who may do what is named and nothing else."""

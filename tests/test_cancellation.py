@@ -361,6 +361,7 @@ async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stag
 
 
 scene("look")(partial(looking, lambda backend, _: backend.look("k")))
+scene("windows")(partial(looking, lambda backend, _: backend.windows("k")))
 scene("entries")(partial(looking, lambda backend, _: backend.entries("k")))
 scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 10)))
 scene("counts")(partial(looking, lambda backend, _: backend.counts()))

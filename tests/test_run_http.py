@@ -155,7 +155,7 @@ def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(fold
         assert process.interrupt(signal.SIGTERM) == 0
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(url + "/livez")
-    assert process.errors.count(b"\n") == 2  # no log of requests, nor of uvicorn's own beginning and end
+    assert process.errors.count(b"\n") == 3  # no log of requests, nor of uvicorn's own beginning and end
     assert no_process_is_left(folder / "data")
 
 

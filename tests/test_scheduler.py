@@ -135,12 +135,12 @@ async def test_an_add_during_a_claim_is_not_missed() -> None:
 
 
 @virtual_time
-async def test_a_broken_doorbell_costs_a_claim_a_second_at_most() -> None:
+async def test_a_broken_doorbell_costs_a_few_claims_a_second_at_most() -> None:
     backend = WatchedBackend()
     backend.take_down("wait", error=ZeroDivisionError("a fault"))
     async with delivering(Inbox(), backend):
         await asyncio.sleep(10 * MINUTE)
-    assert 600 < backend.count("claim") < 2 * 600
+    assert 600 < backend.count("claim") < 3 * 600
 
 
 @virtual_time

@@ -596,6 +596,56 @@ class Stores(RuleBasedStateMachine):
         else:
             self.call("replay", letter, policy.terms, own)
 
+    # Chance alone leads to the ends of these seldom: each needs some calls in a row.
+
+    @rule(
+        key=keys,
+        before=st.lists(ids, min_size=1, max_size=4),
+        policy=policies,
+        since=st.lists(ids, max_size=4),
+        other=policies,
+        step=st.sampled_from((0, 0, 0, 31 * 86_400_000)),
+    )
+    def a_dead_letter_comes_back(
+        self, key: str, before: Sequence[bytes], policy: Policy, since: Sequence[bytes], other: Policy, step: int
+    ) -> None:
+        """Records are set aside, others may come in their place, and the letter is replayed if it is still there."""
+        self.call("add", 0, [Add(key, self.entry(each, None), policy.terms) for each in before])
+        self.call("flush", key)
+        limits = policy.terms.limits
+        if lease := self.call("open", 0, key, LEASE, limits):
+            self.given[0].append(lease)
+            taken = min(lease.part or lease.size, lease.size)
+            _, old = self.ended(lease, taken, None)
+            self.call("close", 0, [Close(lease, taken, 0, 0, limits, LEASE, old, False, [Letter("all")])])
+        if since:
+            self.call("add", 0, [Add(key, self.entry(each, None), other.terms) for each in since])
+        self.clock.now += step
+        for letter in self.call("letters", 0, 100).items[-1:]:
+            self.call("replay", letter, other.terms, False)
+
+    @rule(step=st.sampled_from((100_000, 2_000_000, 90_000_000)), slots=st.sampled_from((0, 1, 3)), policy=policies)
+    def records_outlive_their_ttl(self, step: int, slots: int, policy: Policy) -> None:
+        """Nobody looks for long, and then a worker does, once its grace is over."""
+        self.clock.now += step
+        self.call("claim", 0, 0, LEASE, policy.terms.limits)
+        self.clock.now += LEASE
+        for _ in range(2):
+            self.claim(0, slots, policy, LEASE)
+
+    @precondition(lambda self: any(self.given))
+    @rule(worker=workers, ago=leases, times=st.integers(1, 3), policy=policies)
+    def an_attempt_is_given_back_for_more_than_a_day(self, worker: int, ago: int, times: int, policy: Policy) -> None:
+        lease = self.lease(worker, ago)
+        for _ in range(times):
+            back = Retry(lease, 9 * 3_600_000, "not now", policy.terms.limits, lease.size, None, 0, True, False, 0)
+            self.call("retry", 0, [back])
+            self.clock.now += 9 * 3_600_000
+            for found in self.call("claim", 0, 3, LEASE, policy.terms.limits).leases:
+                self.given[worker].append(found)
+                if found.key == lease.key:
+                    lease = found
+
     @precondition(lambda self: self.last is not None)
     @rule()
     def repeat_a_call_whose_reply_was_lost(self) -> None:
