@@ -171,7 +171,8 @@ class Link:
 
     async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
-        patience = max(1, int(left * 900))  # ms: a tenth of the time is left for the answer to come; 0 is for ever
+        # ms, and 0 would be for ever; the rest is for the answer to come, as a server looks at the time ten times a second
+        patience = max(1, int(1000 * (left - max(left / 10, 0.25))))
         try:
             have = await converse(wire, "WAIT", ("WAIT", replicas, patience))
         except exceptions.ResponseError as error:

@@ -71,6 +71,14 @@ def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: C
     assert output == '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"done":true}\n'
 
 
+def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, command: Command) -> None:
+    manage(place, lambda engine: engine.delete("slow"))
+    options = *OPTIONS, "--url", place.url, "--timeout", "500ms"
+    code, _, errors = command("reshard", "--to", "4", "--wait-replicas", "1", *options)
+    assert code == 69
+    assert "0 replicas of " in errors
+
+
 class Looks(Progress):
     """Tells when there were many looks."""
 

@@ -76,11 +76,14 @@ class Address:
     url: str
     namespace: str
     timeout: float
+    wait_replicas: int = 0
 
     @asynccontextmanager
     async def engine(self) -> AsyncGenerator[DigestEngine, None]:
         """An engine that is connected, or else BackendUnavailable is raised, and that takes any JSON value."""
-        engine = DigestEngine(self.url, namespace=self.namespace, timeout=self.timeout)
+        engine = DigestEngine(
+            self.url, namespace=self.namespace, timeout=self.timeout, wait_replicas=self.wait_replicas
+        )
         async with engine:
             yield engine
 

@@ -19,6 +19,16 @@ To: TypeAlias = Annotated[
     int, typer.Option("--to", metavar="SHARDS", show_default=False, help="How many there are to be: from 1 to 1024.")
 ]
 
+Replicas: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--wait-replicas",
+        metavar="N",
+        min=0,
+        help="As that of the engines: no step is taken before so many replicas have the one before.",
+    ),
+]
+
 PATIENCE = 15  # looks, about a second apart, and seconds
 CLEAR = "\r\x1b[K"  # back to the beginning of a terminal's line, and nothing in it
 
@@ -28,6 +38,7 @@ def reshard(
     shards: To,
     url: Url = EMBEDDED,
     timeout: Timeout = 5.0,
+    replicas: Replicas = 0,
     in_json: AsJson = False,
 ) -> None:
     """Give a namespace another number of shards while it is used, and wait until the old ones are empty.
@@ -38,7 +49,7 @@ def reshard(
     progress = Progress(namespace, shards)
     where = url
     try:
-        where = asyncio.run(_watched(Address(url, namespace, timeout), shards, progress, in_json))
+        where = asyncio.run(_watched(Address(url, namespace, timeout, replicas), shards, progress, in_json))
     except KeyboardInterrupt:
         progress.clear()
         say(f"interrupted: aiodigest reshard --namespace {namespace} --to {shards} goes on from here")
