@@ -171,7 +171,7 @@ class Link:
 
     async def _replicated(self, wire: Wire, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
-        # ms, and 0 would be for ever; the rest is for the answer to come, as a server looks at the time ten times a second
+        # ms, and 0 would be for ever; the rest is for the answer: a server looks at the time ten times a second
         patience = max(1, int(1000 * (left - max(left / 10, 0.25))))
         try:
             have = await converse(wire, "WAIT", ("WAIT", replicas, patience))

@@ -241,6 +241,17 @@ class Traffic:
         return max(times) - min(times) if times else 0.0
 
 
+def test_a_cluster_of_three_primaries_and_three_replicas_is_there_within_five_seconds() -> None:
+    took: list[float] = []
+    while len(took) < 3 and min(took, default=5) >= 5:  # the machine may be busy with other things
+        began = time.monotonic()
+        with running_cluster() as running:
+            took.append(time.monotonic() - began)
+            assert sum(node.is_primary for node in running.nodes) == 3
+            assert len(running.nodes) == 6
+    assert min(took) < 5
+
+
 # 1. What leads to a cluster
 
 
@@ -1012,6 +1023,7 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
             source = cluster.primary_of(tag)
             target = cluster.another(source)
             if not await asyncio.to_thread(cluster.move_at_once, slot, source, target):
+                assert b"MIGRATESLOTS" not in b"".join(source.ask("CLUSTER", "HELP")), "the server can, and has not"
                 move = Move(cluster, slot, source, target)
                 move.begin()
                 move.end()
