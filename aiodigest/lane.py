@@ -20,6 +20,8 @@ from aiodigest.policy import milliseconds
 
 logger = logging.getLogger(__name__)
 
+GOLDEN = 0.618  # its multiples lie far apart between whole numbers
+
 
 @dataclass(slots=True, eq=False)
 class Hold:
@@ -83,6 +85,8 @@ class Lane:
         self.failures = 0  # calls that failed
         self.forgiven = 0  # how many had, when the renewal was sent that was answered last
         self.deaf = 0  # how often in a row the doorbell could not be heard
+        # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
+        self.share = 1.0 - shard * GOLDEN % 1.0
         self.renewed = self.marked = asyncio.get_running_loop().time()  # and when the store last heard of this worker
 
     @property

@@ -243,8 +243,8 @@ class Scheduler:
 
     async def _sleep(self, lane: Lane, claims: Claims) -> None:
         """Sleep until something is due, the doorbell rings, or a third of a lease has passed."""
-        third = self._lease_timeout / 3
-        timeout = third if claims.wait_ms is None else min(third, claims.wait_ms / 1000)
+        longest, lane.share = self._lease_timeout / 3 * lane.share, 1.0
+        timeout = longest if claims.wait_ms is None else min(longest, claims.wait_ms / 1000)
         deadline = asyncio.get_running_loop().time() + timeout
         waker = asyncio.create_task(lane.woken.wait())
         try:
