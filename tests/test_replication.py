@@ -87,7 +87,7 @@ async def greedy(server: Server, namespace: str) -> AsyncGenerator[DigestEngine[
 async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replicas_it_would_wait_for(
     namespace: str,
 ) -> None:
-    async with replicated() as (primary, _), engine_to(primary, namespace, wait_replicas=2, timeout=1) as engine:
+    async with replicated() as (primary, _), greedy(primary, namespace) as engine:
         with pytest.raises(BackendUnavailable):
             await engine.add("key", 1)
         with primary.client() as client:

@@ -21,8 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("aiodigest", "tests", "examples", "docs", "pyproject.toml", "README.md")
 SIMULATED = (
+    "alarm.py",
     "coalesce.py",
     "dispatch.py",
+    "drain.py",
     "drain.py",
     "engine.py",
     "lane.py",
@@ -43,6 +45,7 @@ class Mutant:
     new: str
     test: str
     speed: bool = False  # it breaks no promise, and only takes longer
+    apart: bool = False  # nothing that shows it happens in simulated worlds, such as a codec that panics
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def simulate(mutant: Mutant) -> str:
 def main_simulation(names: Sequence[str]) -> int:
     """See that the simulation finds what is planted above the store."""
     above = [mutant for mutant in read_mutants(names) if mutant.file.removeprefix("aiodigest/") in SIMULATED]
-    mutants = [mutant for mutant in above if not mutant.speed]
+    mutants = [mutant for mutant in above if not mutant.speed and not mutant.apart]
     unseen = 0
     for mutant in mutants:
         found = simulate(mutant)

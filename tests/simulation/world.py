@@ -252,7 +252,8 @@ class World:
             self._kill, self._kill, self._stop, self._leave, self._step_clock, self._break_receiver, self._plant,
         ]  # fmt: skip
         fault = random.choice(faults)
-        if self._whims.random() < 0.08:
+        # a receiver that fails has workers rest, which hear of a change by what they tell alone
+        if self._whims.random() < (0.4 if fault == self._break_receiver else 0.08):
             self._change_shards()
 
         async def happen() -> None:
