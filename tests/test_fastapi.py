@@ -275,7 +275,10 @@ async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_
         "record_id": "first",
     }
     reason = {"no": "connection to redis.internal refused", "unknown": "connection reset"}[stored]
-    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [("WARNING", f"POST /ann: {reason}")]
+    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
+        ("WARNING", f"the server is unavailable: {reason}"),
+        ("WARNING", f"POST /ann: {reason}"),
+    ]
 
 
 @pytest.mark.parametrize(
