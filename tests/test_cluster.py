@@ -468,6 +468,24 @@ async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(name
             assert left_of(small, namespace) == []
 
 
+async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the_word_of_that_one(
+    cluster: Cluster,
+) -> None:
+    first, second, *_ = cluster.primaries
+    key = cluster.key_of(first)
+    slot = key_slot(key.encode())
+    for source, target in ((first, second), (second, first)):
+        move = Move(cluster, slot, source, target)
+        move.begin()
+        async with AsyncExitStack() as stack:
+            link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{source.port}"), 5)
+            stack.push_async_callback(link.close)
+            with pytest.raises(BackendUnavailable, match=f"slot {slot} is being moved"):
+                await link.command(key, "PING")
+            move.end()
+            assert await link.command(key, "PING") == b"PONG"
+
+
 async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_closed_it(cluster: Cluster) -> None:
     key = cluster.key_of(cluster.primaries[1])
     link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)

@@ -14,6 +14,7 @@ from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
 from aiodigest.connection import CONNECTIONS, WAITERS
+from aiodigest.redisbackend import RedisBackend
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
@@ -165,10 +166,11 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
         async with engine_to(primary, namespace, wait_replicas=1, timeout=2) as engine:
             [letter] = [letter async for letter in engine.dead_letters()]
             backend = await engine._backend()
+            assert isinstance(backend, RedisBackend)
             assert await backend.reshard(2)
             freeze(replica)
             with pytest.raises(BackendUnavailable, match="0 replicas"):
-                await backend.drain()
+                await backend._move(0, letter.id)
             with primary.client() as client:
                 assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
             thaw(replica)
