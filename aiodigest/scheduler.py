@@ -280,7 +280,7 @@ class Scheduler:
 
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
         try:
-            while not self._stopping.is_set():
+            while not (self._stopping.is_set() or hold.call.cut):  # the next part too is only for who has the lease
                 async with self._slots.gate:
                     attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
                     if self._stopping.is_set():

@@ -744,6 +744,25 @@ async def test_a_worker_whose_renewal_hangs_cancels_its_delivery_when_the_lease_
 
 
 @virtual_time
+async def test_the_next_part_of_a_digest_is_not_begun_under_a_lease_that_was_lost_during_the_one_before() -> None:
+    async def deaf(digest: Digest[JSON]) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+
+    terms = policy(max_size=1)
+    inbox, backend = Inbox(deaf), WatchedBackend()
+    await backend.put("key", 1, 2, policy=terms)
+    async with delivering(inbox, backend, policy=terms, timeout=1):
+        await inbox.digest()
+        backend.gates["renew"] = asyncio.Event()
+        await asyncio.sleep(LEASE + 1)
+        backend.gates.pop("renew").set()
+        await inbox.outcome(2)
+        assert backend.items("release") == [1]
+    assert inbox.values == [[1], [2]]
+
+
+@virtual_time
 async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     await backend.put("key", 1)

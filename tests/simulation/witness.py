@@ -180,9 +180,11 @@ class Witness:
 
     def begun(self, process: Process, digest: Digest[int]) -> Receipt:
         conduct, now = self.conducts[process], self._loop.time()
+        removed = self.removed_at.get(digest.key, 0.0) >= self._leased_at.get(digest.id, now)  # and is read to its end
         for other in self._running():
             if (
                 other.key == digest.key
+                and not removed
                 and not self._removed_since(other)
                 and self._answers_for(other, conduct.setup.lease_timeout * 2)
                 and not self.store.moved_at  # else it may be in an old and a new shard
@@ -206,6 +208,10 @@ class Witness:
             self.broken(f"{process} delivers {len(under_way)} digests at once")
         self.begun_at[digest.key] = now
         return receipt
+
+    def goes_on(self, digest_id: str, rest_id: str) -> None:
+        """The rest of a digest in parts is delivered under the same lease, with an id of its own."""
+        self._leased_at[rest_id] = self._leased_at.get(digest_id, self._loop.time())
 
     def _taken_at(self, receipt: Receipt) -> float:
         """When its lease was given; its entries may have been read for long after that."""
