@@ -19,7 +19,7 @@ from typing import Any
 import redis
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
-from servers import PASSWORD, USER, commands, server_binary
+from servers import PASSWORD, USER, commands, online, server_binary
 
 SLOTS = 16_384
 # of all tests' user
@@ -206,12 +206,16 @@ class Cluster:
         self.settle()
 
     def is_whole(self, node: Node) -> bool:
-        """Whether a node sees every slot served, and every replica linked to its primary."""
+        """Whether a node sees every slot served, and is linked to its primary, or counts its replicas as online."""
         if b"cluster_state:ok" not in info(node):
             return False
-        servers = {port for _, _, *rest in node.ask("CLUSTER", "SLOTS") for _, port, *_ in rest}
-        linked = node.is_primary or node.ask("ROLE")[3] == b"connected"
-        return linked and len(servers) == len(self.alive)
+        groups = [[port for _, port, *_ in rest] for _, _, *rest in node.ask("CLUSTER", "SLOTS")]
+        if node.is_primary:
+            followers = {port for primary, *others in groups if primary == node.port for port in others}
+            linked = followers <= online(node.ask("INFO", "replication"))
+        else:
+            linked = node.ask("ROLE")[3] == b"connected"
+        return linked and len({port for group in groups for port in group}) == len(self.alive)
 
     def allow(self, user: str, *rule: str) -> None:
         """Make a user on every node."""

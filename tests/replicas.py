@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import redis
-from servers import Server, running_server, server_binary
+from servers import Server, online, running_server, server_binary
 
 PATIENCE = 30.0
 SERVICE = "mail"
@@ -71,6 +71,12 @@ def follow(server: Server, primary: Server | None) -> None:
         client.execute_command("REPLICAOF", *(("127.0.0.1", port_of(primary)) if primary else ("NO", "ONE")))
 
 
+def followers(server: Server) -> set[int]:
+    """The ports of a primary's replicas."""
+    with server.client() as client:
+        return online(client.info("replication"))
+
+
 def follows(server: Server) -> bool:
     """Whether a replica has what its primary has."""
     with server.client() as client:
@@ -93,7 +99,7 @@ async def replicated(replicas: int = 1) -> AsyncGenerator[list[Server]]:
         primary, *others = servers = [stack.enter_context(server_on(port)) for port in free_ports(1 + replicas)]
         for replica in others:
             follow(replica, primary)
-        await until(lambda: all(map(follows, others)))
+        await until(lambda: all(map(follows, others)) and len(followers(primary)) == replicas)
         yield servers
 
 

@@ -61,6 +61,16 @@ SUITE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator")
 UNLIMITED = resource.RLIM_INFINITY
 
 
+def online(facts: dict[str, Any]) -> set[int]:
+    """The ports of those replicas that a primary counts as online, a moment after they themselves do.
+
+    ``facts``: its answer to ``INFO replication``.
+    """
+    return {
+        int(each["port"]) for name, each in facts.items() if re.fullmatch(r"slave\d+", name) and "online" in str(each)
+    }
+
+
 def limit_files(pid: int, size: int) -> None:
     """Let a process write no file beyond this size, as on a full disk; it may be lifted again."""
     with suppress(ProcessLookupError):

@@ -25,7 +25,6 @@ SIMULATED = (
     "coalesce.py",
     "dispatch.py",
     "drain.py",
-    "drain.py",
     "engine.py",
     "lane.py",
     "outage.py",
