@@ -11,11 +11,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import pytest
@@ -29,6 +30,7 @@ from aiodigest import (
     JSON,
     AiodigestError,
     BackoffMode,
+    Bounds,
     CodecError,
     ConfigurationError,
     DeadLetter,
@@ -36,7 +38,10 @@ from aiodigest import (
     Delivery,
     Digest,
     DigestEngine,
+    Draining,
     Entry,
+    Finding,
+    Health,
     IntervalBackoff,
     InvalidArgument,
     IterationBackoff,
@@ -49,6 +54,7 @@ from aiodigest import (
     RetryAfter,
     RetryPolicy,
     Stats,
+    Sync,
     Timeline,
 )
 from aiodigest.wire import identity, latest, pack
@@ -226,6 +232,13 @@ class Draft:
         return Entry(real(self.key), real(self.value), real(self.record_id), real(self.timestamp))
 
 
+def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Draw from a strategy as often as its weight says; ``one_of`` takes those that are the same for one, and what is
+    in another ``one_of`` for its own."""
+    drawn = [strategy for weight, strategy in choices for _ in range(weight)]
+    return st.integers(0, len(drawn) - 1).flatmap(drawn.__getitem__)
+
+
 text = st.text(st.characters(exclude_categories=()), max_size=20)
 numbers = st.one_of(st.integers(), st.floats(), st.sampled_from((0, 1, -1, 0.001, 5, 60, 1e9, 1e300)))
 json = st.recursive(
@@ -236,36 +249,61 @@ json = st.recursive(
 named = st.sampled_from(sorted(ODD)).map(Named)
 odd = st.one_of(named, named, st.none(), st.booleans(), numbers, text, st.binary(max_size=20), json)
 
-keys = st.one_of(*[st.sampled_from(("a", "b", "c", UNPOLICED))] * 4, odd)
-ids = st.one_of(*[st.sampled_from(("1", "2", "3"))] * 3, st.none(), odd)
-values = st.one_of(json, json, odd)
-times = st.one_of(st.none(), st.floats(0, 2e9), st.datetimes(timezones=st.just(UTC)), odd)
-delays = st.one_of(st.none(), st.floats(0, 100), st.timedeltas(), odd)
+keys = weighted((9, st.sampled_from(("a", "b", "c"))), (1, st.just(UNPOLICED)), (2, odd))
+ids = weighted((9, st.sampled_from(("1", "2", "3"))), (3, st.none()), (1, odd))
+values = weighted((3, json), (1, odd))
+moments = st.one_of(st.floats(0, 2e9), st.datetimes(timezones=st.just(UTC)))
+times = weighted((5, st.none()), (5, moments), (1, odd))
+delays = weighted((2, st.none()), (3, st.floats(0, 100)), (1, st.timedeltas()), (2, odd))
 
 Call = tuple[str, dict[str, Any]]
 
 
+called: set[str] = set()
+
+
 def call(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Call]:
+    called.add(name)
     return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
 
+hooks = weighted((1, st.sampled_from(("function", "returns none", "raises")).map(Named)), (1, odd))
 entries = st.builds(Draft, keys, values, ids, times)
-letters = st.one_of(st.sampled_from(("letter 0", "letter 1")), odd)
-calls = st.one_of(
-    *[call("add", key=keys, value=values, record_id=ids, timestamp=times)] * 4,
-    *[call("add_many", entries=st.one_of(st.lists(st.one_of(entries, entries, odd), max_size=5), odd))] * 2,
+letters = weighted((3, st.sampled_from(("letter 0", "letter 1"))), (1, odd))
+several = weighted((4, st.lists(weighted((9, entries), (1, odd)), max_size=5)), (1, odd))
+states = weighted((2, st.sampled_from(("waiting", "ready", "leased"))), (1, odd))
+add, add_many = {"key": keys, "value": values, "record_id": ids, "timestamp": times}, {"entries": several}
+often = st.one_of(
     call("flush", key=keys),
     call("delete", key=keys),
     call("remove", key=keys, record_id=ids),
     call("reschedule", key=keys, at=times, delay=delays),
     call("peek", key=keys),
-    call("timelines", state=st.one_of(st.sampled_from(("waiting", "ready", "leased")), odd)),
+    call("timelines", state=states),
     call("dead_letters"),
     call("dead_letter", letter_id=letters),
     call("replay", letter_id=letters),
     call("discard", letter_id=letters),
     call("stats"),
-    call("observe", observer=odd),
+)
+seldom = st.one_of(
+    call("health", overdue=delays),
+    call("examine"),
+    call("erase"),
+    call("reshard", shards=weighted((2, st.sampled_from((1, 2, 3))), (1, odd))),
+    call("observe", observer=hooks),
+    call("deliver", callback=hooks),
+    call("delivering", callback=hooks, shards=odd),
+    call("run", callback=hooks, shards=odd),
+    call("lifespan", app=odd),
+)
+calls = weighted(
+    (8, call("add", **add)),
+    (4, call("add_many", **add_many)),
+    (1, call("sync.add", **add)),
+    (1, call("sync.add_many", **add_many)),
+    (12, often),
+    (2, seldom),
 )
 replies = st.one_of(
     st.just(("return", None)),
@@ -376,7 +414,7 @@ def policy_of(key: str) -> Any:
 
 @asynccontextmanager
 async def fuzzed(server: Server, sound: bool = True, **options: Any) -> AsyncGenerator[Fuzzed, None]:
-    """An engine in a namespace of its own, delivering; it and the event loop end without a fault.
+    """An engine in a namespace of its own, which may do all, delivering; it and the event loop end without a fault.
 
     ``sound``: what it leaves behind is as it must always be, since nobody but aiodigest wrote it.
     """
@@ -385,7 +423,7 @@ async def fuzzed(server: Server, sound: bool = True, **options: Any) -> AsyncGen
     namespace = f"fuzz-{next(_numbers)}"
     settled: dict[str, Any] = {"retry": RetryPolicy(max_attempts=2, backoff=lambda n: 0.0), "timeout": DEADLINE}
     engine = DigestEngine[JSON](
-        server.url, namespace=namespace, backoff_mode=BackoffMode(maximum=0), **(settled | options)
+        f"unix://{server.socket}", namespace=namespace, backoff_mode=BackoffMode(maximum=0), **(settled | options)
     )
     watch, logger = Watch(), logging.getLogger("aiodigest")
     logger.propagate = False
@@ -396,8 +434,8 @@ async def fuzzed(server: Server, sound: bool = True, **options: Any) -> AsyncGen
             async with engine.delivering(fuzz.callback):
                 yield fuzz
                 await fuzz.canary()
-            if sound:
-                check_invariants(redis_state(client, namespace))
+            for tag in tags(client, namespace) if sound else ():
+                check_invariants(redis_state(client, tag))
             drop(client, namespace)
     finally:
         logger.removeHandler(watch)
@@ -406,10 +444,20 @@ async def fuzzed(server: Server, sound: bool = True, **options: Any) -> AsyncGen
     assert not unseen, unseen
 
 
+def keys_of(client: Any, namespace: str) -> list[bytes]:
+    """All that a namespace has in Redis, with whatever number of shards."""
+    found = client.scan_iter(match=f"{{{namespace}*", count=10_000)
+    return [key for key in found if key.startswith((b"{%b}:" % namespace.encode(), b"{%b:" % namespace.encode()))]
+
+
+def tags(client: Any, namespace: str) -> set[str]:
+    """The tags of its shards."""
+    return {key.partition(b"}")[0][1:].decode() for key in keys_of(client, namespace)}
+
+
 def drop(client: Any, namespace: str) -> None:
     """Leave the server as it was, or a long run would fill it."""
-    keys = list(client.scan_iter(match=f"{{{namespace}}}:*", count=10_000))
-    if keys:
+    if keys := keys_of(client, namespace):
         client.delete(*keys)
 
 
@@ -440,18 +488,27 @@ def arguments_of(fuzz: Fuzzed, drawn: dict[str, Any], known: Sequence[str]) -> d
 
 
 async def ask(fuzz: Fuzzed, name: str, arguments: dict[str, Any]) -> Any:
+    method = attrgetter(name)(fuzz.engine)
     async with asyncio.timeout(DEADLINE):
-        answer = getattr(fuzz.engine, name)(**arguments)
+        if name.startswith("sync."):
+            return await asyncio.to_thread(method, **arguments)
+        answer = method(**arguments)
+        if name == "reshard":  # it is broken off: what waits goes on waiting
+            async with aclosing(answer):
+                return await anext(answer, None)
         if inspect.isasyncgen(answer):
             return [item async for item in answer]
+        if isinstance(answer, AbstractAsyncContextManager):
+            async with cast("AbstractAsyncContextManager[Any]", answer):
+                return None
         return await answer if inspect.isawaitable(answer) else answer
 
 
 def fits(name: str, answer: Any) -> bool:
     match name:
-        case "add" | "flush" | "delete" | "remove" | "replay" | "discard":
+        case "add" | "sync.add" | "flush" | "delete" | "remove" | "replay" | "discard":
             return isinstance(answer, bool)
-        case "add_many":
+        case "add_many" | "sync.add_many":
             return isinstance(answer, list) and all(isinstance(each, bool) for each in cast("list[Any]", answer))
         case "reschedule":
             return isinstance(answer, datetime) and answer.utcoffset() is not None
@@ -465,8 +522,24 @@ def fits(name: str, answer: Any) -> bool:
             return answer is None or isinstance(answer, DeadLetter)
         case "stats":
             return isinstance(answer, Stats)
-        case _:
-            return True
+        case "health":
+            return isinstance(answer, Health)
+        case "examine":
+            return all(isinstance(each, Finding) for each in answer)
+        case "erase":
+            return isinstance(answer, int)
+        case "reshard":
+            return answer is None or isinstance(answer, Draining)
+        case "observe" | "deliver":
+            return callable(answer)
+        case _:  # the engine was entered already
+            return False
+
+
+def test_everything_that_an_engine_can_be_asked_is_drawn() -> None:
+    asked = {name for name in dir(DigestEngine) if not name.startswith("_") and callable(getattr(DigestEngine, name))}
+    asked |= {f"sync.{name}" for name in dir(Sync) if not name.startswith("_")}
+    assert called == asked
 
 
 @every
@@ -479,15 +552,15 @@ def test_whatever_an_engine_is_asked_it_answers_or_raises_a_typed_error_and_goes
             fuzz.replies = iter(replied)
             for name, drawn in asked:
                 tried["calls"] += 1
-                known = [letter.decode() for letter in fuzz.client.zrange(f"{fuzz.tag}dead", 0, -1)]
+                known = [letter.id async for letter in fuzz.engine.dead_letters()]
                 try:
                     answer = await ask(fuzz, name, arguments_of(fuzz, drawn, known))
                 except Odd:  # of the iterable, or of the policy function: the caller's own
-                    assert name == "add_many" or drawn["key"] == UNPOLICED
+                    assert name.endswith("add_many") or drawn["key"] == UNPOLICED
                 except Exception as error:
                     check(
                         error,
-                        name == "add"
+                        name in ("add", "sync.add")
                         and not any(isinstance(drawn[one], Named) or SECRET in repr(drawn[one]) for one in QUOTED),
                     )
                 else:
@@ -506,30 +579,18 @@ def made(what: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Ma
     return st.tuples(st.just(what), st.fixed_dictionaries({}, optional=arguments))
 
 
-wholes = st.one_of(st.integers(-1, 10_000), odd)
+wholes = weighted((3, st.integers(-1, 10_000)), (1, odd))
 counts = st.one_of(st.integers(0, 100), st.integers(min_value=0))
-waits = st.one_of(st.sampled_from((IterationBackoff(), DecorrelatedJitter())), delays)
+waits = weighted((1, st.sampled_from((IterationBackoff(), DecorrelatedJitter()))), (2, delays))
 urls = st.one_of(
     odd,
     st.tuples(
         st.sampled_from(("redis://", "rediss://", "unix://", "embedded://", "redis+sentinel://", "http://", "")), text
     ).map("".join),
 )
-constructors = st.one_of(
-    *[
-        made(
-            "engine", url=urls, namespace=st.one_of(text, odd), value_type=odd, codec=odd, policy=odd, retry=odd,
-            backoff_mode=odd, shards=wholes, concurrency=wholes, lease_timeout=delays, delivery_timeout=delays,
-            drain_timeout=delays, timeout=delays, wait_replicas=wholes,
-        )
-    ] * 3,
-    *[
-        made(
-            "policy", initial_delay=delays, minimum_delay=waits, increment_delay=delays, maximum_delay=delays,
-            max_size=wholes, capacity=wholes, max_age=delays, ttl=delays,
-        )
-    ] * 3,
+parts = st.one_of(
     made("retry", max_attempts=wholes, backoff=waits),
+    made("bounds", value=wholes, name=wholes, records=wholes),
     made("backoff mode", threshold=wholes, multiplier=delays, maximum=delays),
     made("codec", value_type=odd, compress_above=wholes, max_size=wholes, value=values, data=st.binary(max_size=50)),
     made("iteration", base=delays, steps=wholes, n=counts),
@@ -538,6 +599,24 @@ constructors = st.one_of(
     made("partial", failed=odd),
     made("later", delay=odd, pause=odd),
     made("reject", reason=odd),
+)
+constructors = weighted(
+    (
+        3,
+        made(
+            "engine", url=urls, namespace=st.one_of(text, odd), value_type=odd, codec=odd, policy=odd, retry=odd,
+            backoff_mode=odd, bounds=odd, shards=wholes, concurrency=wholes, lease_timeout=delays,
+            delivery_timeout=delays, drain_timeout=delays, timeout=delays, wait_replicas=wholes,
+        ),
+    ),
+    (
+        3,
+        made(
+            "policy", initial_delay=delays, minimum_delay=waits, increment_delay=delays, maximum_delay=delays,
+            max_size=wholes, capacity=wholes, max_age=delays, ttl=delays,
+        ),
+    ),
+    (8, parts),
 )  # fmt: skip
 
 
@@ -554,6 +633,8 @@ def make(what: str, given: dict[str, Any]) -> None:
             engine(local, policy=Policy(**given))
         case "retry":
             engine(local, retry=RetryPolicy(**given))
+        case "bounds":
+            engine(local, bounds=Bounds(**given))
         case "backoff mode":
             BackoffMode(**given)
         case "codec":
@@ -737,13 +818,14 @@ GARBAGE = (
     "", "x", "nan", "inf", "-inf", "-1", "0", "1.5", "1e300", "0x10", "9" * 15, "9" * 400, "1 2 3 4", "0 0 0 0",
     "9 " * 4, f"1 1 1 {'9' * 40}", "\0",
 )  # fmt: skip
+PARTS = ("meta", "log", "open")
 SCORES = ("-inf", "inf", "-1e300", "1e300", "0", "-1", "1.5", "9007199254740993")
-garbling = st.one_of(
-    *[st.tuples(st.just("field"), st.sampled_from(FIELDS), st.sampled_from(GARBAGE))] * 3,
-    st.tuples(st.just("no field"), st.sampled_from(FIELDS), st.just("")),
-    st.tuples(st.just("type"), st.sampled_from(("meta", "log", "open")), st.sampled_from(("set", "rpush", "hset"))),
-    st.tuples(st.just("gone"), st.sampled_from(("meta", "log", "open")), st.just("")),
-    st.tuples(st.just("score"), st.sampled_from(("waiting", "ready", "leased")), st.sampled_from(SCORES)),
+garbling = weighted(
+    (3, st.tuples(st.just("field"), st.sampled_from(FIELDS), st.sampled_from(GARBAGE))),
+    (1, st.tuples(st.just("no field"), st.sampled_from(FIELDS), st.just(""))),
+    (1, st.tuples(st.just("type"), st.sampled_from(PARTS), st.sampled_from(("set", "rpush", "hset")))),
+    (1, st.tuples(st.just("gone"), st.sampled_from(PARTS), st.just(""))),
+    (1, st.tuples(st.just("score"), st.sampled_from(("waiting", "ready", "leased")), st.sampled_from(SCORES))),
 )
 Garbling = tuple[str, str, str]
 
