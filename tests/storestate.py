@@ -77,7 +77,9 @@ def redis_state(client: Any, tag: str) -> State:
         assert replies.pop() == -1, f"{key!r} would expire, which the keys of a shard do not"
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(SETS, replies[:3], strict=True)}
     state["layout"] = {
-        name.decode(): int(value) for name, value in replies[4].items() if name not in (b"version", b"current")
+        name.decode(): int(value)
+        for name, value in replies[4].items()
+        if name not in (b"version", b"current", b"drains")
     }
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
