@@ -671,6 +671,9 @@ async def test_on_a_cluster_every_primary_is_asked_and_what_is_common_is_told_on
     assert found.message.startswith("16 shards on 3 of 3 primaries: ")
 
 
+CLERK = ("~{*}:*", "+info", "+cluster|slots", "+cluster|nodes", *commands("producer", "worker", "operator"))
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with running_cluster() as cluster:
@@ -680,7 +683,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 async def sixteen(cluster: Cluster) -> AsyncIterator[DigestEngine[Any]]:
     """An engine of the namespace ``post``, whose shards all three primaries have, and of the user ``clerk``."""
-    cluster.allow("clerk", "~{*}:*", "+info", *commands("producer", "worker", "operator"), "+cluster|slots")
+    cluster.allow("clerk", *CLERK)
     url = cluster.url.replace(USER, "clerk", 1)
     async with DigestEngine(url, namespace="post", shards=16, policy=LATER) as engine:
         await engine.add_many(Entry(f"k{number}", 1) for number in range(64))
@@ -728,6 +731,19 @@ async def test_a_rule_that_lacks_on_one_primary_what_it_has_on_the_others_is_a_p
         ("problem", f"127.0.0.1:{victim.port}: user 'clerk' lacks there what it has elsewhere: hset zadd"),
         ("ok", "user 'clerk' may add, deliver, look, move by hand"),
     ]
+
+
+async def test_who_may_not_ask_which_slots_are_on_their_way_is_told_so(
+    cluster: Cluster, sixteen: DigestEngine[Any]
+) -> None:
+    told = "slots that are on their way to it: not looked at, since user 'clerk' may not run CLUSTER NODES"
+    cluster.allow("clerk", *(word for word in CLERK if word != "+cluster|nodes"))
+    found = [one for one in await sixteen.examine() if one.message.endswith(told)]
+    assert [(one.check, one.level, one.remedy) for one in found] == [
+        ("cluster", "note", "ACL SETUSER clerk +cluster|nodes")
+    ]
+    cluster.allow("clerk", *CLERK)
+    assert not [one for one in await sixteen.examine() if one.message.endswith(told)]
 
 
 async def test_a_replica_that_does_not_know_the_user_is_noted_before_it_is_the_primary(

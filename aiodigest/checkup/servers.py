@@ -104,6 +104,7 @@ async def _ask(namespace: Namespace, interview: Interview) -> Facts:
     facts.settings = await _settings(interview)
     if target.nodes:
         facts.cluster = _lines(await interview.ask("cluster", "its state", "CLUSTER", "INFO"))
+        await interview.ask("cluster", "slots that are on their way to it", "CLUSTER", "NODES")  # workers ask so too
     async with aclosing(_trips(interview)) as trips:
         samples = [sample async for sample in trips]
     facts.trips = [trip for trip, _ in samples]
