@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engines import session_of
-from replicas import Relay, follow, freeze, port_of, replicated, role_of, thaw, until
+from replicas import Relay, follow, follows, freeze, port_of, replicated, role_of, thaw, until
 from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
+from aiodigest.backend import Add, Close, Retry
 from aiodigest.connection import CONNECTIONS, WAITERS
 from aiodigest.redisbackend import RedisBackend
+from aiodigest.wire import pack
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
@@ -30,6 +33,12 @@ async def engine_to(server: Server, namespace: str, **options: Any) -> AsyncGene
 def length_of(server: Server, namespace: str, key: str) -> int:
     with server.client() as client:
         return client.llen(f"{{{namespace}}}:log:{key}")
+
+
+def holds(server: Server, namespace: str, state: str) -> bool:
+    """Whether a server has timelines in a state."""
+    with server.client() as client:
+        return client.exists(f"{{{namespace}}}:{state}") == 1
 
 
 def waiting(server: Server) -> int:
@@ -149,6 +158,33 @@ async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_
             assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
             assert await engine.add("key", 1, record_id="mine")
             assert await delivered.get() == "key"
+
+
+@pytest.mark.parametrize("call", ["close", "retry", "release", "open"])
+async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(namespace: str, call: str) -> None:
+    """What another worker was given since may not have come to it yet."""
+    limits = Policy().terms.limits
+    async with replicated() as (old, new):
+        backend = RedisBackend(f"redis://127.0.0.1:{port_of(old)}/0", namespace=namespace)
+        await backend.connect()
+        await backend.add(0, [Add("k", pack(b"a", None, b"v"), Policy().terms)])
+        [known] = (await backend.claim(0, 1, 60_000, limits)).leases
+        lease = replace(known, token="of the new primary")
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "close": lambda: backend.close(0, [Close(lease, 1, 1, 0, limits, 60_000)]),
+            "retry": lambda: backend.retry(0, [Retry(lease, 0, "boo", limits)]),
+            "release": lambda: backend.release(0, [lease], started=False),
+            "open": lambda: backend.open(0, "k", 60_000, limits),
+        }
+        await until(lambda: holds(new, namespace, "leased"))
+        follow(new, None)
+        follow(old, new)
+        await until(lambda: role_of(old) == "slave" and follows(old))
+        try:
+            with pytest.raises(BackendUnavailable, match="is a replica"):
+                await calls[call]()
+        finally:
+            await backend.aclose()
 
 
 async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_the_new(namespace: str) -> None:
