@@ -15,16 +15,21 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import redis.asyncio
 import trustme
 from commandline import aiodigest
+from redis.asyncio.sentinel import Sentinel
+from redis.credentials import UsernamePasswordCredentialProvider
 from redis.exceptions import NoPermissionError
 from servers import PASSWORD, Server, commands, free_port, rules, running_server, server_binary
+from stores import Place
 from storestate import check_invariants, redis_state
 
 from aiodigest import (
@@ -44,6 +49,7 @@ from aiodigest import (
     Reject,
 )
 from aiodigest.backend import Add, Close, Lease, Letter, Retry
+from aiodigest.cluster import ClusterLink
 from aiodigest.codecs import _compress
 from aiodigest.connection import Link
 from aiodigest.redisbackend import RedisBackend
@@ -785,6 +791,9 @@ async def test_tls_options_that_no_server_could_mend_are_named_at_once(option: s
 # Passwords
 
 SECRET = "s3cr3t-of-the-test"
+# each piece of it would be noticed, as it is and as a URL has it
+ODD = "".join(f"{SECRET}{sign}" for sign in "@:/%#?&= +'\"\\é€") + SECRET
+passwords = pytest.mark.parametrize("password", [SECRET, ODD], ids=["plain", "odd"])
 
 
 def everything(error: BaseException) -> str:
@@ -802,56 +811,111 @@ def everything(error: BaseException) -> str:
 
 
 URLS = [
-    f"redis://user:{SECRET}@127.0.0.1:1/0",
-    f"redis://:{SECRET}@127.0.0.1:1/0",
-    f"rediss://user:{SECRET}@127.0.0.1:1/0?ssl_password={SECRET}",
-    f"redis://127.0.0.1:1/0?username=user&password={SECRET}",
-    f"unix://user:{SECRET}@/nowhere/s?db=0",
-    f"redis+sentinel://user:{SECRET}@127.0.0.1:1/mail/0?sentinel_password={SECRET}",
+    "redis://user:{}@127.0.0.1:1/0",
+    "redis://:{}@127.0.0.1:1/0",
+    "rediss://user:{0}@127.0.0.1:1/0?ssl_password={0}",
+    "redis://127.0.0.1:1/0?username=user&password={}",
+    "unix://user:{}@/nowhere/s?db=0",
+    "redis+sentinel://user:{0}@127.0.0.1:1/mail/0?sentinel_password={0}",
+    "rediss+sentinel://user:{0}@127.0.0.1:1/mail/0?sentinel_password={0}&ssl_password={0}",
+    "redis+cluster://user:{}@127.0.0.1:1,localhost:1",
+    "redis+cluster://:{}@127.0.0.1:1",
+    "redis+cluster://127.0.0.1:1?username=user&password={}",
+    "rediss+cluster://user:{0}@127.0.0.1:1?ssl_password={0}",
 ]
+
+
+def in_url(url: str, password: str) -> str:
+    """A URL with a password, of which nothing is left as it is that could be escaped."""
+    return url.format(quote(password, safe=""))
+
+
+def sentinel_client(password: str) -> redis.asyncio.Redis:
+    kwargs: dict[str, Any] = {"sentinel_kwargs": {"password": password}, "password": password}
+    watched: Any = Sentinel([("127.0.0.1", 1)], **kwargs)
+    return watched.master_for("mail")
+
+
+Source = str | redis.asyncio.Redis | redis.asyncio.RedisCluster
+any_client: Any = redis.asyncio.Redis  # whose from_url has no types
+ON_PORT_1: dict[str, Any] = {"host": "127.0.0.1", "port": 1}
+SOURCES: dict[str, Callable[[str], Source]] = {
+    **{url: partial(in_url, url) for url in URLS},
+    "Redis": lambda password: redis.asyncio.Redis(**ON_PORT_1, username="user", password=password),
+    "Redis, TLS": lambda password: redis.asyncio.Redis(**ON_PORT_1, password=password, ssl=True, ssl_password=password),
+    "Redis, of a URL": lambda password: any_client.from_url(in_url(URLS[0], password)),
+    "Redis, of a provider": lambda password: redis.asyncio.Redis(
+        **ON_PORT_1, credential_provider=UsernamePasswordCredentialProvider("user", password)
+    ),
+    "Redis, of sentinels": sentinel_client,
+    "RedisCluster": lambda password: redis.asyncio.RedisCluster(**ON_PORT_1, username="user", password=password),
+    "RedisCluster, TLS": lambda password: redis.asyncio.RedisCluster(**ON_PORT_1, password=password, ssl=True),
+    "RedisCluster, of a URL": lambda password: redis.asyncio.RedisCluster.from_url(in_url(URLS[0], password)),
+}
 BAD_URLS = [
-    f"redis://user:{SECRET}@host:port", f"redis://:{SECRET}@[host", f"redis://:{SECRET}@host/db",
-    f"http://user:{SECRET}@host", f"redis://u:{SECRET}/@host", f"redis+cluster://u:{SECRET}@a,b/1",
-    f"redis+sentinel://u:{SECRET}@a:b/mail", f"embedded://u:{SECRET}@host", f"user:{SECRET}@host:6379",
-    f"redis://host?password={SECRET}&db=x", f"unix://:{SECRET}@",
+    "redis://user:{}@host:port", "redis://:{}@[host", "redis://:{}@host/db", "http://user:{}@host",
+    "redis://u:{}/@host", "redis+cluster://u:{}@a,b/1", "redis+cluster://u:{}@a:b", "redis+cluster://a?db=1&password={}",
+    "rediss+cluster://u:{}@a?ssl_none=1", "redis+sentinel://u:{}@a:b/mail", "embedded://u:{}@host", "user:{}@host:6379",
+    "redis://host?password={}&db=x", "unix://:{}@",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", URLS)
+@passwords
+@pytest.mark.parametrize("kind", SOURCES)
 async def test_nothing_that_can_be_printed_has_the_password(
-    url: str, namespace: str, caplog: pytest.LogCaptureFixture
+    kind: str, password: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     asyncio.get_running_loop().set_debug(True)
-    target, backend = find_target(url), RedisBackend(url, namespace=namespace)
-    store = Store(url, namespace=namespace, shards=None, timeout=1, wait_replicas=0)
-    engine = DigestEngine(url, namespace=namespace, timeout=1)
-    printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, store, engine, Link(target, 1))]
+    source = SOURCES[kind](password)
+    target, backend = find_target(source), RedisBackend(source, namespace=namespace)
+    provider: Any = target.settings.get("credential_provider")
+    assert (provider.password if provider else target.settings["password"]) == password
+    store = Store(source, namespace=namespace, shards=None, timeout=1, wait_replicas=0)
+    engine = DigestEngine(source, namespace=namespace, timeout=1)
+    links = (Link(target, 1), ClusterLink(target, 1))
+    printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, store, engine, *links)]
     printed += [target.url, backend.url, store.url, engine.url]
     async with engine.delivering(lambda digest: asyncio.sleep(0)):
         with pytest.raises(BackendUnavailable) as caught:
             await engine.add("k", 1)
         with pytest.raises(PartialAdd) as partly:
             await engine.add_many([Entry("k", 1)])
+    if not isinstance(source, str):
+        await source.aclose()
     printed += [everything(caught.value), everything(partly.value), caplog.text]
     printed += [repr(vars(record)) for record in caplog.records]
     assert caplog.records
     assert SECRET not in "".join(printed)
 
 
+@passwords
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+def test_a_url_that_is_none_is_refused_without_its_password(url: str, password: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        DigestEngine(url, namespace="mail")
+        DigestEngine(in_url(url, password), namespace="mail")
     assert SECRET not in everything(caught.value)
 
 
+@passwords
+async def test_a_wrong_password_is_not_told_wherever_the_server_is(
+    place: Place, password: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ConfigurationError, match="refuses access") as caught:
+        async with DigestEngine(in_url(place.url.replace(PASSWORD, "{}"), password), namespace=namespace):
+            pass
+    printed = [everything(caught.value), caplog.text, *(repr(vars(record)) for record in caplog.records)]
+    assert SECRET not in "".join(printed)
+
+
+@passwords
 async def test_a_password_that_is_wrong_or_no_longer_right_is_not_told(
-    namespace: str, caplog: pytest.LogCaptureFixture
+    password: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with running_server() as server, server.client() as client:
-        wrong = f"unix://suite:{SECRET}@{server.socket}"
+        wrong = in_url(f"unix://suite:{{}}@{server.socket}", password)
         with pytest.raises(ConfigurationError, match="refuses access") as caught:
             async with DigestEngine(wrong, namespace=namespace):
                 pass
@@ -864,13 +928,13 @@ async def test_a_password_that_is_wrong_or_no_longer_right_is_not_told(
 
         ear = Ear()
         logging.getLogger("aiodigest").addHandler(ear)
-        client.execute_command("ACL", "SETUSER", "suite", f">{SECRET}")
+        client.execute_command("ACL", "SETUSER", "suite", f">{password}")
         try:
             async with asyncio.timeout(PATIENCE):
                 engine = DigestEngine(wrong, namespace=namespace, drain_timeout=0)  # what is under way is not told
                 async with engine.delivering(lambda digest: asyncio.sleep(0)):
                     await engine.add("k", 1)
-                    client.execute_command("ACL", "SETUSER", "suite", f"<{SECRET}")
+                    client.execute_command("ACL", "SETUSER", "suite", f"<{password}")
                     client.client_kill_filter(skipme=True, _type="normal")
                     await told.wait()
                     with pytest.raises(AiodigestError) as later:
@@ -881,12 +945,14 @@ async def test_a_password_that_is_wrong_or_no_longer_right_is_not_told(
     assert SECRET not in "".join([*printed, *(repr(vars(record)) for record in caplog.records)])
 
 
-@pytest.mark.parametrize("url", [URLS[0], URLS[3], BAD_URLS[0], BAD_URLS[4]])
-@pytest.mark.parametrize("command", [("stats", "--namespace", "mail"), ("pipe", "--group-by", "k")])
+@pytest.mark.parametrize("url", [URLS[0], URLS[3], URLS[7], BAD_URLS[0], BAD_URLS[4]])
+@pytest.mark.parametrize(
+    "command", [("stats", "--namespace", "mail"), ("pipe", "--group-by", "k"), ("doctor", "--namespace", "mail")]
+)
 def test_the_command_line_tells_no_password_and_takes_it_from_the_environment(
     url: str, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = aiodigest(tmp_path, *command, AIODIGEST_URL=url, AIODIGEST_TIMEOUT="300ms")
+    done = aiodigest(tmp_path, *command, AIODIGEST_URL=in_url(url, ODD), AIODIGEST_TIMEOUT="300ms")
     assert done.returncode in (2, 69)
     assert SECRET.encode() not in done.stdout + done.stderr
     assert b"aiodigest: " in done.stderr
