@@ -14,7 +14,7 @@ from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import settings
 from replicas import SERVICE, watched
-from servers import PASSWORD, USER, Server, running_server
+from servers import PASSWORD, USER, Server, running_server, tls_binary
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
 
@@ -31,6 +31,13 @@ _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
 UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not tls_binary():
+        terminalreporter.write_line(
+            "LEFT OUT: tests of servers that speak TLS, since there is none; Debian's package redis-server has one"
+        )
 
 
 @pytest.fixture(scope="session")

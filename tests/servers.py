@@ -38,6 +38,13 @@ def server_binary() -> str:
     return found
 
 
+@cache
+def tls_binary() -> str:
+    """The first server that speaks TLS; '' if there is none, and then its tests are left out (see conftest.py)."""
+    found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))
+    return next((binary for binary in found if b"SSL_CTX_new" in Path(binary).read_bytes()), "")
+
+
 SECURITY = Path(__file__).parents[1] / "docs" / "security.md"
 USER, PASSWORD = "suite", "no-secret-here"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import socket
 import time
 from collections import defaultdict
@@ -22,7 +21,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
 from replicas import Relay, free_ports, server_on, until
-from servers import PASSWORD, USER, commands, server_binary
+from servers import PASSWORD, USER, commands, tls_binary
 from storestate import check_invariants, redis_state
 
 from aiodigest import (
@@ -531,35 +530,30 @@ async def test_a_client_s_remap_of_addresses_is_used_for_every_node(cluster: Clu
         assert all(relays[node.port].connections > 3 for node in cluster.primaries)
 
 
-def tls_binary() -> str:
-    """The first server that speaks TLS; '' if there is none."""
-    found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))
-    return next((binary for binary in found if b"SSL_CTX_new" in Path(binary).read_bytes()), "")
+if tls_binary():
 
-
-@pytest.mark.parametrize("binary", [tls_binary()] if tls_binary() else [])
-async def test_a_cluster_that_speaks_tls_is_spoken_to_in_it(namespace: str, tmp_path: Path, binary: str) -> None:
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    certificate, key, trusted = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
-    issued.cert_chain_pems[0].write_to_path(certificate)
-    issued.private_key_pem.write_to_path(key)
-    authority.cert_pem.write_to_path(trusted)
-    options = (
-        "--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(trusted),
-        "--tls-auth-clients", "no",
-    )  # fmt: skip
-    inbox = Inbox()
-    with running_cluster(*options, replicas=0, binary=binary, tls=True) as cluster:
-        url = login(cluster.nodes[0].tls_port).replace("redis+", "rediss+")
-        async with engine_to(f"{url}?ssl_ca_certs={trusted}", namespace, shards=4, timeout=5).delivering(
-            inbox
-        ) as engine:
-            await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
-            await inbox.got(*KEYS)
-        async with engine_to(url, namespace, shards=4, timeout=1) as engine:  # without the authority
-            with pytest.raises(BackendUnavailable, match="certificate"):
-                await engine.add("key", 1)
+    async def test_a_cluster_that_speaks_tls_is_spoken_to_in_it(namespace: str, tmp_path: Path) -> None:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        certificate, key, trusted = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        issued.private_key_pem.write_to_path(key)
+        authority.cert_pem.write_to_path(trusted)
+        options = (
+            "--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(trusted),
+            "--tls-auth-clients", "no",
+        )  # fmt: skip
+        inbox = Inbox()
+        with running_cluster(*options, replicas=0, binary=tls_binary(), tls=True) as cluster:
+            url = login(cluster.nodes[0].tls_port).replace("redis+", "rediss+")
+            async with engine_to(f"{url}?ssl_ca_certs={trusted}", namespace, shards=4, timeout=5).delivering(
+                inbox
+            ) as engine:
+                await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
+                await inbox.got(*KEYS)
+            async with engine_to(url, namespace, shards=4, timeout=1) as engine:  # without the authority
+                with pytest.raises(BackendUnavailable, match="certificate"):
+                    await engine.add("key", 1)
 
 
 # 2. Sixteen shards

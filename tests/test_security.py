@@ -7,8 +7,9 @@ import gc
 import logging
 import os
 import re
-import shutil
 import ssl
+import subprocess
+import sys
 import traceback
 import tracemalloc
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from commandline import aiodigest
 from redis.asyncio.sentinel import Sentinel
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.exceptions import NoPermissionError
-from servers import PASSWORD, Server, commands, free_port, rules, running_server, server_binary
+from servers import PASSWORD, Server, commands, free_port, rules, running_server, tls_binary
 from stores import Place
 from storestate import check_invariants, redis_state
 
@@ -579,12 +580,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return made
 
 
-def tls_binary() -> str:
-    """The first server that speaks TLS; '' if there is none."""
-    found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))
-    return next((binary for binary in found if b"SSL_CTX_new" in Path(binary).read_bytes()), "")
-
-
 @asynccontextmanager
 async def ends_tls_itself(port: int, files: tuple[Path, Path], clients: Path | None) -> AsyncGenerator[Server]:
     """A server with a TLS port."""
@@ -639,6 +634,19 @@ async def has_tls_ended(port: int, files: tuple[Path, Path], clients: Path | Non
 Ends = Callable[..., Any]
 PLACES: list[Ends] = [has_tls_ended, *([ends_tls_itself] if tls_binary() else [])]
 both_ways = pytest.mark.parametrize("ends", PLACES)
+
+
+def test_a_run_that_has_no_server_with_tls_says_which_tests_it_leaves_out(tmp_path: Path) -> None:
+    tmp_path.joinpath("server").touch()
+    only_look = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *only_look, __file__, "tests/test_cluster.py"],
+        env={**os.environ, "AIODIGEST_TEST_SERVER": str(tmp_path / "server"), "PATH": str(tmp_path)},
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "test_rediss_adds_and_delivers[has_tls_ended]" in run.stdout, run.stderr
+    assert not re.search("ends_tls_itself|a_cluster_that_speaks_tls", run.stdout)
+    assert len(re.findall("^LEFT OUT: .* TLS.* redis-server", run.stdout, re.MULTILINE)) == 1
 
 
 def secure(port: int, host: str = "localhost", scheme: str = "rediss", **settings: object) -> str:
