@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import adding, backlog, blocking, costs, delivering, importing, overload, scaling, telemetry, waiting
 from benchmarks.peers.environments import Peers
 from benchmarks.programs import in_short
-from benchmarks.report import Report, Row, machine
+from benchmarks.report import Report, Row, figure, machine
 from benchmarks.setting import LOOPS, Setting, fresh_server, play
 
 Compare = Callable[[Setting], AsyncGenerator[Row, None]]
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(known), choices=list(known), metavar="NAME",
                         help=f"some of: {', '.join(known)}")  # fmt: skip
     parser.add_argument("--disk", action="store_true", help="have the server write to disk, as an embedded one does")
+    parser.add_argument("--strict", action="store_true", help="fail if a figure is missed that must be met")
     parser.add_argument("--json", type=Path, default=FOLDER / "bench.json")
     parser.add_argument("--markdown", type=Path, default=FOLDER / "bench.md")
     options = parser.parse_args()
@@ -92,8 +93,10 @@ def main() -> int:
         report.write(options.json, options.markdown)
     missed = [row for row in report.rows if row.met is False]
     print(f"{len(report.rows)} figures, {len(missed)} missed; {options.markdown} and {options.json} have the table")
+    if options.strict:
+        failed += [f"{row.what} ({figure(row.value)}, wanted {row.wanted})" for row in missed if row.must]
     if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        print("failed:", *failed, sep="\n  ", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ class Row:
     """A figure, and what it should be: a ratio of two things measured in turn, or something measured alone.
 
     ``ours`` and ``theirs`` have a sample a round; ``bound`` is the least that is wanted if ``least``, else the most.
+    Where it ``must`` be met, a run with ``--strict`` fails if it is not.
     """
 
     what: str
@@ -27,6 +28,7 @@ class Row:
     theirs: Samples | None = None
     bound: float | None = None
     least: bool = False
+    must: bool = False
     loop: str = "asyncio"
 
     @property
@@ -73,6 +75,11 @@ def figure(value: float) -> str:
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def astray(what: str, difference: int) -> Row:
+    """How many records too few or too many came, of which there may be none."""
+    return Row(f"{what}: records too few or too many", "", "", [abs(difference)], bound=0, must=True)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP IDLE``.
+"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP IDLE SLOTS``.
 
 Begins ``COUNT`` deliveries to a callback that does nothing, of which a share fails, and prints what it saw as JSON. For
-``IDLE`` seconds after that it sees how long a millisecond of computing takes at the most.
+``IDLE`` seconds after that it sees how long a millisecond of computing takes at the most. ``SLOTS`` deliveries are
+under way at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.setting import play
 
 EARLY = 10_000  # records after which the memory is looked at, and after as many again
 BEAT = 0.001  # seconds
+SLOTS = 64  # an engine's, unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def longest_of_nothing(seconds: float) -> float:
     return longest * 1000
 
 
-async def work(url: str, namespace: str, count: int, failing: float, idle: float = 0.0) -> Seen:
-    engine = DigestEngine[JSON](url, namespace=namespace, timeout=60)
+async def work(url: str, namespace: str, count: int, failing: float, idle: float, slots: int) -> Seen:
+    engine = DigestEngine[JSON](url, namespace=namespace, timeout=60, concurrency=slots)
     done, pulse, dice = asyncio.Event(), Pulse(), random.Random(1)
     begun = digests = records = 0
     began = ended = early = peak = 0.0
@@ -115,14 +117,16 @@ async def work(url: str, namespace: str, count: int, failing: float, idle: float
 
 
 async def deliver_apart(
-    url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio", idle: float = 0.0
-) -> Seen:
+    url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio", idle: float = 0.0,
+    slots: int = SLOTS,
+) -> Seen:  # fmt: skip
     """Have a process of its own deliver."""
-    command = part("worker", url, namespace, count, failing, loop, idle)
+    command = part("worker", url, namespace, count, failing, loop, idle, slots)
     return Seen(**json.loads(await output(f"the worker of {namespace}", *command)))
 
 
 if __name__ == "__main__":
     logging.disable()  # what fails is to fail
-    url, namespace, count, failing, loop, idle = sys.argv[1:]
-    print(json.dumps(asdict(play(loop, work(url, namespace, int(count), float(failing), float(idle))))))
+    url, namespace, count, failing, loop, idle, slots = sys.argv[1:]
+    working = work(url, namespace, int(count), float(failing), float(idle), int(slots))
+    print(json.dumps(asdict(play(loop, working))))
