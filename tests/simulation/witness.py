@@ -43,6 +43,7 @@ class Conduct:
     backs_off: Callable[[], bool]
     since: float  # when its process began
     held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
+    given_up: set[str] = field(default_factory=set[str])  # digests whose leases it took for over
     sent: Counter[str] = field(default_factory=Counter[str])
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
     failures: deque[float] = field(default_factory=lambda: deque(maxlen=60))  # of claims
@@ -135,6 +136,7 @@ class Witness:
     def leased(self, process: Process, claims: Claims) -> None:
         for lease in claims.leases:
             self._owners[lease.token] = process
+            self.conducts[process].given_up.discard(lease.digest_id)
             self._leased_at[lease.digest_id] = self._loop.time()
         if claims.leases:
             self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
@@ -233,6 +235,8 @@ class Witness:
         self.tell(f"{receipt.digest_id} of {receipt.key} {receipt.ending}")
         if receipt.ending == "cut":
             self._see_cut(receipt, conduct)
+            if conduct.leaving_since is None:
+                conduct.given_up.add(receipt.digest_id)
         if receipt.ending == "returned":
             conduct.failing.clear()
             conduct.spared_since = None
@@ -348,7 +352,9 @@ class Witness:
         for machine in store.machines:
             for key in machine.leased:
                 delivery = machine.held[key].delivery
-                if delivery and conduct.held.get(delivery.token, since) > since:
+                if delivery is None or delivery.digest_id in conduct.given_up:
+                    continue  # a renewal that hung may have been answered after that
+                if conduct.held.get(delivery.token, since) > since:
                     self.broken(f"{process} has left, and still holds {key}")
 
 
