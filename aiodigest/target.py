@@ -54,17 +54,21 @@ def _parameters() -> frozenset[str]:
     return OF_SENTINELS.union(URL_QUERY_ARGUMENT_PARSERS, *taken) - {"args", "kwargs"}
 
 
+SECRETS = "pass|secret|token"
+
+
 def hide_password(url: str) -> str:
     """The URL as it may be shown: with ``***`` for its password, wherever it stands.
 
     All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``; so
-    may what follows a ``&`` in the query and is no parameter, and what a parameter says that is none.
+    may what follows one in the query up to the next parameter that there is, and what a parameter says that is none.
     """
 
     def known(found: re.Match[str]) -> str:
         return found[0] if found[2] in _parameters() else f"{found[1]}{found[2]}=***"
 
-    secret = r"([?&][^=&?]*(?:pass|secret|token)[^=&]*)=[^&]*(?:&[^=&]*(?=&|$))*"
+    names = "|".join(map(re.escape, _parameters()))
+    secret = rf"([?&][^=&?]*(?:{SECRETS})[^=&]*)=[^&]*(?:&(?!(?:{names})=)[^&]*)*"
     url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
     head, at, host = url.rpartition("@")
     host = re.sub(r"([?&])([^=&?]*)=([^&]*)", known, host)
@@ -256,11 +260,14 @@ def _address(host: str, default: int) -> Address:
 
 def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
     given = dict(cast("dict[str, object]", parse_url(url)))
+    after_secret = False
     for name in given:
         # those of TLS are checked where it is known whether there is any
         if name not in {"connection_class", *_parameters()} and not name.startswith("ssl_"):
-            named = repr(name) if name.isidentifier() else "one of them"
+            # after a password it may be a piece of it, in which somebody forgot to escape a "&"
+            named = repr(name) if name.isidentifier() and not after_secret else "one of them"
             raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")
+        after_secret = after_secret or re.search(SECRETS, name) is not None
     return cast("type[AbstractConnection]", given.pop("connection_class", Connection)), given
 
 

@@ -396,10 +396,11 @@ def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
         ("redis://user:se#cret@host", "redis://user:***@host"),
         ("redis://host/0?password=se#cret", "redis://host/0?password=***"),
         ("redis://host/0?password=se&cret&db=1", "redis://host/0?password=***&db=1"),
+        ("redis://host/0?password=s&ec=ret&db=1", "redis://host/0?password=***&db=1"),
         ("redis://user:se?c@ret@host", "redis://user:***@host"),
         ("user:secret@host:6379", "user:***@host:6379"),
         ("redis://host?pwd=secret&db=1&Db=secret", "redis://host?pwd=***&db=1&Db=***"),
-        ("redis://user:se?a=cret@host?pass=secret&auth=secret", "redis://user:***@host?pass=***&auth=***"),
+        ("redis://user:se?a=cret@host?pass=secret&auth=secret", "redis://user:***@host?pass=***"),
     ],
 )
 def test_a_url_that_is_none_is_shown_without_its_password_too(url: str, shown: str) -> None:
@@ -427,6 +428,12 @@ def test_a_password_that_is_not_escaped_is_refused_with_the_mend_and_not_told(pa
         find_target(f"redis://user:{password}@host/0")
     assert "%2F" in str(raised.value) or "does not parse" in str(raised.value)
     assert "cret" not in str(raised.value)
+
+
+def test_a_piece_of_a_password_that_looks_like_a_parameter_is_not_told() -> None:
+    with pytest.raises(ConfigurationError, match="one of them is none") as caught:
+        find_target("redis://host?password=se&cret=x&db=1")
+    assert "cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
