@@ -11,7 +11,7 @@ State = dict[str, Any]
 SETS = ("waiting", "ready", "leased")
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
 SHARED = (b"waiting", b"ready", b"leased", b"dead", b"wake", b"layout")
-KINDS = (b"log", b"open", b"meta", b"letter", b"remains")
+KINDS = (b"log", b"open", b"meta", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done"}  # of a timeline without records
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
 
@@ -91,7 +91,7 @@ def redis_state(client: Any, tag: str) -> State:
             remains[name] = value
         elif kind == b"letter":
             facts[name] = value
-        else:
+        elif kind != b"moved":  # which tells for a day that a letter of a drained shard has come
             empty: State = {"log": [], "open": [], "meta": {}}
             timeline = timelines.setdefault(name, empty)
             timeline[kind.decode()] = (
