@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, unwrap
 from itertools import count
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import pytest
 from cancelling import PATIENCE, Call, Scene, Steps, Way, at_awaits, at_turns, cancel_everywhere
+from clusters import Cluster, running_cluster
+from clusters import Move as SlotMove
 from engines import CODEC, Inbox, WatchedBackend, engine_on, forever, policy, settle, virtual_time
+from redis.crc import key_slot
+from replicas import Relay, freeze, replicated, thaw
 from servers import Server, running_server
 from stores import LEASE, MINUTE, NOW, Store, ids
 from storestate import check_invariants, redis_state
@@ -36,15 +42,19 @@ from aiodigest import (
     Policy,
     Stats,
     Timeline,
+    connection,
 )
 from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Window
-from aiodigest.connection import CONNECTIONS
+from aiodigest.connection import CONNECTIONS, WAITERS
+from aiodigest.layout import Layout
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
 
 Check: TypeAlias = Callable[[Any], AsyncGenerator[Call]]
 
-PROBES = [f"probe{number}" for number in range(2 * CONNECTIONS)]
+OTHERWISE = 4  # shards of the layout that a namespace may go over to
+SHARDS = 3  # on a cluster, one for each primary; the timelines of these tests that have a name are in the first
+FEW = 2  # connections to each of its primaries, of which a scene needs no more
 PATIENT = Policy(initial_delay=1_500)  # what is added under it is not due while a test lasts
 AT_ONCE = Policy(minimum_delay=0)
 VALUE = CODEC.encode("v").decode()
@@ -52,11 +62,94 @@ VALUE = CODEC.encode("v").decode()
 _stages = count(1)
 
 
+Entrance: TypeAlias = Callable[[str], AbstractAsyncContextManager[tuple[str, Callable[[], object]]]]
+
+
+@dataclass
+class Ground:
+    """Where scenes are played: a server or a cluster, and the clients of its primaries, which may do all.
+
+    ``entrance`` gives an address at which nothing answers until what comes with it is called.
+    """
+
+    url: str
+    address: str  # for one who may do all
+    clients: Sequence[Any]
+    entrance: Entrance
+    shards: int = 1
+    connections: int = CONNECTIONS  # that a scene's backend may have to each primary
+    probes: list[str] = field(default_factory=list[str])  # in each shard twice as many as there are connections
+
+    def __post_init__(self) -> None:
+        of_both = self.shards * OTHERWISE  # as many in each shard, whichever layout there is
+        room = Counter(dict.fromkeys(range(of_both), self.connections // 2))
+        for key in map("probe{}".format, count()):
+            shard = crc32(key.encode()) % of_both
+            if room[shard]:
+                room[shard] -= 1
+                self.probes.append(key)
+            if not room.total():
+                break
+
+    @property
+    def all_connections(self) -> int:
+        return self.connections * len(self.clients)
+
+    def keys(self) -> dict[bytes, Any]:
+        """All keys that there are, and the client of who has each."""
+        return {key: client for client in self.clients for key in client.scan_iter(count=1000)}
+
+
+@asynccontextmanager
+async def linked(server: Server, namespace: str) -> AsyncGenerator[tuple[str, Callable[[], object]]]:
+    """A socket that is not there until it is made."""
+    place = server.folder / namespace
+    yield f"unix://{place}", lambda: place.symlink_to(server.socket)
+
+
+@asynccontextmanager
+async def relayed(cluster: Cluster, namespace: str) -> AsyncGenerator[tuple[str, Callable[[], object]]]:
+    """A node that is cut off until it is let through; the others are not known before it tells of them."""
+    async with Relay(cluster.nodes[0].port) as relay:
+        relay.mode = "cut"
+        yield relay.url.replace("redis://", "redis+cluster://"), lambda: setattr(relay, "mode", "pass")
+
+
+def on_server(server: Server, client: Any) -> Ground:
+    return Ground(server.url, f"unix://{server.socket}", [client], partial(linked, server))
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def single() -> Iterator[Ground]:
     """A server for these tests alone, since they make it forget its scripts."""
-    with running_server() as running:
+    with running_server() as server, server.client() as client:
+        yield on_server(server, client)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(primaries=SHARDS, replicas=0) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def several(cluster: Cluster) -> Iterator[Ground]:
+    """A cluster for these tests alone."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(node.client()) for node in cluster.nodes]
+        address = f"redis+cluster://{cluster.url.rpartition('@')[2]}"
+        yield Ground(cluster.url, address, clients, partial(relayed, cluster), SHARDS, FEW)
+
+
+@pytest.fixture
+def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    """A single server, unless a test says otherwise."""
+    found = request.getfixturevalue(getattr(request, "param", "single"))
+    monkeypatch.setattr(connection, "CONNECTIONS", found.connections)
+    return found
+
+
+on_both = pytest.mark.parametrize("ground", ["single", "several"], ids=["server", "cluster"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -97,24 +190,36 @@ def scene_of(table: dict[str, Callable[[Any], AbstractAsyncContextManager[Call]]
 
 @dataclass
 class Stage:
-    """A namespace on a real server: the backend that a scene is about, and another, which works behind its back."""
+    """A namespace on real servers: the backend that a scene is about, and another, which works behind its back."""
 
     store: Store
     behind: Store
     namespace: str
-    client: Any
+    ground: Ground
 
     @property
     def backend(self) -> Backend:
         return self.store.backend
 
     def connections(self) -> int:
-        """How many there are at the server, of what the scene is about."""
-        return sum(each["name"] == self.namespace for each in self.client.client_list())
+        """How many there are at the servers, of what the scene is about."""
+        return sum(each["name"] == self.namespace for client in self.ground.clients for each in client.client_list())
+
+    async def is_in_step(self, look: Callable[[str], Awaitable[Window | Timeline[JSON] | None]]) -> None:
+        """Every connection is: twice as much is asked at once as there are, and each gets what was asked for."""
+        async with asyncio.timeout(PATIENCE):
+            found = await asyncio.gather(*(look(key) for key in self.ground.probes))
+        assert [timeline and timeline.key for timeline in found] == self.ground.probes
+
+    async def loses_its_servers(self) -> None:
+        """The backend has to make its connections anew, and to ask in a cluster who has what."""
+        backend: Any = self.backend
+        for shard in range(backend.shards):
+            await backend._link.hang_up(backend._key(shard, "layout"))
 
     async def lease(self, *records: str) -> Lease:
         """A timeline that the backend may deliver."""
-        await self.behind.add("k", *records)
+        await self.behind.add("d", *records)
         return await self.behind.claim()
 
     async def is_claimed_again(self, *records: str, digest_id: str = "") -> Lease:
@@ -131,35 +236,33 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(server: Server, *, moves: bool = True) -> AsyncGenerator[Stage]:
+async def staged(ground: Ground, *, moves: bool = True) -> AsyncGenerator[Stage]:
     """A new namespace, with a timeline for each probe; and what must be true of it in the end.
 
     Its clock is moved by ``store.now``, or else it is the server's.
     """
     namespace = f"stage-{next(_stages)}"
-    url = f"unix://{server.socket}?client_name={namespace}"
+    url = f"{ground.address}?client_name={namespace}"
     clock = (lambda: store.now) if moves else None
     store = Store(RedisBackend(url, namespace=namespace, now=clock))
-    behind = Store(RedisBackend(server.url, namespace=namespace, now=clock))
-    with server.client() as client:
-        stage = Stage(store, behind, namespace, client)
-        try:
-            await behind.backend.connect()
-            await behind.backend.add(0, [Add(key, pack(key.encode(), None, b"v"), PATIENT.terms) for key in PROBES])
-            yield stage
-        finally:
-            await behind.backend.aclose()
-            await store.backend.aclose()
-        await until(lambda: not stage.connections())
-        check_invariants(redis_state(client, namespace))
-        client.flushdb()
-
-
-async def every_connection_is_in_step(look: Callable[[str], Awaitable[Window | Timeline[JSON] | None]]) -> None:
-    """Ask twice as much at once as there are connections, and get every time what was asked for."""
-    async with asyncio.timeout(PATIENCE):
-        found = await asyncio.gather(*(look(key) for key in PROBES))
-    assert [timeline and timeline.key for timeline in found] == PROBES
+    behind = Store(RedisBackend(ground.url, namespace=namespace, shards=ground.shards, now=clock))
+    stage = Stage(store, behind, namespace, ground)
+    for client in ground.clients:
+        client.flushdb()  # what the one before has left
+    try:
+        await behind.backend.connect()
+        probes = [Add(key, pack(key.encode(), None, b"v"), PATIENT.terms) for key in ground.probes]
+        for shard in range(ground.shards):
+            await behind.backend.add(shard, [add for add in probes if behind.backend.shard_of(add.key) == shard])
+        yield stage
+    finally:
+        await behind.backend.aclose()
+        await store.backend.aclose()
+    await until(lambda: not stage.connections())
+    holders = {key[1 : key.index(b"}")].decode(): client for key, client in ground.keys().items()}
+    for tag in (Layout(ground.shards).tag(namespace, number) for number in range(ground.shards)):
+        if tag in holders and holders[tag].pttl(f"{{{tag}}}:layout") < 0:  # else it was given up for another layout
+            check_invariants(redis_state(holders[tag], tag))
 
 
 # The backend
@@ -172,7 +275,7 @@ scene = partial(scene_of, BACKEND)
 async def connecting(stage: Stage) -> AsyncGenerator[Call]:
     yield stage.backend.connect
     await stage.backend.connect()
-    assert stage.backend.shards == 1
+    assert stage.backend.shards == stage.ground.shards
 
 
 @scene("aclose")
@@ -181,29 +284,29 @@ async def closing_all(stage: Stage) -> AsyncGenerator[Call]:
     await stage.backend.aclose()
     await until(lambda: not stage.connections())
     await stage.backend.connect()
-    assert await stage.store.add("k", "a") == [True]
+    assert await stage.store.add("d", "a") == [True]
 
 
 @scene("add")
 async def adding(stage: Stage) -> AsyncGenerator[Call]:
-    yield partial(stage.store.add, "k", "a", "b")
-    stored = await stage.store.held("k")
+    yield partial(stage.store.add, "d", "a", "b")
+    stored = await stage.store.held("d")
     assert stored in ([], [("a", "v"), ("b", "v")])
-    assert await stage.store.add("k", "a", "c") == [not stored, False]
+    assert await stage.store.add("d", "a", "c") == [not stored, False]
     assert ids(await stage.store.claim()) == (["a", "b", "a", "c"] if stored else ["a", "c"])
 
 
 @scene("claim")
 async def claiming(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
+    await stage.behind.add("d", "a", "b")
     yield stage.store.claims
     await stage.is_claimed_again("a", "b")
 
 
 @scene("open")
 async def opening(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
-    yield partial(stage.backend.open, 0, "k", LEASE, AT_ONCE.terms.limits)
+    await stage.behind.add("d", "a", "b")
+    yield partial(stage.backend.open, 0, "d", LEASE, AT_ONCE.terms.limits)
     await stage.is_claimed_again("a", "b")
 
 
@@ -221,7 +324,7 @@ async def renewing(stage: Stage) -> AsyncGenerator[Call]:
     stage.store.now += LEASE // 3
     yield partial(stage.backend.renew, 0, [lease], LEASE)
     assert await stage.backend.renew(0, [lease], LEASE) == [True]
-    window = await stage.backend.look("k")
+    window = await stage.backend.look("d")
     assert window is not None
     assert (window.state, window.due_ms) == ("leased", stage.store.now + LEASE)
 
@@ -230,9 +333,9 @@ async def renewing(stage: Stage) -> AsyncGenerator[Call]:
 async def closing(stage: Stage) -> AsyncGenerator[Call]:
     lease = await stage.lease("a", "b")
     yield partial(stage.store.close, lease)
-    assert await stage.store.state("k") in ("leased", None)
+    assert await stage.store.state("d") in ("leased", None)
     assert await stage.store.close(lease) == Closed("closed")
-    assert await stage.store.held("k") == []
+    assert await stage.store.held("d") == []
     counts = await stage.backend.counts()
     assert (counts["digests"], counts["delivered"]) == (1, 2)
 
@@ -241,9 +344,9 @@ async def closing(stage: Stage) -> AsyncGenerator[Call]:
 async def retrying(stage: Stage) -> AsyncGenerator[Call]:
     lease = await stage.lease("a", "b")
     yield partial(stage.store.retry, lease)
-    assert await stage.store.state("k") in ("leased", "waiting")
+    assert await stage.store.state("d") in ("leased", "waiting")
     assert await stage.store.retry(lease)
-    assert await stage.store.due("k") == 1_000
+    assert await stage.store.due("d") == 1_000
     stage.store.now += 1_000
     assert (await stage.is_claimed_again("a", "b")).attempt == 2
 
@@ -252,15 +355,15 @@ async def retrying(stage: Stage) -> AsyncGenerator[Call]:
 async def releasing(stage: Stage) -> AsyncGenerator[Call]:
     lease = await stage.lease("a", "b")
     yield partial(stage.store.release, lease, started=True)
-    assert await stage.store.state("k") in ("leased", "ready")
+    assert await stage.store.state("d") in ("leased", "ready")
     assert await stage.store.release(lease, started=True)
-    assert await stage.store.state("k") == "ready"
+    assert await stage.store.state("d") == "ready"
     assert (await stage.is_claimed_again("a", "b", digest_id=lease.digest_id)).attempt == 1
 
 
 @scene("wait")
 async def waiting(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a")
+    await stage.behind.add("d", "a")
     yield partial(stage.backend.wait, 0, "0-0")
     bell = await stage.backend.wait(0, "0-0")
     await stage.store.close(await stage.store.claim())
@@ -272,12 +375,12 @@ async def waiting(stage: Stage) -> AsyncGenerator[Call]:
 
 @scene("schedule")
 async def scheduling(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", policy=Policy(initial_delay=60))
+    await stage.behind.add("d", "a", policy=Policy(initial_delay=60))
     stage.store.now += MINUTE
     yield stage.backend.schedule
-    is_ready = await stage.store.state("k") == "ready"
-    assert await stage.backend.schedule() == ([] if is_ready else [("k", NOW + MINUTE)])
-    assert await stage.store.state("k") == "ready"
+    is_ready = await stage.store.state("d") == "ready"
+    assert await stage.backend.schedule() == ([] if is_ready else [("d", NOW + MINUTE)])
+    assert await stage.store.state("d") == "ready"
 
 
 @scene("maintenance")
@@ -288,23 +391,23 @@ async def maintaining(stage: Stage) -> AsyncGenerator[Call]:
         await stage.behind.claims(0)
     stage.store.now += LEASE // 3
     yield stage.backend.maintenance
-    is_ready = await stage.store.state("k") == "ready"
-    assert await stage.backend.maintenance() == ([] if is_ready else ["k"])
+    is_ready = await stage.store.state("d") == "ready"
+    assert await stage.backend.maintenance() == ([] if is_ready else ["d"])
     await stage.is_claimed_again("a", digest_id=lease.digest_id)
 
 
 @scene("digest")
 async def delivering_by_hand(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
+    await stage.behind.add("d", "a", "b")
     seen: list[str] = []
 
     async def deliver() -> None:
-        async with stage.backend.digest("k", AT_ONCE, LEASE) as lease:
+        async with stage.backend.digest("d", AT_ONCE, LEASE) as lease:
             seen.append(lease.digest_id)
             await asyncio.sleep(0)
 
     yield deliver
-    if await stage.store.state("k") is None:  # closed: only a call that came so far can have done it
+    if await stage.store.state("d") is None:  # closed: only a call that came so far can have done it
         assert seen
         assert (await stage.backend.counts())["digests"] == 1
     else:
@@ -313,45 +416,45 @@ async def delivering_by_hand(stage: Stage) -> AsyncGenerator[Call]:
 
 @scene("delete")
 async def deleting(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
-    yield partial(stage.backend.delete, "k")
-    held = await stage.store.held("k")
+    await stage.behind.add("d", "a", "b")
+    yield partial(stage.backend.delete, "d")
+    held = await stage.store.held("d")
     assert held in ([], [("a", "v"), ("b", "v")])
-    assert await stage.backend.delete("k") == bool(held)
-    assert await stage.store.add("k", "a") == [True]
+    assert await stage.backend.delete("d") == bool(held)
+    assert await stage.store.add("d", "a") == [True]
 
 
 @scene("flush")
 async def flushing(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", policy=PATIENT)
-    yield partial(stage.backend.flush, "k")
-    assert await stage.backend.flush("k")
+    await stage.behind.add("d", "a", policy=PATIENT)
+    yield partial(stage.backend.flush, "d")
+    assert await stage.backend.flush("d")
     assert ids(await stage.store.claim()) == ["a"]
 
 
 @scene("remove")
 async def removing(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
-    yield partial(stage.backend.remove, "k", b"a", AT_ONCE.terms.limits)
-    held = await stage.store.held("k")
+    await stage.behind.add("d", "a", "b")
+    yield partial(stage.backend.remove, "d", b"a", AT_ONCE.terms.limits)
+    held = await stage.store.held("d")
     assert held in ([("b", "v")], [("a", "v"), ("b", "v")])
-    assert await stage.backend.remove("k", b"a", AT_ONCE.terms.limits) == (len(held) == 2)
+    assert await stage.backend.remove("d", b"a", AT_ONCE.terms.limits) == (len(held) == 2)
     assert ids(await stage.store.claim()) == ["b"]
 
 
 @scene("reschedule")
 async def rescheduling(stage: Stage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", policy=PATIENT)
+    await stage.behind.add("d", "a", policy=PATIENT)
     move = Move(PATIENT.terms, delay_ms=MINUTE)
-    yield partial(stage.backend.reschedule, "k", move)
-    assert await stage.store.due("k") in (MINUTE, 1_500_000)
-    assert await stage.backend.reschedule("k", move) == NOW + MINUTE
-    assert await stage.store.due("k") == MINUTE
+    yield partial(stage.backend.reschedule, "d", move)
+    assert await stage.store.due("d") in (MINUTE, 1_500_000)
+    assert await stage.backend.reschedule("d", move) == NOW + MINUTE
+    assert await stage.store.due("d") == MINUTE
 
 
 async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
-    await stage.behind.add("k", "c")
+    await stage.behind.add("d", "c")
 
     async def call() -> object:
         return await look(stage.backend, letter)
@@ -360,9 +463,9 @@ async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stag
     assert await call() == await look(stage.behind.backend, letter)
 
 
-scene("look")(partial(looking, lambda backend, _: backend.look("k")))
-scene("windows")(partial(looking, lambda backend, _: backend.windows("k")))
-scene("entries")(partial(looking, lambda backend, _: backend.entries("k")))
+scene("look")(partial(looking, lambda backend, _: backend.look("d")))
+scene("windows")(partial(looking, lambda backend, _: backend.windows("d")))
+scene("entries")(partial(looking, lambda backend, _: backend.entries("d")))
 scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 10)))
 scene("counts")(partial(looking, lambda backend, _: backend.counts()))
 scene("examine")(partial(looking, lambda backend, _: names_of(backend.examine())))
@@ -378,9 +481,9 @@ async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
 
 @scene("try_erase")
 async def trying_to_erase(stage: Stage) -> AsyncGenerator[Call]:
-    kept = stage.client.keys()
+    kept = stage.ground.keys()
     yield stage.backend.try_erase
-    assert sorted(stage.client.keys()) == sorted(kept)
+    assert stage.ground.keys() == kept
 
 
 @scene("erase")
@@ -388,27 +491,27 @@ async def erasing(stage: Stage) -> AsyncGenerator[Call]:
     await buried(stage.behind)
     yield erased_for_a_while(stage, stage.backend.erase)
     await stage.backend.erase()
-    assert stage.client.keys() == []
+    assert stage.ground.keys() == {}
 
 
 def erased_for_a_while(stage: Stage, erase: Callable[[], Awaitable[int]]) -> Call:
     """Erase all, and at once bring back what is looked for in the end."""
-    kept = [(key, max(0, stage.client.pttl(key)), stage.client.dump(key)) for key in stage.client.scan_iter()]
+    kept = [(client, key, max(0, client.pttl(key)), client.dump(key)) for key, client in stage.ground.keys().items()]
 
     async def call() -> None:
         try:
             assert await erase() == len(kept)
-            assert stage.client.keys() == []
+            assert stage.ground.keys() == {}
         finally:
-            for key, ttl, value in kept:
-                stage.client.restore(key, ttl, value, replace=True)
+            for client, key, ttl, value in kept:
+                client.restore(key, ttl, value, replace=True)
 
     return call
 
 
 async def buried(store: Store) -> str:
     """The dead letter of a timeline."""
-    await store.add("k", "a", "b", value=VALUE)
+    await store.add("d", "a", "b", value=VALUE)
     await store.close(await store.claim(), letter="bad", cool=0)
     [letter] = (await store.backend.letters(0, 10)).items
     return letter
@@ -419,7 +522,7 @@ async def replaying(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(stage.backend.replay, letter, AT_ONCE.terms, False)
     if (await stage.backend.letters(0, 10)).items:
-        assert await stage.store.held("k") == []
+        assert await stage.store.held("d") == []
         assert await stage.backend.replay(letter, AT_ONCE.terms, False)
     with pytest.raises(InvalidState, match="no dead letter"):
         await stage.backend.replay(letter, AT_ONCE.terms, False)
@@ -436,30 +539,33 @@ async def discarding(stage: Stage) -> AsyncGenerator[Call]:
 
 
 async def deliver_all(stage: Stage) -> None:
-    """Empty the first shard, but for its dead letters."""
-    for key in PROBES:
+    """Empty all shards, but for their dead letters."""
+    for key in stage.ground.probes:
         await stage.behind.backend.flush(key)
     limits = AT_ONCE.terms.limits
-    while leases := (await stage.behind.claims(100)).leases:
-        closes = [Close(lease, lease.size, lease.size, 0, limits, LEASE) for lease in leases]
-        assert set(await stage.behind.backend.close(0, closes)) == {Closed("closed")}
+    for shard in range(stage.behind.backend.shards):
+        while leases := (await stage.behind.claims(100, shard)).leases:
+            closes = [Close(lease, lease.size, lease.size, 0, limits, LEASE) for lease in leases]
+            assert set(await stage.behind.backend.close(shard, closes)) == {Closed("closed")}
 
 
 async def has_moved(stage: Stage) -> None:
     """Nothing is left of the old layout, and the new one takes the probes."""
-    assert await stage.behind.backend.reshard(4) is False
-    root, tombstone = f"{{{stage.namespace}}}:layout", b"retired"
-    assert stage.client.hget(root, "version") == tombstone
-    assert stage.client.hget(root, "drains") is None
-    for name in ("waiting", "ready", "leased", "dead", "wake"):
-        assert not stage.client.exists(f"{{{stage.namespace}}}:{name}")
+    assert await stage.behind.backend.reshard(OTHERWISE) is False
+    old, keys, root = Layout(stage.ground.shards), stage.ground.keys(), f"{{{stage.namespace}}}:layout".encode()
+    assert keys[root].hget(root, "drains") is None
+    for number in range(old.shards):
+        prefix = f"{{{old.tag(stage.namespace, number)}}}:".encode()
+        layout = prefix + b"layout"
+        assert keys[layout].hget(layout, "version") == b"retired"
+        assert not keys.keys() & {prefix + name for name in (b"waiting", b"ready", b"leased", b"dead", b"wake")}
 
 
 async def draining_begins(stage: Stage) -> None:
-    """What is left to do with the first shard is to move its dead letters and counters; the probes are elsewhere."""
+    """What is left to do with the shards is to move their dead letters and counters; the probes are elsewhere."""
     await deliver_all(stage)
-    assert await stage.behind.backend.reshard(4)
-    for key in PROBES:
+    assert await stage.behind.backend.reshard(OTHERWISE)
+    for key in stage.ground.probes:
         assert await stage.behind.add(key, key, policy=PATIENT) == [False]
 
 
@@ -476,11 +582,11 @@ async def letters_of(backend: Backend) -> list[tuple[str, list[bytes]]]:
 
 @scene("reshard")
 async def resharding(stage: Stage) -> AsyncGenerator[Call]:
-    yield partial(stage.backend.reshard, 4)
-    assert await stage.backend.reshard(4)  # begun by now in any case
-    with pytest.raises(InvalidState, match="on its way from 1 to 4 shards"):
-        await stage.backend.reshard(5)
-    assert await stage.backend.drain() == {"waiting": len(PROBES)}
+    yield partial(stage.backend.reshard, OTHERWISE)
+    assert await stage.backend.reshard(OTHERWISE)  # begun by now in any case
+    with pytest.raises(InvalidState, match=rf"on its way from {stage.ground.shards} to {OTHERWISE} shards"):
+        await stage.backend.reshard(OTHERWISE + 1)
+    assert await stage.backend.drain() == {"waiting": len(stage.ground.probes)}
     await deliver_all(stage)
     assert await stage.backend.drain() == {}
     await has_moved(stage)
@@ -503,98 +609,189 @@ def test_there_is_a_scene_for_every_coroutine_of_a_backend() -> None:
     assert set(BACKEND) == public(Backend) | public(RedisBackend)
 
 
-def on_stage(server: Server, name: str, *, known: bool) -> Scene:
-    """A scene of a backend whose script the server knows, or is sent; of ``connect`` on a new one, or again."""
+def on_stage(ground: Ground, name: str, state: str) -> Scene:
+    """A scene of a backend whose scripts are "known" or "unknown" to its servers, or which has "lost" its servers.
+
+    That of ``connect`` is of a new backend, unless all is known.
+    """
 
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with staged(server) as stage, BACKEND[name](stage) as call:
-            if name != "connect" or not known:
+        async with staged(ground) as stage, BACKEND[name](stage) as call:
+            if name != "connect" or state == "known":
                 await stage.backend.connect()
-                await stage.backend.look("k")
-            if not known:
-                stage.client.script_flush()
+                await stage.backend.look("d")
+                if state == "lost":
+                    await stage.loses_its_servers()
+            if state == "unknown":
+                for client in ground.clients:
+                    client.script_flush()
             yield call
             if name in ("connect", "aclose"):
                 await stage.backend.connect()
-            await every_connection_is_in_step(stage.backend.look)
-            ears = name == "wait" and stage.connections() > CONNECTIONS  # one more, if it was not cancelled
-            await until(lambda: stage.connections() == CONNECTIONS + ears)
+            await stage.is_in_step(stage.backend.look)
+            ears = name == "wait" and stage.connections() > ground.all_connections  # one more, if it was not cancelled
+            await until(lambda: stage.connections() == ground.all_connections + ears)
 
     return play
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize(
+    ("ground", "state"),
+    [("single", "known"), ("single", "unknown"), ("several", "lost")],
+    ids=["known", "unknown", "cluster"],
+    indirect=["ground"],
+)
 @pytest.mark.parametrize("name", BACKEND)
-async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(server: Server, name: str, known: bool) -> None:
-    moments = await cancel_everywhere(on_stage(server, name, known=known))
+async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(ground: Ground, name: str, state: str) -> None:
+    moments = await cancel_everywhere(on_stage(ground, name, state))
     assert moments > 0 or name == "aclose"  # which waits for nothing
 
 
-@pytest.mark.parametrize("name", ["connect", "look"])
+@pytest.mark.parametrize(
+    ("ground", "name", "state"),
+    [("single", "connect", "known"), ("single", "look", "known"), ("several", "look", "lost")],
+    ids=["connect", "look", "look-cluster"],
+    indirect=["ground"],
+)
 async def test_a_call_on_a_backend_may_be_cancelled_at_any_turn_when_its_reply_has_come_too(
-    server: Server, name: str
+    ground: Ground, name: str, state: str
 ) -> None:
-    assert await cancel_everywhere(on_stage(server, name, known=True), at_turns) > 2
+    assert await cancel_everywhere(on_stage(ground, name, state), at_turns) > 2
 
 
-async def test_calls_that_wait_for_a_connection_may_be_cancelled_at_any_await(server: Server) -> None:
+@pytest.mark.parametrize("ground", ["several"], indirect=True)
+@pytest.mark.parametrize("name", ["add", "claim", "look"])
+async def test_a_call_that_meets_a_slot_which_has_moved_may_be_cancelled_at_any_await(
+    ground: Ground, cluster: Cluster, name: str
+) -> None:
+    first, second, _ = cluster.nodes
+
+    @asynccontextmanager
+    async def play() -> AsyncGenerator[Call]:
+        async with staged(ground) as stage, BACKEND[name](stage) as call:
+            await stage.backend.connect()
+            await stage.is_in_step(stage.backend.look)
+            slot = key_slot(Layout(SHARDS).tag(stage.namespace, 0).encode())
+            move(SlotMove(cluster, slot, first, second))
+            yield call
+            await stage.is_in_step(stage.backend.look)
+            move(SlotMove(cluster, slot, second, first))
+            await stage.is_in_step(stage.backend.look)
+
+    def move(slot: SlotMove) -> None:
+        slot.begin()
+        slot.end()
+
+    assert await cancel_everywhere(play) > 1
+
+
+@on_both
+async def test_calls_that_wait_for_a_connection_may_be_cancelled_at_any_await(ground: Ground) -> None:
     moment, cancelled = 0, True
     while cancelled:
         moment += 1
-        async with staged(server) as stage:
-            await stage.backend.connect()  # on one connection; the others are made, or waited for, by the calls
-            others = asyncio.gather(*(stage.backend.look(key) for key in PROBES[:4]))
-            attempts = await asyncio.gather(*(at_awaits(stage.backend.look(key), moment, 1) for key in PROBES[4:]))
+        async with staged(ground) as stage:
+            await stage.backend.connect()
+            await stage.loses_its_servers()  # they are sought for all calls at once, which make connections or wait
+            some, more = ground.probes[::4], [key for key in ground.probes if key not in ground.probes[::4]]
+            others = asyncio.gather(*(stage.backend.look(key) for key in some))
+            attempts = await asyncio.gather(*(at_awaits(stage.backend.look(key), moment, 1) for key in more))
             cancelled = any(attempt.was_cancelled for attempt in attempts)
-            assert [window and window.key for window in await others] == PROBES[:4]
-            await every_connection_is_in_step(stage.backend.look)
-            await until(lambda stage=stage: stage.connections() == CONNECTIONS)
+            assert [window and window.key for window in await others] == some
+            await stage.is_in_step(stage.backend.look)
+            await until(lambda stage=stage: stage.connections() == ground.all_connections)
     assert moment > 4
 
 
-async def test_the_add_that_begins_a_namespace_may_be_cancelled_at_any_await(server: Server) -> None:
+@on_both
+async def test_the_add_that_begins_a_namespace_may_be_cancelled_at_any_await(ground: Ground) -> None:
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        store = Store(RedisBackend(server.url, namespace=f"new-{next(_stages)}"))
+        store = Store(RedisBackend(ground.url, namespace=f"new-{next(_stages)}", shards=ground.shards))
         await store.backend.connect()
-        yield partial(store.add, "k", "a", "b")
-        assert [record for record, _ in await store.held("k")] in ([], ["a", "b"])
-        await store.add("k", "a")
-        assert await store.state("k") == "ready"
+        yield partial(store.add, "d", "a", "b")
+        assert [record for record, _ in await store.held("d")] in ([], ["a", "b"])
+        await store.add("d", "a")
+        assert await store.state("d") == "ready"
         await store.backend.aclose()
 
     assert await cancel_everywhere(play) > 2
 
 
-async def test_an_add_that_waits_for_replicas_may_be_cancelled_at_any_await(server: Server) -> None:
+async def test_an_add_that_too_few_replicas_have_may_be_cancelled_at_any_await(ground: Ground) -> None:
+    [client] = ground.clients
+
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with staged(server, moves=False) as stage:
-            url = f"unix://{server.socket}?client_name={stage.namespace}"
-            waiting = Store(RedisBackend(url, namespace=stage.namespace, wait_replicas=1))
-            await waiting.backend.connect()
-
-            def blocked() -> list[str]:
-                return [each["id"] for each in stage.client.client_list() if "b" in each["flags"]]
+        async with replicating(ground) as (stage, waiting):
 
             async def give_up() -> None:
-                await until(lambda: bool(blocked()))
-                stage.client.client_unblock(blocked()[0])
+                await until(lambda: bool(blocked(client)))
+                client.client_unblock(blocked(client)[0])
 
             async def add() -> None:
                 with pytest.raises(BackendUnavailable, match="0 replicas"):
-                    await waiting.add("k", "a")
+                    await waiting.add("d", "a")
 
             patience = asyncio.create_task(give_up())  # there is no replica, and nobody waits for the timeout
             yield add
             patience.cancel()
-            await every_connection_is_in_step(waiting.backend.look)
+            await stage.is_in_step(waiting.backend.look)
             await until(lambda: stage.connections() == CONNECTIONS)
-            assert await waiting.held("k") in ([], [("a", "v")])
-            await waiting.backend.aclose()
+            assert await waiting.held("d") in ([], [("a", "v")])
 
     assert await cancel_everywhere(play) > 1  # for the reply, and for the replicas
+
+
+async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and_leaves_its_room_to_others() -> None:
+    async with replicated() as [primary, replica]:
+        with primary.client() as client:
+            ground = on_server(primary, client)
+
+            async def fill(waiting: Store, name: str) -> None:
+                """As many adds as may wait at once for a replica, which stands still until all of them do."""
+                freeze(replica)
+                adds = [waiting.add(f"{name}{number}", "a") for number in range(WAITERS)]
+                answers = asyncio.gather(*adds)
+                await until(lambda: len(blocked(client)) == WAITERS)
+                thaw(replica)
+                assert await answers == [[True]] * WAITERS
+
+            @asynccontextmanager
+            async def play() -> AsyncGenerator[Call]:
+                async with replicating(ground) as (stage, waiting):
+                    filling = asyncio.create_task(fill(waiting, "before"))
+                    await asyncio.sleep(0)  # they have begun
+                    yield partial(waiting.add, "d", "a")
+                    await filling
+                    assert await waiting.held("d") in ([], [("a", "v")])
+                    await fill(waiting, "after")
+                    await stage.is_in_step(waiting.backend.look)
+                    await until(lambda: stage.connections() == CONNECTIONS)
+
+            try:
+                assert await cancel_everywhere(play) > 2  # for room, for the reply, and for the replica
+            finally:
+                thaw(replica)
+
+
+def blocked(client: Any) -> list[str]:
+    """The connections on which somebody waits at a server."""
+    return [each["id"] for each in client.client_list() if "b" in each["flags"]]
+
+
+@asynccontextmanager
+async def replicating(ground: Ground) -> AsyncGenerator[tuple[Stage, Store]]:
+    """A stage, and a store on it whose adds wait for a replica."""
+    async with staged(ground, moves=False) as stage:
+        url = f"{ground.address}?client_name={stage.namespace}"
+        waiting = Store(RedisBackend(url, namespace=stage.namespace, wait_replicas=1))
+        try:
+            await waiting.backend.connect()
+            yield stage, waiting
+        finally:
+            await waiting.backend.aclose()
 
 
 # What is called on an engine
@@ -605,7 +802,7 @@ class EngineStage(Stage):
     """The same for an engine, which is not entered yet; it runs on the server's clock."""
 
     engine: DigestEngine[JSON]
-    arrive: Callable[[], None]  # from now on the server is where the engine looks for it
+    arrive: Callable[[], object]  # from now on the server is where the engine looks for it
 
 
 ENGINE: dict[str, Callable[[EngineStage], AbstractAsyncContextManager[Call]]] = {}
@@ -619,75 +816,73 @@ async def slow_policy(key: str) -> Policy:
 
 
 @asynccontextmanager
-async def engine_staged(server: Server, *, late: bool = False) -> AsyncGenerator[EngineStage]:
-    async with staged(server, moves=False) as stage:
-        place = server.folder / stage.namespace
-
-        def arrive() -> None:
-            place.symlink_to(server.socket)
-
+async def engine_staged(ground: Ground, *, late: bool = False) -> AsyncGenerator[EngineStage]:
+    async with staged(ground, moves=False) as stage, ground.entrance(stage.namespace) as (address, arrive):
         if not late:
             arrive()
-        url = f"unix://{place}?client_name={stage.namespace}"
+        url = f"{address}?client_name={stage.namespace}"
         engine = DigestEngine[JSON](url, namespace=stage.namespace, policy=slow_policy, drain_timeout=0.1)
-        yield EngineStage(stage.store, stage.behind, stage.namespace, stage.client, engine, arrive)
+        yield EngineStage(stage.store, stage.behind, stage.namespace, ground, engine, arrive)
 
 
-async def held(stage: EngineStage, key: str = "k") -> list[str]:
+async def held(stage: EngineStage, key: str = "d") -> list[str]:
     return [record for record, _ in await stage.behind.held(key)]
 
 
 @engine_scene("add")
 async def adding_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    yield partial(stage.engine.add, "k", "v", record_id="a")
-    await stage.engine.add("k", "v", record_id="a")
-    await stage.engine.add("k", "v", record_id="b")
+    yield partial(stage.engine.add, "d", "v", record_id="a")
+    await stage.engine.add("d", "v", record_id="a")
+    await stage.engine.add("d", "v", record_id="b")
     assert set(await held(stage)) == {"a", "b"}
-    assert await stage.behind.state("k") == "ready"
+    assert await stage.behind.state("d") == "ready"
 
 
 @engine_scene("add_many")
 async def adding_many(stage: EngineStage) -> AsyncGenerator[Call]:
-    entries = [Entry("k", "v", record_id=name) for name in "abc"]
+    keys = ["d", *{stage.behind.backend.shard_of(key): key for key in stage.ground.probes}.values()]
+    before = {key: await held(stage, key) for key in keys}
+    entries = [Entry(key, "v", record_id=name) for name in "abc" for key in keys]
     yield partial(stage.engine.add_many, entries)
-    stored = await held(stage)
-    assert stored in ([], ["a", "b", "c"])
-    assert await stage.engine.add_many(entries) == [not stored, False, False]
-    assert await held(stage) == [*stored, "a", "b", "c"]
+    stored = {key: await held(stage, key) for key in keys}
+    assert all(stored[key] in (before[key], [*before[key], "a", "b", "c"]) for key in keys)
+    begins = [entry.record_id == "a" and not stored[entry.key] for entry in entries]
+    assert await stage.engine.add_many(entries) == begins
+    assert {key: await held(stage, key) for key in keys} == {key: [*stored[key], "a", "b", "c"] for key in keys}
 
 
 @engine_scene("flush")
 async def flushing_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", policy=PATIENT)
-    yield partial(stage.engine.flush, "k")
-    assert await stage.engine.flush("k")
+    await stage.behind.add("d", "a", policy=PATIENT)
+    yield partial(stage.engine.flush, "d")
+    assert await stage.engine.flush("d")
     assert ids(await stage.behind.claim()) == ["a"]
 
 
 @engine_scene("delete")
 async def deleting_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
-    yield partial(stage.engine.delete, "k")
+    await stage.behind.add("d", "a", "b")
+    yield partial(stage.engine.delete, "d")
     left = await held(stage)
     assert left in ([], ["a", "b"])
-    assert await stage.engine.delete("k") == bool(left)
+    assert await stage.engine.delete("d") == bool(left)
 
 
 @engine_scene("remove")
 async def removing_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", "b")
-    yield partial(stage.engine.remove, "k", "a")
+    await stage.behind.add("d", "a", "b")
+    yield partial(stage.engine.remove, "d", "a")
     left = await held(stage)
     assert left in (["b"], ["a", "b"])
-    assert await stage.engine.remove("k", "a") == (len(left) == 2)
+    assert await stage.engine.remove("d", "a") == (len(left) == 2)
 
 
 @engine_scene("reschedule")
 async def rescheduling_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("k", "a", policy=PATIENT)
-    yield partial(stage.engine.reschedule, "k", delay=900)
-    due = await stage.engine.reschedule("k", delay=900)
-    timeline = await stage.engine.peek("k")
+    await stage.behind.add("d", "a", policy=PATIENT)
+    yield partial(stage.engine.reschedule, "d", delay=900)
+    due = await stage.engine.reschedule("d", delay=900)
+    timeline = await stage.engine.peek("d")
     assert timeline is not None
     assert timeline.due == due
 
@@ -718,8 +913,8 @@ async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await draining_begins(stage)
     counts, letters = await stage.behind.backend.counts(), await letters_of(stage.behind.backend)
-    yield lambda: listed(stage.engine.reshard(4))
-    assert await listed(stage.engine.reshard(4)) == []
+    yield lambda: listed(stage.engine.reshard(OTHERWISE))
+    assert await listed(stage.engine.reshard(OTHERWISE)) == []
     assert await stage.behind.backend.counts() == counts
     assert await letters_of(stage.behind.backend) == letters
     assert await stage.engine.dead_letter(letter)
@@ -731,7 +926,7 @@ async def erasing_all(stage: EngineStage) -> AsyncGenerator[Call]:
     await buried(stage.behind)
     yield erased_for_a_while(stage, stage.engine.erase)
     await stage.engine.erase()
-    assert stage.client.keys() == []
+    assert stage.ground.keys() == {}
 
 
 async def stats_of(engine: DigestEngine[JSON]) -> Stats:
@@ -747,7 +942,7 @@ async def inspecting(
     look: Callable[[DigestEngine[JSON], str], Awaitable[object]], stage: EngineStage
 ) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
-    await stage.behind.add("k", "c")
+    await stage.behind.add("d", "c")
 
     async def call() -> object:
         return await look(stage.engine, letter)
@@ -761,7 +956,7 @@ async def listed(items: AsyncIterator[object]) -> list[object]:
     return [item async for item in items]
 
 
-engine_scene("peek")(partial(inspecting, lambda engine, _: engine.peek("k")))
+engine_scene("peek")(partial(inspecting, lambda engine, _: engine.peek("d")))
 engine_scene("stats")(partial(inspecting, lambda engine, _: stats_of(engine)))
 engine_scene("health")(partial(inspecting, lambda engine, _: reason_of(engine)))
 engine_scene("examine")(partial(inspecting, lambda engine, _: names_of(engine.examine())))
@@ -770,22 +965,34 @@ engine_scene("dead_letters")(partial(inspecting, lambda engine, _: listed(engine
 engine_scene("dead_letter")(partial(inspecting, lambda engine, letter: engine.dead_letter(letter)))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["connected", "connecting"])
-@pytest.mark.parametrize("name", ENGINE)
-async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(server: Server, name: str, late: bool) -> None:
+# what is more than one call of the backend, each of which is cancelled on a cluster, too
+WIDE = ("add", "add_many", "timelines")
+
+
+@pytest.mark.parametrize(
+    ("ground", "name", "late"),
+    [
+        *(pytest.param("single", name, False, id=f"{name}-connected") for name in ENGINE),
+        *(pytest.param("single", name, True, id=f"{name}-connecting") for name in ENGINE),
+        *(pytest.param("several", name, True, id=f"{name}-cluster") for name in WIDE),
+    ],
+    indirect=["ground"],
+)
+async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(ground: Ground, name: str, late: bool) -> None:
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with engine_staged(server, late=late) as stage, stage.engine, ENGINE[name](stage) as call:
+        async with engine_staged(ground, late=late) as stage, stage.engine, ENGINE[name](stage) as call:
             if late:
                 stage.arrive()
-                stage.client.script_flush()
+                for client in ground.clients:
+                    client.script_flush()
             else:
                 await stage.engine.add("another", 1)  # with the first one come the tasks that send adds
                 await stage.engine.delete("another")
             before = asyncio.all_tasks()
             yield call
-            await every_connection_is_in_step(stage.engine.peek)
-            await until(lambda: stage.connections() == CONNECTIONS)
+            await stage.is_in_step(stage.engine.peek)
+            await until(lambda: stage.connections() == ground.all_connections)
             if not late:
                 await until(lambda: asyncio.all_tasks() <= before)
 
@@ -799,6 +1006,7 @@ IN: dict[str, Callable[[DigestEngine[JSON], Inbox], AbstractAsyncContextManager[
     "delivering": lambda engine, inbox: engine.delivering(inbox),
     "lifespan": lambda engine, inbox: (engine.deliver(inbox), engine.lifespan(None))[1],
 }
+INTO = [*(("single", name) for name in IN), ("several", "delivering")]
 
 
 def test_there_is_a_scene_for_every_coroutine_of_an_engine() -> None:
@@ -811,7 +1019,7 @@ async def is_left(stage: EngineStage) -> None:
         await stage.engine.stats()
     await until(lambda: not stage.connections())
     claims = await stage.behind.claims()
-    assert {"k": 1}.items() <= {lease.key: lease.attempt for lease in claims.leases}.items()
+    assert {"d": 1}.items() <= {lease.key: lease.attempt for lease in claims.leases}.items()
     for lease in claims.leases:
         assert await stage.behind.release(lease, started=False)
 
@@ -821,19 +1029,23 @@ async def comes_again(stage: EngineStage, digest: Digest[JSON] | None) -> None:
     inbox = Inbox()
     async with asyncio.timeout(PATIENCE), stage.engine.delivering(inbox):
         await stage.engine.add("after", 1)
-        while not {"k", "after"} <= {each.key for each in inbox.digests}:
+        while not {"d", "after"} <= {each.key for each in inbox.digests}:
             await inbox.digest(len(inbox.digests) + 1)
-    [again] = [each for each in inbox.digests if each.key == "k"]
+    [again] = [each for each in inbox.digests if each.key == "d"]
     assert sorted(record.id for record in again.records) == ["a", "b"]
     assert digest is None or digest.id == again.id
 
 
-@pytest.mark.parametrize(("name", "way"), [*((name, at_awaits) for name in IN), ("delivering", at_turns)])
-async def test_entering_an_engine_may_be_cancelled_at_any_moment(server: Server, name: str, way: Way) -> None:
+@pytest.mark.parametrize(
+    ("ground", "name", "way"),
+    [*((ground, name, at_awaits) for ground, name in INTO), ("single", "delivering", at_turns)],
+    indirect=["ground"],
+)
+async def test_entering_an_engine_may_be_cancelled_at_any_moment(ground: Ground, name: str, way: Way) -> None:
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with engine_staged(server) as stage:
-            await stage.behind.add("k", "a", "b", value=VALUE)
+        async with engine_staged(ground) as stage:
+            await stage.behind.add("d", "a", "b", value=VALUE)
             inbox, entered = Inbox(forever), False
             inside = IN[name](stage.engine, inbox)
 
@@ -851,12 +1063,12 @@ async def test_entering_an_engine_may_be_cancelled_at_any_moment(server: Server,
     assert await cancel_everywhere(play, way) > 1
 
 
-@pytest.mark.parametrize("name", IN)
-async def test_leaving_an_engine_may_be_cancelled_at_any_await(server: Server, name: str) -> None:
+@pytest.mark.parametrize(("ground", "name"), INTO, indirect=["ground"])
+async def test_leaving_an_engine_may_be_cancelled_at_any_await(ground: Ground, name: str) -> None:
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with engine_staged(server) as stage:
-            await stage.behind.add("k", "a", "b", value=VALUE)
+        async with engine_staged(ground) as stage:
+            await stage.behind.add("d", "a", "b", value=VALUE)
             inbox = Inbox(forever)
             inside = IN[name](stage.engine, inbox)
             await inside.__aenter__()
@@ -875,13 +1087,14 @@ async def test_leaving_an_engine_may_be_cancelled_at_any_await(server: Server, n
     assert await cancel_everywhere(play) > 0
 
 
-async def test_running_an_engine_may_be_cancelled_at_any_await(server: Server) -> None:
+@on_both
+async def test_running_an_engine_may_be_cancelled_at_any_await(ground: Ground) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
-        async with engine_staged(server) as stage:
-            await stage.behind.add("k", "a", "b", value=VALUE)
+        async with engine_staged(ground) as stage:
+            await stage.behind.add("d", "a", "b", value=VALUE)
 
             async def end(digest: Digest[JSON]) -> None:
                 signal.raise_signal(signal.SIGTERM)  # else a run that is not cancelled would never end
@@ -913,7 +1126,7 @@ async def test_leaving_may_be_cancelled_at_any_turn() -> None:
         engine = engine_on(backend, policy=policy())
         inside = engine.delivering(inbox)
         await inside.__aenter__()
-        await engine.add("k", 1)
+        await engine.add("d", 1)
         await inbox.digest()
         adds = [asyncio.create_task(engine.add("new", number)) for number in range(3)]
         await asyncio.sleep(0)
@@ -922,10 +1135,10 @@ async def test_leaving_may_be_cancelled_at_any_turn() -> None:
         assert len(backend.machines[0].held["new"].log) == 3
         assert not backend.machines[0].leased
         assert backend.closed == ["backend", "store"]
-        if await backend.look("k") is not None:  # its outcome is unknown
+        if await backend.look("d") is not None:  # its outcome is unknown
             async with engine.delivering(after):
                 await after.digest(2)
-            [again] = [digest for digest in after.digests if digest.key == "k"]
+            [again] = [digest for digest in after.digests if digest.key == "d"]
             assert (again.id, again.attempt) == (inbox.digests[0].id, 1)
 
     assert await cancel_everywhere(play, at_turns) > 5
@@ -950,7 +1163,7 @@ async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_d
         inbox, after = Inbox(partial(drive, steps)), Inbox()
         engine = engine_on(backend, policy=policy())
         async with asyncio.timeout(200), engine.delivering(inbox):
-            await engine.add("k", 1)
+            await engine.add("d", 1)
             await inbox.digest()
             if not is_leaving:
                 await asyncio.sleep(130)
@@ -960,7 +1173,7 @@ async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_d
                 await after.digest()
         digests = [*inbox.digests, *after.digests]
         assert [(digest.id, digest.attempt) for digest in digests[1:]] == [(digests[0].id, 2)] * was_cancelled
-        assert await backend.look("k") is None
+        assert await backend.look("d") is None
     assert moment == 4
 
 
@@ -983,11 +1196,11 @@ async def test_an_add_that_is_cancelled_while_it_waits_is_withdrawn_and_its_room
             answers: list[bool] = []
 
             async def add() -> None:
-                answers.append(await engine.add("k", 1))
+                answers.append(await engine.add("d", 1))
 
             yield add
             await asyncio.gather(*adds)
-            assert answers == ([] if await backend.look("k") is None else [True])
-            assert await engine.add("k", 2) == (not answers)
+            assert answers == ([] if await backend.look("d") is None else [True])
+            assert await engine.add("d", 2) == (not answers)
 
     assert await cancel_everywhere(play) == 3  # for its policy, for room, and for its answer
