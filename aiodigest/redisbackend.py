@@ -24,7 +24,7 @@ from aiodigest.backend import (
     Retry,
     Window,
 )
-from aiodigest.connection import Link
+from aiodigest.connection import Link, Moved
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.items import BATCH, Items
 from aiodigest.models import Finding, State
@@ -290,7 +290,10 @@ class RedisBackend(Items, Relocation, Backend):
 
     async def erase(self) -> int:
         link = await self._connected()
-        return sum([await _erase(server, self.namespace) for server in await link.find_primaries()])
+        try:
+            return sum([await _erase(server, self.namespace) for server in await link.find_primaries()])
+        except Moved:  # and the rest of its keys may be on a server that was looked through before
+            raise BackendUnavailable(f"{self.url} is unavailable: a slot moved meanwhile; erase again") from None
 
     async def try_erase(self) -> None:
         link = await self._connected()

@@ -33,6 +33,7 @@ from aiodigest import (
     PartialAdd,
     Policy,
     connection,
+    redisbackend,
 )
 from aiodigest import backend as store
 from aiodigest.cluster import ClusterLink, _address
@@ -472,6 +473,34 @@ async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(name
             assert new.ask("DBSIZE") > 0
             assert await engine.erase() >= SHARDS
             assert left_of(small, namespace) == []
+
+
+async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_by_the_next(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cluster.primaries[0]
+    slot, scan = slot_of(namespace, shards_of(cluster, namespace, source)[0]), redisbackend._scan
+    moves = [Move(cluster, slot, source, cluster.another(source)), Move(cluster, slot, cluster.another(source), source)]
+
+    async def scan_and_move(server: connection.Link, *where: Any) -> Any:
+        page = await scan(server, *where)
+        if len(moves) == 2 and server.target.settings["port"] == source.port:
+            move = moves.pop(0)
+            move.begin()
+            move.end()
+        return page
+
+    cluster.allow("boss", "~*", "+@all")
+    monkeypatch.setattr(redisbackend, "_scan", scan_and_move)
+    async with engine_to(cluster.url.replace(USER, "boss"), namespace, policy=LATER) as engine:
+        await engine.add_many([Entry(key, 1) for key in KEYS])
+        with pytest.raises(BackendUnavailable, match="a slot moved meanwhile; erase again"):
+            await engine.erase()
+        assert await engine.erase() > 0
+        assert left_of(cluster, namespace) == []
+    [back] = moves
+    back.begin()
+    back.end()
 
 
 async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the_word_of_that_one(
