@@ -43,6 +43,7 @@ class Conduct:
     backs_off: Callable[[], bool]
     since: float  # when its process began
     held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
+    tokens: dict[str, str] = field(default_factory=dict[str, str])  # of the leases, by their digests
     given_up: set[str] = field(default_factory=set[str])  # digests whose leases it took for over
     sent: Counter[str] = field(default_factory=Counter[str])
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
@@ -144,6 +145,7 @@ class Witness:
     def holds(self, process: Process, leases: Iterable[Lease], since: float) -> None:
         for lease in leases:
             self.conducts[process].held[lease.token] = since
+            self.conducts[process].tokens[lease.digest_id] = lease.token
 
     def holds_no_more(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
@@ -304,8 +306,8 @@ class Witness:
             if receipt.stubborn:
                 self._see_let_go(store, receipt, conduct)
                 continue
-            longest = max((since for since in conduct.held.values()), default=receipt.began) + setup.lease_timeout
-            if now > max(longest, receipt.began + setup.lease_timeout) + 1:
+            since = conduct.held.get(conduct.tokens.get(receipt.digest_id, ""), receipt.began)
+            if now > max(since, receipt.began) + setup.lease_timeout + 1:
                 self.broken(f"the callback of {receipt.digest_id} outlives the lease of {process}")
             if now > receipt.began + setup.delivery_timeout + 1:
                 self.broken(f"the callback of {receipt.digest_id} outlives its delivery_timeout")
