@@ -35,8 +35,11 @@ def run(seed: int) -> Ending:
 def endings(first: int, seeds: int, processes: int) -> Iterator[Ending]:
     """Play seeds, several at a time, in their order."""
     with ProcessPoolExecutor(processes) as pool:
-        for start in range(first, first + seeds, 500):
-            yield from pool.map(run, range(start, min(start + 500, first + seeds)), chunksize=4)
+        try:
+            for start in range(first, first + seeds, 500):
+                yield from pool.map(run, range(start, min(start + 500, first + seeds)), chunksize=4)
+        finally:
+            pool.shutdown(cancel_futures=True)  # who has seen enough does not wait for the rest
 
 
 def main() -> int:
