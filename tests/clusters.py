@@ -269,18 +269,24 @@ class Move:
         until(lambda: self.cluster.agree_on(self.slot, self.target), "all nodes know where the slot is")
 
     def contents(self) -> dict[tuple[int, bytes], bytes]:
-        """All that both primaries hold of the slot: of each one's keys the value, and when it ends."""
+        """All that both primaries hold of the slot: of each one's keys the value, and when it ends.
+
+        That is to the millisecond, or to tens of seconds where a server does not tell it (before Redis 7).
+        """
         found: dict[tuple[int, bytes], bytes] = {}
         for node in (self.source, self.target):
             with node.client() as client, client.pipeline(transaction=False) as pipe:
                 keys = sorted(client.execute_command("CLUSTER", "GETKEYSINSLOT", self.slot, 1_000_000))
+                exact = not str(client.info("server")["redis_version"]).startswith("6.")
                 for key in keys:
-                    for command in ("DUMP", "PEXPIRETIME"):
+                    for command in ("DUMP", "PEXPIRETIME" if exact else "PTTL"):
                         pipe.execute_command("ASKING")
                         pipe.execute_command(command, key)
                 replies = pipe.execute()
+                now = time.time() * 1000
                 for key, value, ends in zip(keys, replies[1::4], replies[3::4], strict=True):
-                    found[node.port, key] = value + b" until %d" % ends
+                    until_ms = ends if exact or ends < 0 else round((now + ends) / 10_000)
+                    found[node.port, key] = value + b" until %d" % until_ms
         return found
 
 

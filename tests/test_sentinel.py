@@ -153,7 +153,7 @@ async def test_a_sentinel_that_names_a_replica_is_asked_after_the_others(namespa
         replica = trio.servers[1]
         with replica.client() as client:  # by which the sentinel would hear of the others, and be put right
             client.execute_command(
-                "ACL", "SETUSER", "deaf", "on", ">secret", "~*", "&none", "+@all", "-subscribe", "-publish"
+                "ACL", "SETUSER", "deaf", "on", ">secret", "~*", "resetchannels", "+@all", "-subscribe", "-publish"
             )
         trio.order(0, "SENTINEL", "REMOVE", SERVICE)
         trio.order(0, "SENTINEL", "MONITOR", SERVICE, "127.0.0.1", str(port_of(replica)), "2")
