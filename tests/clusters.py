@@ -285,8 +285,8 @@ class Move:
                 replies = pipe.execute()
                 now = time.time() * 1000
                 for key, value, ends in zip(keys, replies[1::4], replies[3::4], strict=True):
-                    until_ms = ends if exact or ends < 0 else round((now + ends) / 10_000)
-                    found[node.port, key] = value + b" until %d" % until_ms
+                    end = ends if exact or ends < 0 else round((now + ends) / 10_000)
+                    found[node.port, key] = value + b" until %d" % end
         return found
 
 
