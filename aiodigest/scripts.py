@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
-from importlib.resources import files
+from pkgutil import get_data
 from typing import Literal, TypeAlias, cast
 
 from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, Window
@@ -92,11 +92,11 @@ class Script:
 @cache
 def load_script(name: str) -> Script:
     """The script of a transition."""
-    folder = files("aiodigest") / "lua"
     parts = (*SHARED.get(name, ("prelude",)), name)
     begins = f"local CREATES = {str(name in CREATES).lower()}"
-    source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
-    source = f"{begins}\n{source}"
+    # importlib.resources would import more of itself, at the first add, while which another thread may fork
+    sources = [(get_data("aiodigest", f"lua/{part}.lua") or b"").decode() for part in parts]
+    source = "\n".join([begins, *sources])
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 

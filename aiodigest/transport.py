@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +14,8 @@ from redis import exceptions
 
 from aiodigest.errors import ConfigurationError
 from aiodigest.scripts import Argument
+
+codecs.lookup("idna")  # else to look a host name up would import it, while which another thread may fork
 
 Address: TypeAlias = tuple[str, int]
 

@@ -367,8 +367,10 @@ def test_an_embedded_server_serves_threads_as_well(folder: Path) -> None:
 
 
 def run(program: str, data: Path, *arguments: object) -> list[str]:
-    """What a program prints, which ends well, and has no complaint, even of what Python keeps quiet about."""
-    command = [sys.executable, PROGRAMS / program, *map(str, arguments)]
+    """What a program prints (or ``-c`` and its text), which ends well, and has no complaint, even of what Python keeps
+    quiet about."""
+    path = program if program == "-c" else PROGRAMS / program
+    command = [sys.executable, path, *map(str, arguments)]
     pipe, settings = subprocess.PIPE, environment(data)
     with subprocess.Popen(
         command, env=settings, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -411,6 +413,18 @@ def test_a_process_that_adds_may_end_in_any_way(way: str, printed: list[str], da
 def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Path) -> None:
     assert run("sync_ends.py", data, f"embedded://{data / 'data'}", "embedded", "returns", 0) == ["True", "False"]
     wait_until(lambda: not (data / "data" / "run" / "server.sock").exists())
+
+
+def test_an_add_imports_nothing_since_a_child_forked_meanwhile_would_wait_for_ever_to_import_it(data: Path) -> None:
+    program = (
+        "import sys; from aiodigest import DigestEngine\n"
+        "engine = DigestEngine(sys.argv[1], namespace='imports', value_type=int); before = {*sys.modules}\n"
+        "engine.sync.add('k', 1); print(*{*sys.modules} - before)"
+    )
+    port = free_port()
+    with running_server("--port", str(port), "--bind", "127.0.0.1"):
+        url = f"redis://{USER}:{PASSWORD}@localhost:{port}/0"
+        assert run("-c", data, program, url) == []
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
