@@ -363,6 +363,7 @@ class Actor:
         try:
             await asyncio.sleep(self._random.uniform(0, 2 * self._habits.setup.delivery_timeout))
         except asyncio.CancelledError:
+            self._witness.ignored(receipt)
             ends = self._loop.time() + self._random.uniform(0, 5)
             if self._whims.random() < 0.5:
                 ends += self._whims.uniform(0, 3 * self._habits.setup.lease_timeout)

@@ -232,7 +232,7 @@ class Link(Backend):
         closed = await self._ask_shard("close", shard, partial(self._server.store.close, shard, closes))
         for close, answer in zip(closes, closed, strict=True):
             if answer.status == "part":
-                self._witness.goes_on(close.lease.digest_id, answer.digest_id)
+                self._witness.goes_on(self._process, close.lease.digest_id, answer.digest_id)
         over = [close.lease for close, answer in zip(closes, closed, strict=True) if answer.status != "part"]
         self._witness.holds_no_more(over)
         return closed

@@ -197,6 +197,8 @@ class Witness:
         since = conduct.leaving_since
         if since is not None and now > since + 0.5 and process.went_on_at < since:
             self.broken(f"{process} begins {digest.id}, and was asked to leave {now - since:.1f} s before")
+        if digest.id in conduct.given_up:
+            self.broken(f"{process} begins {digest.id} under a lease that it took for over")
         receipt = self.records.begun(process, digest, now)
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
         if digest.attempt > conduct.setup.max_attempts:
@@ -213,9 +215,18 @@ class Witness:
         self.begun_at[digest.key] = now
         return receipt
 
-    def goes_on(self, digest_id: str, rest_id: str) -> None:
+    def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
         """The rest of a digest in parts is delivered under the same lease, with an id of its own."""
         self._leased_at[rest_id] = self._leased_at.get(digest_id, self._loop.time())
+        given_up = self.conducts[process].given_up
+        if digest_id in given_up:
+            given_up.add(rest_id)
+
+    def ignored(self, receipt: Receipt) -> None:
+        """A callback goes on although it was cancelled: for its time is over, or with the lease of its digest."""
+        conduct = self.conducts[receipt.process]
+        if self._loop.time() < receipt.began + conduct.setup.delivery_timeout - 0.01:
+            conduct.given_up.add(receipt.digest_id)
 
     def _taken_at(self, receipt: Receipt) -> float:
         """When its lease was given; its entries may have been read for long after that."""
@@ -376,6 +387,8 @@ class Ears(logging.Handler):
         conduct = witness.conducts[process]
         if "a fault of aiodigest" in text:
             witness.broken(f"{text}: {record.exc_info and record.exc_info[1]!r}")
+        elif "chosen shards" in text or "were chosen" in text:
+            witness.broken(f"nobody has chosen shards: {text}")
         elif "available again" in text:
             conduct.unavailable = False
         elif "is unavailable" in text:
