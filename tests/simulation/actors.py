@@ -50,6 +50,7 @@ class Habits:
     retry: RetryPolicy
     backoff_mode: BackoffMode
     keys: tuple[str, ...]
+    stubborn: bool  # many callbacks go on after they were cancelled
     mood: Mood = "mixed"
 
 
@@ -335,7 +336,7 @@ class Actor:
             await asyncio.Event().wait()
         elif dice < 0.68:
             await self._block(random.uniform(0, 1.5 * setup.lease_timeout))
-        elif dice < 0.7:
+        elif dice < 0.7 or self._habits.stubborn:
             await self._ignore_end(receipt)
         else:
             await asyncio.sleep(random.uniform(0, 1.2 * setup.lease_timeout))
@@ -363,7 +364,7 @@ class Actor:
         try:
             await asyncio.sleep(self._random.uniform(0, 2 * self._habits.setup.delivery_timeout))
         except asyncio.CancelledError:
-            self._witness.ignored(receipt)
+            self._witness.cancelled(receipt)
             ends = self._loop.time() + self._random.uniform(0, 5)
             if self._whims.random() < 0.5:
                 ends += self._whims.uniform(0, 3 * self._habits.setup.lease_timeout)

@@ -222,10 +222,11 @@ class Witness:
         if digest_id in given_up:
             given_up.add(rest_id)
 
-    def ignored(self, receipt: Receipt) -> None:
-        """A callback goes on although it was cancelled: for its time is over, or with the lease of its digest."""
+    def cancelled(self, receipt: Receipt) -> None:
+        """A callback was cancelled: with the lease of its digest, unless its time is over or its process leaves."""
         conduct = self.conducts[receipt.process]
-        if self._loop.time() < receipt.began + conduct.setup.delivery_timeout - 0.01:
+        is_in_time = self._loop.time() < receipt.began + conduct.setup.delivery_timeout - 0.01
+        if is_in_time and conduct.leaving_since is None:
             conduct.given_up.add(receipt.digest_id)
 
     def _taken_at(self, receipt: Receipt) -> float:
@@ -248,8 +249,7 @@ class Witness:
         self.tell(f"{receipt.digest_id} of {receipt.key} {receipt.ending}")
         if receipt.ending == "cut":
             self._see_cut(receipt, conduct)
-            if conduct.leaving_since is None:
-                conduct.given_up.add(receipt.digest_id)
+            self.cancelled(receipt)
         if receipt.ending == "returned":
             conduct.failing.clear()
             conduct.spared_since = None

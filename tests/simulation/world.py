@@ -80,7 +80,8 @@ class World:
         retry = RetryPolicy(max_attempts=setup.max_attempts, backoff=DecorrelatedJitter(base=1, cap=10))
         mode = BackoffMode(threshold=setup.threshold, multiplier=1, maximum=rest)
         keys = tuple(f"k{number}" for number in range(random.randint(2, 9)))
-        return Habits(setup, policy, retry, mode, keys)
+        stubborn = Random(f"{self._seed} stubborn").random() < 0.1
+        return Habits(setup, policy, retry, mode, keys, stubborn)
 
     def _roles(self) -> list[tuple[bool, bool]]:
         if self._deaf:
