@@ -572,6 +572,18 @@ async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_disca
     assert await read(2) == ([], None)
 
 
+async def test_a_page_of_dead_letters_has_none_that_reached_its_30_days_since_the_page_before(store: Store) -> None:
+    for day in (0, 1, 20):
+        store.now = NOW + day * DAY
+        await store.add(f"k{day}", "a")
+        await store.close(await store.claim(), letter="no good", cool=0)
+    page = await store.backend.letters(0, 1)
+    store.now = NOW + 31 * DAY
+    [name], end = await store.backend.letters(0, 2, page.end)
+    letter = await store.backend.letter(name)
+    assert (letter.key if letter else "", end) == ("k20", None)
+
+
 async def test_maintenance_after_a_pause_of_all_recovers_nothing_for_one_more_lease(store: Store) -> None:
     await store.add("k", "a")
     await store.claim()

@@ -6,8 +6,11 @@
 -- ARGV[6]  highest score to list, '' in the first page
 -- Returns  ids, and the last three arguments for the next page: none, if this is the last one
 
-local score = ARGV[4] == '' and whole(now - LETTER_TTL + 1) or ARGV[4]
-local members, rest = page(tag .. 'dead', tonumber(ARGV[3]), score, ARGV[5], ARGV[6])
+local score, member, first = ARGV[4], ARGV[5], now - LETTER_TTL + 1
+if score == '' or tonumber(score) < first then -- also of a later page, which may be asked for long after the one before
+  score, member = whole(first), ''
+end
+local members, rest = page(tag .. 'dead', tonumber(ARGV[3]), score, member, ARGV[6])
 local ids = {}
 for index = 1, #members, 2 do
   ids[#ids + 1] = members[index]
