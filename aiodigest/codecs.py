@@ -11,6 +11,11 @@ from typing_extensions import TypeVar
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.models import JSON
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter  # a third of what importing aiodigest would take: it comes with the first codec
     from typing_extensions import TypeForm
@@ -88,7 +93,7 @@ class JSONCodec(Generic[T]):
         if len(data) > self._max_size:
             raise LimitExceeded(f"a value may take at most {self._max_size:,} bytes as JSON, not {len(data):,}")
         if len(data) > self._compress_above:
-            packed = _compress(data)
+            packed = zstd.compress(data)
             if len(packed) < len(data):
                 return _ZSTD + packed
         return _PLAIN + data
@@ -141,19 +146,7 @@ def _json_or_none(value: object) -> bytes | None:
         return None
 
 
-def _compress(data: bytes) -> bytes:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
-    return zstd.compress(data)
-
-
 def _decompress(data: bytes, max_size: int) -> bytes:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
     # The window is memory too, and a frame chooses its own: 10 is the least that zstd accepts.
     window_log = max(10, max_size.bit_length())
     frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: window_log})

@@ -418,8 +418,8 @@ def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Pat
 def test_an_add_imports_nothing_since_a_child_forked_meanwhile_would_wait_for_ever_to_import_it(data: Path) -> None:
     program = (
         "import sys; from aiodigest import DigestEngine\n"
-        "engine = DigestEngine(sys.argv[1], namespace='imports', value_type=int); before = {*sys.modules}\n"
-        "engine.sync.add('k', 1); print(*{*sys.modules} - before)"
+        "engine = DigestEngine(sys.argv[1], namespace='imports', value_type=str); before = {*sys.modules}\n"
+        "engine.sync.add('k', 'large ' * 1000); print(*{*sys.modules} - before)"
     )
     port = free_port()
     with running_server("--port", str(port), "--bind", "127.0.0.1"):
