@@ -398,7 +398,7 @@ async def test_once_it_is_connected_it_reads_no_script_any_more(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(server.url, namespace) as backend:
-        monkeypatch.delattr(scripts, "files")
+        monkeypatch.delattr(scripts, "get_data")
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
         assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
@@ -411,12 +411,12 @@ async def test_once_it_is_connected_it_reads_no_script_any_more(
 async def test_without_a_descriptor_to_read_its_scripts_with_a_backend_is_unavailable_until_there_is_one(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: str) -> None:
+    def full(*_: str) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     backend = RedisBackend(server.url, namespace=namespace)
     with monkeypatch.context() as patched:
-        patched.setattr(scripts, "files", full)
+        patched.setattr(scripts, "get_data", full)
         with pytest.raises(BackendUnavailable, match=r"scripts of aiodigest cannot be read: .*Too many open files"):
             await backend.connect()
     assert await backend.add(0, [record("k")]) == [True]
