@@ -95,7 +95,7 @@ def load_script(name: str) -> Script:
     parts = (*SHARED.get(name, ("prelude",)), name)
     begins = f"local CREATES = {str(name in CREATES).lower()}"
     # importlib.resources would import more of itself, at the first add, while which another thread may fork
-    sources = [(get_data("aiodigest", f"lua/{part}.lua") or b"").decode() for part in parts]
+    sources = [cast("bytes", get_data("aiodigest", f"lua/{part}.lua")).decode() for part in parts]
     source = "\n".join([begins, *sources])
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
