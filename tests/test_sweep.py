@@ -199,7 +199,9 @@ def started(server: Server, folder: Path) -> subprocess.Popen[bytes]:
     """The command on many letters, its output unread."""
     arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", server.url, "--timeout", "2s"
     command = sys.executable, "-m", "aiodigest", *arguments
-    return subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    settings, pipe = environment(folder), subprocess.PIPE
+    # unbuffered: what a buffer of a first line has beside it never comes to who reads the rest with `communicate`
+    return subprocess.Popen(command, env=settings, stdout=pipe, stderr=pipe, bufsize=0)
 
 
 def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(place: Server, tmp_path: Path) -> None:
