@@ -11,6 +11,7 @@ from typing import Any
 
 import clusters  # of the tests, which run on the same
 import redis
+from ports import free_port
 from redis.crc import key_slot
 from servers import PASSWORD, USER, server_binary
 
@@ -119,7 +120,7 @@ class Cluster(World):
         for number in range(2 * PRIMARIES):
             folder = self.folder / CLUSTER / str(number)
             folder.mkdir()
-            node = Node(folder, clusters.node_port())
+            node = Node(folder, free_port())
             node.start()
             self.nodes.append(node)
             self._cluster.nodes.append(node)

@@ -10,7 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from servers import free_port, server_binary  # of the tests, which run on the same
+from ports import free_port  # of the tests, which run on the same, as are the servers
+from servers import server_binary
 
 ANSWER = 1.0  # how long a server may take to answer
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import redis
+from ports import free_port
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
 from servers import PASSWORD, USER, commands, online, server_binary
@@ -24,18 +24,6 @@ from servers import PASSWORD, USER, commands, online, server_binary
 SLOTS = 16_384
 # of all tests' user
 RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
-
-
-def node_port() -> int:
-    """A TCP port that nobody listens to, nor to the one of the cluster's bus that goes with it."""
-    while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-            if port + 10_000 < 65_536:
-                with suppress(OSError):
-                    bus.bind(("127.0.0.1", port + 10_000))
-                    return port
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
@@ -318,7 +306,7 @@ def running_cluster(
         for number in range(primaries * (1 + replicas)):
             folder = root / str(number)
             folder.mkdir()
-            node = Node(folder, node_port(), options, binary=binary, tls_port=node_port() if tls else 0)
+            node = Node(folder, free_port(), options, binary=binary, tls_port=free_port() if tls else 0)
             node.start()
             cluster.nodes.append(node)
         for node in cluster.nodes:

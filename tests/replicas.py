@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,20 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import redis
+from ports import free_port
 from servers import Server, online, running_server, server_binary
 
 PATIENCE = 30.0
 SERVICE = "mail"
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 async def until(reached: Callable[[], bool], patience: float = PATIENCE) -> None:
@@ -96,7 +86,7 @@ def thaw(server: Server) -> None:
 async def replicated(replicas: int = 1) -> AsyncGenerator[list[Server]]:
     """A primary, and replicas of it."""
     with ExitStack() as stack:
-        primary, *others = servers = [stack.enter_context(server_on(port)) for port in free_ports(1 + replicas)]
+        primary, *others = servers = [stack.enter_context(server_on(free_port())) for _ in range(1 + replicas)]
         for replica in others:
             follow(replica, primary)
         await until(lambda: all(map(follows, others)) and len(followers(primary)) == replicas)
@@ -158,7 +148,7 @@ async def watched() -> AsyncGenerator[Watched]:
     """Three sentinels that know each other from the beginning, which takes them seconds to find out."""
     async with replicated(2) as servers:
         folder = Path(tempfile.mkdtemp(prefix="aid-sentinels"))
-        ports, names = free_ports(3), [f"{number:040x}" for number in range(1, 4)]
+        ports, names = [free_port() for _ in range(3)], [f"{number:040x}" for number in range(1, 4)]
         sentinels: list[subprocess.Popen[bytes]] = []
         try:
             for port, name in zip(ports, names, strict=True):

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -82,13 +81,6 @@ def limit_files(pid: int, size: int) -> None:
     """Let a process write no file beyond this size, as on a full disk; it may be lifted again."""
     with suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -15,12 +15,13 @@ from zlib import crc32
 
 import pytest
 import trustme
-from clusters import Cluster, Move, Node, info, knows, node_port, running_cluster
+from clusters import Cluster, Move, Node, info, knows, running_cluster
 from engines import session_of
+from ports import PORTS, free_port
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
-from replicas import Relay, free_ports, server_on, until
+from replicas import Relay, server_on, until
 from servers import PASSWORD, USER, commands, tls_binary
 from storestate import check_invariants, redis_state
 
@@ -248,6 +249,17 @@ class Traffic:
         return max(times) - min(times) if times else 0.0
 
 
+def test_no_two_servers_are_given_one_port_though_none_of_them_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = free_port()
+    drawn = iter([given, given, *PORTS])
+
+    def draw(_: range) -> int:
+        return next(drawn)
+
+    monkeypatch.setattr("ports.secrets.choice", draw)
+    assert free_port() != given
+
+
 def test_a_cluster_of_three_primaries_and_three_replicas_is_there_within_five_seconds() -> None:
     took: list[float] = []
     while len(took) < 3 and min(took, default=5) >= 5:  # the machine may be busy with other things
@@ -271,7 +283,7 @@ def hole() -> Iterator[int]:
 
 async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough(cluster: Cluster, namespace: str, hole: int) -> None:
     inbox = Inbox()
-    url = login(*free_ports(1), hole, cluster.nodes[4].port, *free_ports(1))
+    url = login(free_port(), hole, cluster.nodes[4].port, free_port())
     async with engine_to(url, namespace).delivering(inbox) as engine:
         for shard in range(SHARDS):
             assert await engine.add(KEYS[shard], 1, record_id=f"r{shard}")
@@ -281,7 +293,7 @@ async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough(cluster: Cluste
 async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    empty = Node(tmp_path, node_port())
+    empty = Node(tmp_path, free_port())
     empty.start()
     try:
         await until(empty.is_up)
@@ -304,7 +316,7 @@ async def test_a_single_host_leads_to_all_nodes_be_it_a_replica(cluster: Cluster
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_without_a_host_that_answers_it_is_unavailable_in_time(namespace: str, hole: int, hangs: bool) -> None:
-    url = login(*free_ports(2), *([hole] * 3 if hangs else []))
+    url = login(free_port(), free_port(), *([hole] * 3 if hangs else []))
     began = time.monotonic()
     async with engine_to(url, namespace, timeout=1) as engine:
         assert time.monotonic() - began < 1 + SLACK
@@ -317,7 +329,7 @@ async def test_without_a_host_that_answers_it_is_unavailable_in_time(namespace: 
 
 
 async def test_a_server_that_is_no_cluster_is_told_from_one(namespace: str) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     with server_on(port), pytest.raises(ConfigurationError, match="is no cluster: give redis://host:port"):
         await engine_to(f"redis+cluster://127.0.0.1:{port}", namespace).__aenter__()
 
@@ -460,7 +472,7 @@ async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(name
         small.allow("boss", "~*", "+@all")
         async with engine_to(small.url.replace(USER, "boss"), namespace, policy=LATER) as engine:
             await engine.add_many([Entry(key, 1) for key in KEYS])
-            old, new = small.nodes[0], Node(tmp_path, node_port())
+            old, new = small.nodes[0], Node(tmp_path, free_port())
             new.start()
             small.nodes.append(new)
             await until(new.is_up)
@@ -681,7 +693,7 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_th
         assert failed == set(dead)
         alive = set(range(SHARDS)) - failed
         await inbox.got(*(f"a{shard}-4" for shard in alive), *(f"b{KEYS[shard]}" for shard in alive), within=timeout)
-        bare.mend()
+        await asyncio.to_thread(bare.mend)
         back = time.monotonic()
         while isinstance(
             (await outcome(engine.add_many([Entry(KEYS[shard], 1, record_id="c") for shard in dead])))[0], PartialAdd
@@ -724,7 +736,7 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
             await engine.add(KEYS[alive], 2, record_id=f"r{number}")
             await inbox.got(f"r{number}")
         assert time.monotonic() - began < timeout
-        bare.mend()
+        await asyncio.to_thread(bare.mend)
         await until(lambda: not is_leased(bare, namespace, dead[0]))
     check_shards(bare, namespace)
 
@@ -764,7 +776,7 @@ async def test_when_a_primary_is_killed_its_shards_go_on_with_a_replica_and_noth
         [new] = [node for node in others if node.is_primary]
         assert new.ask("SCRIPT", "EXISTS", sha) == [True]
         await traffic.goes_on()
-        fragile.mend()
+        await asyncio.to_thread(fragile.mend)
         await traffic.goes_on()
     unsure = {record for record, when in traffic.inbox.times.items() if killed - 0.5 < when < promoted}
     assert traffic.twice <= unsure
@@ -785,7 +797,7 @@ async def test_a_primary_that_froze_and_comes_back_when_it_is_none_takes_nothing
         promoted = time.monotonic()
         await traffic.begins(dead, within=SOON + 2)  # the call that hangs meanwhile takes a timeout
         old.thaw()
-        fragile.settle()
+        await asyncio.to_thread(fragile.settle)
         await traffic.goes_on()
     unsure = {record for record, when in traffic.inbox.times.items() if frozen - 0.5 < when < promoted + 2}
     assert traffic.twice <= unsure
@@ -803,7 +815,7 @@ async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a
         await producer.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
         old.kill()
         await until(lambda: any(node.is_primary for node in others))
-        fragile.mend()
+        await asyncio.to_thread(fragile.mend)
         assert not old.is_primary
         await asyncio.gather(*(producer.add(key, 2, record_id=f"b{key}") for key in KEYS))
         async with worker.delivering(inbox):
@@ -825,7 +837,7 @@ async def test_two_primaries_that_die_one_after_the_other_lose_nothing(fragile: 
         second.kill()
         await until(lambda: third.is_primary)
         ended = time.monotonic()
-        fragile.mend()
+        await asyncio.to_thread(fragile.mend)
         await traffic.goes_on()
     unsure = {record for record, when in traffic.inbox.times.items() if began - 0.5 < when < ended}
     assert traffic.twice <= unsure
@@ -971,7 +983,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
                 assert caught.value.stored == "no", name
             assert move.contents() == before
         finally:
-            move.end()
+            await asyncio.to_thread(move.end)
         assert source.ask("CLUSTER", "GETKEYSINSLOT", move.slot, 10) == []
         with move.target.client() as client:
             moved = redis_state(client, namespace)
@@ -1008,7 +1020,7 @@ async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_o
         await traffic.goes_on(others)
         assert {error.stored for error in traffic.errors([shard])} == {"no"}
         assert move.left() == keys[len(keys) // 2 :]
-        move.end()
+        await asyncio.to_thread(move.end)
         ended = time.monotonic()
         await traffic.goes_on([shard])
         assert time.monotonic() - ended < SOON
@@ -1051,8 +1063,8 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
         move.target.ask("CLUSTER", "SETSLOT", move.slot, "STABLE")  # on Redis 7 it hears of no heir of what it imports
         await until(lambda: b"cluster_state:ok" in info(move.target))
         move.begin()
-        move.end()
-        fragile.settle()
+        await asyncio.to_thread(move.end)
+        await asyncio.to_thread(fragile.settle)
         async with engine_to(fragile.url, namespace, shards=1).delivering(inbox):
             await inbox.got(*records)
     assert inbox.digests.keys() == set(records)
@@ -1077,7 +1089,7 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
                 assert b"MIGRATESLOTS" not in b"".join(source.ask("CLUSTER", "HELP")), "the server can, and has not"
                 move = Move(cluster, slot, source, target)
                 move.begin()
-                move.end()
+                await asyncio.to_thread(move.end)
             moved = time.monotonic()
             await traffic.goes_on([shard])
             assert time.monotonic() - moved < SOON
@@ -1116,7 +1128,7 @@ async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_
                 assert took < 2 + SLACK
         assert any("cluster is down" in str(result) for result, _ in results)
         await until(lambda: told(caplog, "is unavailable") == 1)
-        bare.mend()
+        await asyncio.to_thread(bare.mend)
         back = time.monotonic()
         await engine.add_many([Entry(key, 3, record_id=f"c{key}") for key in KEYS])
         await inbox.got(*(f"c{key}" for key in KEYS))

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 import yaml
 from pages import blocks_of
-from servers import free_port
+from ports import free_port
 from userland import DEADLINE, ROOT, data_folder, running
 
 from aiodigest import DigestEngine

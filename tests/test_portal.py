@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from processes import PROGRAMS
-from servers import PASSWORD, USER, Server, free_port, running_server
+from servers import PASSWORD, USER, Server, running_server
 from userland import DEADLINE, data_folder, environment
 
 from aiodigest import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import takewhile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from ports import free_port
 from redis.crc import key_slot
 from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
@@ -663,12 +663,6 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
 
 
 # Replicas and shared connections
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_an_add_waits_until_so_many_replicas_have_it_and_else_says_that_it_may_be_stored(namespace: str) -> None:

@@ -21,8 +21,8 @@ import httpx2
 import pytest
 from commandline import DEADLINE, Command, Running, aiodigest, environment, in_process, no_process_is_left, running
 from engines import WatchedBackend, engine_on
+from ports import free_port
 from prometheus_client import Metric
-from servers import free_port
 from starlette.requests import Request
 
 from aiodigest import DigestEngine

@@ -26,10 +26,11 @@ import pytest
 import redis.asyncio
 import trustme
 from commandline import aiodigest
+from ports import free_port
 from redis.asyncio.sentinel import Sentinel
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.exceptions import NoPermissionError
-from servers import PASSWORD, Server, commands, free_port, rules, running_server, tls_binary
+from servers import PASSWORD, Server, commands, rules, running_server, tls_binary
 from stores import Place
 from storestate import check_invariants, redis_state
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from servers import free_port, running_server
+from ports import free_port
+from servers import running_server
 from userland import DEADLINE, ROOT, data_folder, running
 
 from aiodigest import DigestEngine

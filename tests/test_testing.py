@@ -23,7 +23,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from servers import Server, free_port, server_binary
+from ports import free_port
+from servers import Server, server_binary
 from starlette.testclient import TestClient
 from userland import DEADLINE
 

@@ -18,7 +18,8 @@ from typing import Self
 
 import pytest
 from pages import blocks_of, commands_of, matches
-from servers import free_port, running_server
+from ports import free_port
+from servers import running_server
 from userland import DEADLINE, ROOT, data_folder, environment
 
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import redis
-from replicas import Relay, follow, follows, free_ports, freeze, pid_of, server_on, thaw, until
+from ports import free_port
+from replicas import Relay, follow, follows, freeze, pid_of, server_on, thaw, until
 from servers import UNLIMITED, Server, limit_files, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy
@@ -130,7 +131,7 @@ async def too_few_replicas(place: Place) -> AsyncGenerator[None]:
 
 @cause("no", "it is a replica")
 async def made_a_replica(place: Place) -> AsyncGenerator[None]:
-    [port] = free_ports(1)
+    port = free_port()
     with server_on(port) as other:
         follow(other, place.server)
         await until(lambda: follows(other))
@@ -209,7 +210,7 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 async def test_whatever_makes_a_server_unavailable_adds_say_so_in_time_and_workers_go_on_when_it_is_back(
     cause: Cause, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     worker = Worker()
     with server_on(port, *cause.options) as server:
         async with Relay(port) as relay:
@@ -277,7 +278,7 @@ async def test_an_engine_that_only_adds_tells_in_the_log_once_that_its_server_is
 async def test_a_server_that_is_not_there_yet_is_found_when_it_is(
     namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     worker = Worker()
     engine = DigestEngine[JSON](f"redis://127.0.0.1:{port}/0", namespace=namespace, policy=NO_GAP, timeout=TIMEOUT)
     with ExitStack() as stack:  # the server is there until the engine has been left
@@ -295,7 +296,7 @@ async def test_a_server_that_is_not_there_yet_is_found_when_it_is(
 async def test_a_name_that_is_not_known_is_looked_up_again_until_it_is(
     namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     worker, resolve = Worker(), socket.getaddrinfo
 
     def told_by_now(host: str | bytes | None, *rest: Any, **options: Any) -> Any:
@@ -315,7 +316,7 @@ async def test_a_name_that_is_not_known_is_looked_up_again_until_it_is(
 
 
 async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next_has_a_new_one(namespace: str) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     with server_on(port):
         async with Relay(port) as relay, DigestEngine[JSON](relay.url, namespace=namespace, timeout=TIMEOUT) as engine:
             before = relay.connections
@@ -329,7 +330,7 @@ async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next
 
 
 async def test_a_dead_peer_is_noticed_within_a_minute_on_a_connection_that_only_listens() -> None:
-    [port] = free_ports(1)
+    port = free_port()
     with server_on(port):
         link = Link(find_target(f"redis://127.0.0.1:{port}/0"), TIMEOUT)
         listening = asyncio.create_task(link.listen("wake", "0-0"))
