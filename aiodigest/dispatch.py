@@ -225,6 +225,8 @@ class Dispatcher(Generic[T]):
         try:
             with self._timed(call):
                 attempt.policy = await self._policy(lease.key)
+            if call.cut:  # which the policy function did not heed
+                raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
         except BaseException as error:
             return self._raised(attempt, error, call, task)

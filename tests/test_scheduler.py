@@ -763,6 +763,27 @@ async def test_the_next_part_of_a_digest_is_not_begun_under_a_lease_that_was_los
 
 
 @virtual_time
+async def test_a_callback_is_not_begun_under_a_lease_that_was_lost_while_its_policy_function_ignored_that() -> None:
+    asked: list[str] = []
+
+    async def deaf(key: str) -> Policy:
+        asked.append(key)
+        if len(asked) == 1:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+        return policy()
+
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("key", 1, policy=policy())
+    async with delivering(inbox, backend, policy=deaf, timeout=1):
+        backend.gates["renew"] = asyncio.Event()
+        await asyncio.sleep(LEASE + 1)
+        backend.gates.pop("renew").set()
+        await inbox.outcome()
+    assert (inbox.values, asked) == ([[1]], ["key", "key"])
+
+
+@virtual_time
 async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     await backend.put("key", 1)
