@@ -14,13 +14,14 @@ from replicas import Relay, follow, follows, freeze, port_of, replicated, role_o
 from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
-from aiodigest.backend import Add, Close, Retry
+from aiodigest.backend import Add, Backend, Close, Retry
 from aiodigest.connection import CONNECTIONS, WAITERS
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
 
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
+TOO_FEW = "0 replicas|no answer in time"  # the latter where the machine is busy, and the server's answer is late
 
 
 @asynccontextmanager
@@ -60,13 +61,14 @@ async def test_an_add_returns_once_so_many_replicas_have_it(namespace: str) -> N
 
 
 async def test_an_add_that_too_few_replicas_have_in_time_may_be_stored_and_says_so(namespace: str) -> None:
-    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=3) as engine:
+    # the server has nine tenths of the timeout, so that there is a second for its answer
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=10) as engine:
         await engine.add("before", 1)
         freeze(replica)
         began = asyncio.get_running_loop().time()
         with pytest.raises(BackendUnavailable, match=r"0 replicas .* have it, not 1") as caught:
             await engine.add("key", 1, record_id="mine")
-        assert asyncio.get_running_loop().time() - began < 6
+        assert asyncio.get_running_loop().time() - began < 15
         assert (caught.value.stored, caught.value.record_id) == ("unknown", "mine")
         assert length_of(primary, namespace, "key") == 1
         thaw(replica)
@@ -83,14 +85,14 @@ async def test_of_many_adds_each_that_too_few_replicas_have_may_be_stored_and_sa
 
 
 @asynccontextmanager
-async def greedy(server: Server, namespace: str) -> AsyncGenerator[DigestEngine[JSON]]:
+async def greedy(server: Server, namespace: str, timeout: float = 2) -> AsyncGenerator[DigestEngine[JSON]]:
     """An engine that waits for more replicas than there are, of a namespace that is there already.
 
     Who begins one waits for replicas before the add, and then knows that nothing is stored.
     """
     async with engine_to(server, namespace) as first:
         await first.add("first", 0)
-    async with engine_to(server, namespace, wait_replicas=2, timeout=2) as engine:
+    async with engine_to(server, namespace, wait_replicas=2, timeout=timeout) as engine:
         yield engine
 
 
@@ -108,7 +110,7 @@ async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replica
 
 
 async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_be_stored(namespace: str) -> None:
-    async with replicated() as (primary, replica), greedy(primary, namespace) as engine:
+    async with replicated() as (primary, replica), greedy(primary, namespace, timeout=20) as engine:
         adding = asyncio.create_task(engine.add("key", 1))
         await until(lambda: waiting(primary) == 1)
         follow(replica, None)
@@ -119,12 +121,12 @@ async def test_an_add_whose_primary_is_demoted_while_it_waits_for_replicas_may_b
 
 
 async def test_adds_that_wait_for_a_replica_that_hangs_leave_connections_to_other_calls(namespace: str) -> None:
-    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=3) as engine:
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1, timeout=20) as engine:
         await engine.add("key", 1)
         freeze(replica)
         adding = [asyncio.create_task(engine.add_many([Entry("key", 2)])) for _ in range(3 * CONNECTIONS)]
         await until(lambda: waiting(primary) >= WAITERS)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(10):  # the adds wait for eighteen seconds
             assert await engine.peek("key") is not None
         assert waiting(primary) == WAITERS
         thaw(replica)
@@ -206,15 +208,22 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
             assert isinstance(backend, RedisBackend)
             assert await backend.reshard(2)
             freeze(replica)
-            with pytest.raises(BackendUnavailable, match="0 replicas"):
+            with pytest.raises(BackendUnavailable, match=TOO_FEW):
                 await backend._move(0, letter.id)
             with primary.client() as client:
                 assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
             thaw(replica)
-            async with asyncio.timeout(PATIENCE):
-                while await backend.drain():
-                    pass
+            await drained(backend)
             assert [each async for each in engine.dead_letters()] == [letter]
+
+
+async def drained(backend: Backend) -> None:
+    """Wait until the layout before is gone."""
+    left: object = "all"
+    async with asyncio.timeout(PATIENCE):
+        while left:
+            with suppress(BackendUnavailable):  # the replica links up with its primary anew
+                left = await backend.drain()
 
 
 async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(namespace: str) -> None:
@@ -250,11 +259,7 @@ async def test_a_shard_that_is_drained_does_not_end_before_the_replicas_know_of_
             backend = await session_of(engine).backend()
             assert await backend.reshard(4)
             freeze(replica)
-            with pytest.raises(BackendUnavailable, match="0 replicas"):
+            with pytest.raises(BackendUnavailable, match=TOO_FEW):
                 await backend.drain()
             thaw(replica)
-            left: object = "all"
-            async with asyncio.timeout(PATIENCE):
-                while left:
-                    with suppress(BackendUnavailable):  # the replica links up with its primary anew
-                        left = await backend.drain()
+            await drained(backend)
