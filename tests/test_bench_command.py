@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path,
 
 
 def test_a_server_that_goes_away_meanwhile_is_told_with_what_may_be_left(own: Server, tmp_path: Path) -> None:
-    arguments = "bench", "--url", all_may(own.url), "--timeout", "300ms", "--seconds", "1"
+    arguments = "bench", "--url", all_may(own.url), "--timeout", "5s", "--seconds", "1"
     with running(tmp_path, *arguments) as process, own.client() as client:
         until(lambda: client.keys("*:leased"), "a worker delivers, who by itself would wait for the server")
         own.stop()

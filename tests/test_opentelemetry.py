@@ -316,8 +316,9 @@ async def test_while_the_server_is_away_only_the_figures_of_the_process_are_give
 async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_engine_s_timeout(
     prometheus: Prometheus, caplog: pytest.LogCaptureFixture
 ) -> None:
+    timeout = 2.0
     stores = [CountedBackend() for _ in range(3)]
-    engines = [engine_on(store, timeout=0.3) for store in stores]
+    engines = [engine_on(store, timeout=timeout) for store in stores]
     for number, (engine, store) in enumerate(zip(engines, stores, strict=True)):
         engine.namespace = f"n{number}"
         instrument(engine, meter_provider=prometheus.provider)
@@ -326,8 +327,9 @@ async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_en
     async with engines[0], engines[1], engines[2]:
         began = asyncio.get_running_loop().time()
         figures = await prometheus.scrape()
-        assert 0.25 < asyncio.get_running_loop().time() - began < 4
-        assert max(store.asked_at for store in stores) - began < 0.25  # all at once
+        assert 0.9 * timeout < asyncio.get_running_loop().time() - began < timeout + 10
+        asked = [store.asked_at for store in stores]
+        assert max(asked) - min(asked) < timeout  # so none after another
         overdue = {name for name in figures if name.startswith("aiodigest_oldest_overdue")}
         assert overdue == {"aiodigest_oldest_overdue_seconds{namespace=n0}"}
     assert not caplog.records

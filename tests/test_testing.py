@@ -695,7 +695,7 @@ async def test_adds_at_once_on_a_server_stay_in_order() -> None:
 
 
 async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
-    mail = engine(timeout=0.1)
+    mail = engine(timeout=1)
     async with TestEngine(mail, server=True) as t:
         await mail.add("a", 1)
         backend: Any = await mail._backend()
