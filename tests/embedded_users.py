@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import redis.asyncio
 
 from aiodigest import embedded
@@ -94,6 +95,20 @@ async def until(condition: Callable[[], object], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"this did not come true within {seconds} s"
         await asyncio.sleep(0.005)
+
+
+def all_told(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str | None]]:
+    """The server's process and why it is down, after each word of its keeper; who looks now and then misses some."""
+    told: list[tuple[int | None, str | None]] = []
+    hear = embedded._Share.hear
+
+    async def hear_and_tell(share: embedded._Share) -> bool:
+        heard = await hear(share)
+        told.append((server.pid, server.why_down()))
+        return heard
+
+    monkeypatch.setattr(embedded._Share, "hear", hear_and_tell)
+    return told
 
 
 def status(pid: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ import redis.asyncio
 import redis.exceptions
 from embedded_users import (
     NewUser,
+    all_told,
     keeper_of,
     lives,
     next_descriptor,
@@ -76,18 +77,22 @@ async def test_a_killed_server_is_back_within_a_second_with_all_that_it_acknowle
         await until(lambda: server.pid != first and server.why_down() is None)
 
 
-async def test_a_server_that_keeps_crashing_is_started_ever_later(folder: Path) -> None:
+async def test_a_server_that_keeps_crashing_is_started_ever_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with started(folder) as (server, _):
+        told = all_told(server, monkeypatch)
         for delay in (0.1, 0.2, 0.4):
             killed = server.pid
             assert killed
-            os.kill(killed, signal.SIGKILL)
             begin = time.monotonic()
-            await until(lambda: server.why_down() is not None)
-            assert "signal 9" in (server.why_down() or "")
-            assert server.pid is None
-            await until(lambda: server.why_down() is None)
+            os.kill(killed, signal.SIGKILL)
+            await until(lambda: told and server.why_down() is None)
             assert time.monotonic() - begin >= delay
+            pid, reason = told[0]
+            assert pid is None
+            assert "signal 9" in (reason or "")
+            told.clear()
 
 
 async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis.exceptions
-from embedded_users import NewUser, keeper_of, lives, processes_of, started, until, waits
+from embedded_users import NewUser, all_told, keeper_of, lives, processes_of, started, until, waits
 
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable
@@ -111,13 +111,14 @@ async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_anoth
             await until(lambda: server.pid != first and server.why_down() is None)
 
 
-async def test_why_a_keeper_ended_is_told_until_there_is_another(folder: Path) -> None:
+async def test_why_a_keeper_ended_is_told_until_there_is_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(folder) as (server, _):
+        told = all_told(server, monkeypatch)
         first = server.pid
         assert first
         delete(folder)
-        await until(lambda: server.why_down() is not None)
-        assert "was deleted, moved or replaced" in (server.why_down() or "")
+        await until(lambda: told)
+        assert "was deleted, moved or replaced" in (told[0][1] or "")
         await until(lambda: not lives(first))
         await until(lambda: server.why_down() is None)
 
