@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 import clusters  # of the tests, which run on the same
 import redis
@@ -68,15 +67,6 @@ class Node(clusters.Node):
     @property
     def is_linked(self) -> bool:
         return b"cluster_state:ok" in clusters.info(self) and (self.is_primary or self.ask("ROLE")[3] == b"connected")
-
-    def written(self) -> int:
-        """How much has been written to it."""
-        return self.ask("INFO", "replication")["master_repl_offset"]
-
-    def has_passed_on(self, written: int) -> bool:
-        """Whether a replica has said that it has so much of that."""
-        told: dict[str, Any] = self.ask("INFO", "replication")
-        return any(told[f"slave{number}"]["offset"] >= written for number in range(told["connected_slaves"]))
 
 
 def joined(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -22,6 +22,7 @@ from redis.crc import key_slot
 from servers import PASSWORD, USER, commands, online, server_binary
 
 SLOTS = 16_384
+UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
 # of all tests' user
 RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
@@ -61,6 +62,16 @@ class Node:
     def is_primary(self) -> bool:
         return self.ask("ROLE")[0] == b"master"
 
+    def written(self) -> int:
+        """How much has been written to it."""
+        return self.ask("INFO", "replication")["master_repl_offset"]
+
+    def has_passed_on(self, written: int) -> bool:
+        """Whether its replicas have said that they have so much of that."""
+        told: dict[str, Any] = self.ask("INFO", "replication")
+        offsets = [told[f"slave{number}"]["offset"] for number in range(told["connected_slaves"])]
+        return min(offsets, default=0) >= written
+
     def is_up(self) -> bool:
         try:
             return bool(self.ask("PING"))
@@ -79,7 +90,9 @@ class Node:
         )  # fmt: skip
 
     def start(self) -> None:
-        settings = (*self.settings, "--loglevel", "warning", "--repl-ping-replica-period", "1", *self.options)
+        # its user is there before anybody can be refused
+        user = "--user", USER, "on", f">{PASSWORD}", *RULE
+        settings = (*self.settings, "--loglevel", "warning", "--repl-ping-replica-period", "1", *user, *self.options)
         if self.tls_port:
             settings += "--tls-port", str(self.tls_port), "--tls-cluster", "yes", "--tls-replication", "yes"
         binary = self.binary or server_binary()
@@ -184,7 +197,6 @@ class Cluster:
             node.start()
         for node in nodes:
             until(node.is_up, f"the server on port {node.port} answers")
-            self.allow_suite(node)
 
     def mend(self) -> None:
         """Bring all back that was frozen or killed."""
@@ -208,12 +220,7 @@ class Cluster:
     def allow(self, user: str, *rule: str) -> None:
         """Make a user on every node."""
         for node in self.alive:
-            allow(node, user, *rule)
-
-    def allow_suite(self, *nodes: Node) -> None:
-        """Make the user of all tests, on some nodes or all."""
-        for node in nodes or self.alive:
-            allow(node, USER, *RULE)
+            node.ask("ACL", "SETUSER", user, "reset", "resetchannels", "on", f">{PASSWORD}", *rule)
 
     def move_at_once(self, slot: int, source: Node, target: Node) -> bool:
         """Move a slot whole, as Valkey does from version 9 on; False if the server cannot."""
@@ -259,7 +266,7 @@ class Move:
     def contents(self) -> dict[tuple[int, bytes], bytes]:
         """All that both primaries hold of the slot: of each one's keys the value, and when it ends.
 
-        That is to the millisecond, or to tens of seconds where a server does not tell it (before Redis 7).
+        That is to the millisecond, or only whether it does where a server does not tell it (before Redis 7).
         """
         found: dict[tuple[int, bytes], bytes] = {}
         for node in (self.source, self.target):
@@ -271,15 +278,10 @@ class Move:
                         pipe.execute_command("ASKING")
                         pipe.execute_command(command, key)
                 replies = pipe.execute()
-                now = time.time() * 1000
                 for key, value, ends in zip(keys, replies[1::4], replies[3::4], strict=True):
-                    end = ends if exact or ends < 0 else round((now + ends) / 10_000)
+                    end = ends if exact else min(ends, 0)
                     found[node.port, key] = value + b" until %d" % end
         return found
-
-
-def allow(node: Node, user: str, *rule: str) -> None:
-    node.ask("ACL", "SETUSER", user, "reset", "resetchannels", "on", f">{PASSWORD}", *rule)
 
 
 def jobs(node: Node) -> str:
@@ -297,9 +299,12 @@ def knows(node: Node, other: str) -> bool:
 
 @contextmanager
 def running_cluster(
-    *options: str, primaries: int = 3, replicas: int = 1, binary: str = "", tls: bool = False
+    *options: str, primaries: int = 3, replicas: int = 1, steady: bool = True, binary: str = "", tls: bool = False
 ) -> Generator[Cluster]:
-    """A cluster with options of its own for its servers; with ``tls`` they speak it beside plain TCP."""
+    """A cluster with options of its own for its servers; with ``tls`` they speak it beside plain TCP.
+
+    In one that is not ``steady`` a primary that is silent for a second is replaced, and else none.
+    """
     root = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
     cluster = Cluster()
     try:
@@ -312,7 +317,9 @@ def running_cluster(
         for node in cluster.nodes:
             until(node.is_up, f"the server on port {node.port} answers")
         cluster.form(primaries)
-        cluster.allow_suite()
+        if steady:  # not from the start, since who waits so long also meets the others slowly
+            for node in cluster.nodes:
+                node.ask("CONFIG", "SET", "cluster-node-timeout", UNTROUBLED)
         yield cluster
     finally:
         for node in cluster.nodes:

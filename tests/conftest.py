@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from clusters import running_cluster
+from clusters import UNTROUBLED, running_cluster
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import settings
 from replicas import SERVICE, watched
@@ -30,7 +30,6 @@ settings.load_profile("patient")
 _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
-UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -95,8 +94,6 @@ async def behind_sentinels() -> AsyncIterator[Place]:
 def on_cluster() -> Iterator[Place]:
     with running_cluster() as cluster, cluster.client() as map_of_slots:
         nodes = {node.port: node for node in cluster.nodes}
-        for node in cluster.nodes:
-            node.ask("CONFIG", "SET", "cluster-node-timeout", UNTROUBLED)
 
         def client_of(tag: str) -> Any:
             return nodes[map_of_slots.get_node_from_key(f"{{{tag}}}:").port].client()

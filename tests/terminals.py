@@ -54,7 +54,8 @@ class OnTerminal:
         begin, last = len(self.shown), time.monotonic() + DEADLINE
         while not all(text.encode() in plain(self.shown[begin:]) for text in texts):
             assert time.monotonic() < last, f"it showed no {texts}, but {self.shown[-5000:]!r}"
-            assert self._read() or self.process.poll() is None, f"it ended without {texts}: {self.shown[-5000:]!r}"
+            has_ended = self.process.poll() is not None  # before what it showed last is read
+            assert self._read() or not has_ended, f"it ended without {texts}: {self.shown[-5000:]!r}"
         return self.shown[begin:]
 
     def type(self, keys: bytes) -> None:

@@ -48,8 +48,8 @@ from aiodigest.wire import pack
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 LATER = Policy(initial_delay=3600, maximum_delay=3600)
 SHARDS = 16
-SOON = 2.0  # seconds within which all goes on
-SLACK = 2.0  # for a machine that is busy with other things
+SLACK = 2.0  # seconds for a machine that is busy with other things
+SOON = 2.0 + SLACK  # within which all goes on
 
 
 # Clusters
@@ -65,7 +65,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Cluster]:
     """Three primaries, each with two replicas, so that one is left for the next primary."""
-    with running_cluster(replicas=2) as running:
+    with running_cluster(replicas=2, steady=False) as running:
         yield running
 
 
@@ -80,7 +80,7 @@ def fragile(mortal: Cluster) -> Cluster:
 def lonely() -> Iterator[Cluster]:
     """Three primaries without replicas, each of which goes on without the others, and writes down what it has."""
     options = "--cluster-require-full-coverage", "no", "--appendonly", "yes", "--appendfsync", "always"
-    with running_cluster(*options, replicas=0) as running:
+    with running_cluster(*options, replicas=0, steady=False) as running:
         yield running
 
 
@@ -297,7 +297,6 @@ async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
     empty.start()
     try:
         await until(empty.is_up)
-        empty.ask("ACL", "SETUSER", USER, "on", f">{PASSWORD}", "~*", "+@all")
         async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
             assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
         link = ClusterLink(find_target(login(empty.port)), 5)
@@ -634,7 +633,7 @@ async def test_an_add_of_another_engine_wakes_an_idle_worker_at_once_in_every_sh
         await until(lambda: sum(each["cmd"] == "xread" for each in connections(cluster, "idler")) == SHARDS)
         for shard in range(SHARDS):
             assert await other.add(KEYS[shard], 1, record_id=f"r{shard}")
-            await inbox.got(f"r{shard}", within=1)
+            await inbox.got(f"r{shard}", within=10)  # by itself it looks after twenty seconds
 
 
 # 3. A call a shard
@@ -673,7 +672,7 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_th
     inbox = Inbox()
     node = bare.primaries[0]
     dead = shards_of(bare, namespace, node)
-    timeout = 1.0
+    timeout = 5.0
     async with engine_to(bare.url, namespace, timeout=timeout).delivering(inbox) as engine:
         await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
         await inbox.got(*KEYS)
@@ -720,7 +719,7 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
             await gone.wait()
         await inbox(digest)
 
-    timeout = 2.0
+    timeout = 5.0
     engine = engine_to(bare.url, namespace, timeout=timeout, concurrency=len(stuck))
     async with engine.delivering(deliver):
         await engine.add_many([Entry(key, 1, record_id=key) for key in stuck])
@@ -1047,7 +1046,9 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
         move.begin()
         moved = [key for key in move.left() if not key.endswith((b"layout", b"ready"))]
         move.carry(*moved)
-        await asyncio.to_thread(lambda: [dying.ask("WAIT", 2, 5000), dying.kill()])
+        written = dying.written()
+        await until(lambda: dying.has_passed_on(written))
+        dying.kill()
         await until(lambda: any(node.is_primary for node in heirs))
         [heir] = [node for node in heirs if node.is_primary]
         await until(lambda: b"cluster_state:ok" in info(heir))
@@ -1247,7 +1248,7 @@ async def test_workers_may_divide_the_shards_among_them(cluster: Cluster, namesp
 async def test_a_primary_behind_a_black_hole_holds_up_no_other_and_no_call_for_longer_than_its_timeout(
     cluster: Cluster, namespace: str
 ) -> None:
-    timeout = 2.0
+    timeout = 5.0
     inbox = Inbox()
     node = cluster.primaries[1]
     lost = shards_of(cluster, namespace, node)
@@ -1264,7 +1265,7 @@ async def test_a_primary_behind_a_black_hole_holds_up_no_other_and_no_call_for_l
                 )
                 for shard, (result, took) in enumerate(outcomes):
                     assert isinstance(result, BackendUnavailable) == (shard in lost), result
-                    assert took < (timeout + SLACK if shard in lost else timeout / 2), (shard in lost, took)
+                    assert took < (timeout + SLACK if shard in lost else timeout), (shard in lost, took)
                 alive = [f"a{turn}{KEYS[shard]}" for shard in range(SHARDS) if shard not in lost]
                 await inbox.got(*alive, within=timeout)
             relays[node.port].mode = "pass"

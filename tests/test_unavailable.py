@@ -131,8 +131,8 @@ async def too_few_replicas(place: Place) -> AsyncGenerator[None]:
 
 @cause("no", "it is a replica")
 async def made_a_replica(place: Place) -> AsyncGenerator[None]:
-    port = free_port()
-    with server_on(port) as other:
+    with ExitStack() as stack:
+        other = await asyncio.to_thread(stack.enter_context, server_on(free_port()))
         follow(other, place.server)
         await until(lambda: follows(other))
         follow(other, None)
