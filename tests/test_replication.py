@@ -230,7 +230,7 @@ async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(n
     async with (
         replicated() as (primary, replica),
         engine_to(primary, namespace) as other,
-        engine_to(primary, namespace, wait_replicas=1, timeout=2) as engine,
+        engine_to(primary, namespace, wait_replicas=1, timeout=10) as engine,  # a second for the server's answer
     ):
         await engine.add("first", 1)
         async for _ in other.reshard(4):
