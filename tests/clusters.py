@@ -303,7 +303,8 @@ def running_cluster(
 ) -> Generator[Cluster]:
     """A cluster with options of its own for its servers; with ``tls`` they speak it beside plain TCP.
 
-    In one that is not ``steady`` a primary that is silent for a second is replaced, and else none.
+    In one that is not ``steady`` a primary that is silent for a second is replaced; in one that is, none but by order,
+    and there no server twice on Redis 7, which remembers votes for as long as it takes to replace a silent one.
     """
     root = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
     cluster = Cluster()
