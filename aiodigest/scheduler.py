@@ -288,6 +288,7 @@ class Scheduler:
                     if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
                         raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
                     outcome, delivery = await self._call(lane, hold, attempt)
+                sent = asyncio.get_running_loop().time()
                 closed = await self._report(lane, outcome.report)
                 if closed.status in ("lost", "deleted"):
                     delivery = replace(delivery, result=closed.status)
@@ -297,6 +298,7 @@ class Scheduler:
                 if closed.status != "part":
                     return
                 hold.lease, hold.stage = outcome.rest(closed), "claimed"
+                lane.extend(hold, max(sent, hold.ends - self._lease_timeout))  # the store has renewed it too
             await self._backend.release(lane.shard, [hold.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", error, extra=facts_of(hold.lease))

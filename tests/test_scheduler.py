@@ -784,6 +784,28 @@ async def test_a_callback_is_not_begun_under_a_lease_that_was_lost_while_its_pol
 
 
 @virtual_time
+async def test_the_next_part_of_a_digest_has_a_lease_of_full_length_though_the_one_before_ended_late() -> None:
+    async def deaf(digest: Digest[JSON]) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+        await asyncio.sleep(LEASE - 15)
+
+    async def busy(digest: Digest[JSON]) -> None:
+        await asyncio.sleep(9)
+
+    terms = policy(max_size=1)
+    inbox, backend = Inbox(deaf, busy), WatchedBackend()
+    await backend.put("key", 1, 2, policy=terms)
+    async with delivering(inbox, backend, policy=terms, delivery_timeout=10):
+        await inbox.digest(2)
+        backend.gates["renew"] = asyncio.Event()
+        await inbox.outcome(2)
+        backend.gates.pop("renew").set()
+    assert [seen.result for seen in inbox.seen] == ["delivered", "delivered"]
+    assert inbox.values == [[1], [2]]
+
+
+@virtual_time
 async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     await backend.put("key", 1)
