@@ -21,7 +21,7 @@ from aiodigest.commands import app
 
 ROOT = Path(__file__).parents[1]
 Command: TypeAlias = Callable[..., tuple[int, str, str]]
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class Record(TypedDict):

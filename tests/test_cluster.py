@@ -172,9 +172,9 @@ def engine_to(source: Any, namespace: str, **options: Any) -> DigestEngine[int]:
 class Traffic:
     """A producer that adds to every shard, one record of each after the other, and a worker."""
 
-    def __init__(self, source: Any, namespace: str, *, wait_replicas: int = 0) -> None:
-        self.producer = engine_to(source, namespace, wait_replicas=wait_replicas)
-        self.worker = engine_to(source, namespace)
+    def __init__(self, source: Any, namespace: str, *, wait_replicas: int = 0, timeout: float = 2) -> None:
+        self.producer = engine_to(source, namespace, wait_replicas=wait_replicas, timeout=timeout)
+        self.worker = engine_to(source, namespace, timeout=timeout)
         self.acknowledged: list[list[str]] = [[] for _ in range(SHARDS)]
         self.refused: list[list[tuple[float, BackendUnavailable]]] = [[] for _ in range(SHARDS)]
         self.repeated: set[str] = set()  # what was added again, since nobody knew whether it was stored
@@ -847,7 +847,7 @@ async def test_two_primaries_that_die_one_after_the_other_lose_nothing(fragile: 
 async def test_when_a_primary_hands_over_nothing_is_lost_and_no_add_fails_for_longer_than_a_moment(
     cluster: Cluster, namespace: str, times: int
 ) -> None:
-    traffic = Traffic(cluster.url, namespace)
+    traffic = Traffic(cluster.url, namespace, timeout=10)
     node = cluster.primaries[0]
     async with traffic.flowing():
         for _ in range(times):
@@ -1003,7 +1003,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
 async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_on_and_nothing_is_lost_or_comes_twice(
     cluster: Cluster, namespace: str
 ) -> None:
-    traffic = Traffic(cluster.url, namespace)
+    traffic = Traffic(cluster.url, namespace, timeout=10)
     shard = 5
     tag = tag_of(namespace, shard)
     source = cluster.primary_of(tag)
@@ -1078,7 +1078,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
 async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing(
     cluster: Cluster, namespace: str
 ) -> None:
-    traffic = Traffic(cluster.url, namespace)
+    traffic = Traffic(cluster.url, namespace, timeout=10)
     shard = 7
     tag = tag_of(namespace, shard)
     slot = key_slot(tag.encode())

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DEADLINE = 30.0  # seconds; far more than anything here takes
+DEADLINE = 60.0  # seconds; far more than anything here takes
 
 
 @contextmanager
