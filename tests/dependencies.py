@@ -1,4 +1,4 @@
-"""Run a quick part of the suite with other versions, each in an environment of its own below ``.venvs``.
+"""Run the quick tests with other versions, each in an environment of its own below ``.venvs``.
 
 ``make check-deps``: the oldest versions that pyproject.toml allows, exactly, and the newest that there are.
 ``make test-pythons``: each Python from 3.11 to 3.14 that is found on the path or among pyenv's; those that are absent
@@ -20,19 +20,6 @@ PROJECT = ROOT / "pyproject.toml"
 UV = [sys.executable, "-m", "uv"]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST, NEWEST = "lowest-direct", "highest"
-QUICK = [  # what touches other packages most
-    "test_cli",
-    "test_codecs",
-    "test_commands",
-    "test_connection",
-    "test_embedded",
-    "test_engine",
-    "test_fastapi",
-    "test_opentelemetry",
-    "test_portal",
-    "test_redisbackend",
-    "test_run_http",
-]
 
 
 def main() -> None:
@@ -63,8 +50,8 @@ def passes(name: str, python: str, resolution: str) -> bool:
     """Make the environment, if it is not there, and run the tests in it."""
     print(f"== {name}", flush=True)
     folder = environment(name, python, resolution)
-    tests = [f"tests/{test}.py" for test in QUICK]
-    done = subprocess.run([folder / "bin" / "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *tests], cwd=ROOT)
+    options = ["-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", "--quick"]
+    done = subprocess.run([folder / "bin" / "pytest", *options], cwd=ROOT)
     return done.returncode == 0
 
 

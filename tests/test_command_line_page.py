@@ -18,6 +18,8 @@ from userland import DEADLINE, ROOT, data_folder, environment
 
 from aiodigest import Delivery, Digest, DigestEngine, Policy, Reject
 
+pytestmark = pytest.mark.docs
+
 PAGE = ROOT / "docs" / "howto" / "use-the-command-line.md"
 PROGRAM, *TRANSCRIPTS = blocks_of(PAGE)
 FIELDS = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))

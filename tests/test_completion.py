@@ -16,6 +16,8 @@ from userland import DEADLINE, data_folder, environment
 
 from aiodigest.commands import app
 
+pytestmark = pytest.mark.processes
+
 Completed: TypeAlias = Callable[[str, str], list[str]]
 
 BASH = shutil.which("bash") or "bash"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from commandline import Running, no_process_is_left, running
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module", autouse=True)
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:

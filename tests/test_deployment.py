@@ -20,6 +20,8 @@ from userland import DEADLINE, ROOT, data_folder, running
 
 from aiodigest import DigestEngine
 
+pytestmark = pytest.mark.docs
+
 HOWTO = ROOT / "docs" / "howto"
 LEAST = 5  # seconds that are left for reports after a drain
 DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(DigestEngine).parameters.items()}

@@ -34,6 +34,8 @@ from userland import DEADLINE, ROOT, data_folder, environment
 from aiodigest import DigestEngine, Policy
 from aiodigest.commands.app import app
 
+pytestmark = pytest.mark.docs
+
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]

@@ -1,4 +1,4 @@
-"""Small scenarios that a first design gets wrong (the table in README.md has them all): those no other file shows."""
+"""Small scenarios that a first design gets wrong (the table in faults.md has them all): those no other file shows."""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ from aiodigest._binary import find_binary
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
+pytestmark = pytest.mark.server_faults
+
 
 async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> int:
     """The number of writes that were acknowledged."""

@@ -20,6 +20,8 @@ from embedded_users import NewUser, all_told, keeper_of, lives, processes_of, st
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable
 
+pytestmark = pytest.mark.server_faults
+
 FOLDER = "its folder {}, or the lock in it, was deleted, moved or replaced"
 APPEND_ONLY = "an append-only file in {} was deleted or replaced"
 DOOR = "its socket {}/run/keeper.sock was deleted or replaced"

@@ -19,6 +19,8 @@ from userland import DEADLINE, ROOT, Program, data_folder, running
 from aiodigest import DigestEngine, Entry
 from aiodigest.testing import TestEngine
 
+pytestmark = pytest.mark.docs
+
 EXAMPLES = ROOT / "examples"
 
 

@@ -1,4 +1,4 @@
-"""Faults of published digest engines (the table in README.md has them all): those that no other file shows."""
+"""Faults of published digest engines (the table in faults.md has them all): those that no other file shows."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from textwrap import dedent
 import pytest
 from commandline import DEADLINE, ROOT, environment
 
+pytestmark = pytest.mark.processes
+
 # What every interpreter runs at its start that finds it: so this is there before the command is.
 INTERRUPT = """
     import os, signal, sys

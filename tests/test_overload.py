@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from random import Random
 
+import pytest
 from engines import policy, session_of
 from servers import Server, running_server
 
@@ -15,6 +16,8 @@ from aiodigest.backend import SLICE, Add, Lease
 from aiodigest.coalesce import QUEUE_BYTES, QUEUE_ITEMS
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
+
+pytestmark = pytest.mark.server_faults
 
 INLINE = 262_144  # bytes of entries in one answer
 LARGE = 8_192

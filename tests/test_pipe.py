@@ -18,6 +18,8 @@ from embedded_users import status
 
 from aiodigest import DigestEngine, Entry, Policy
 
+pytestmark = pytest.mark.processes
+
 JSON_OUT = ("--output", "json")
 BY_KEY = ("--group-by", "key", "--id", "id", *JSON_OUT)
 GITHUB = ("--group-by", "repository", "--id", "id", "--timestamp", "occurred_at", *JSON_OUT)

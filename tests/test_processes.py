@@ -9,9 +9,12 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from processes import running
 
 from aiodigest import DigestEngine
+
+pytestmark = pytest.mark.processes
 
 TIMELINES = 7
 RECORDS = 600

@@ -19,6 +19,8 @@ from aiodigest.connection import CONNECTIONS, WAITERS
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
 
+pytestmark = pytest.mark.cluster
+
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 PATIENCE = 30.0
 TOO_FEW = "0 replicas|no answer in time"  # the latter where the machine is busy, and the server's answer is late

@@ -638,7 +638,7 @@ both_ways = pytest.mark.parametrize("ends", PLACES)
 
 
 def test_a_run_that_has_no_server_with_tls_says_which_tests_it_leaves_out(tmp_path: Path) -> None:
-    tmp_path.joinpath("server").touch()
+    tmp_path.joinpath("server").touch(0o755)
     only_look = ("--collect-only", "-q", "-p", "no:cacheprovider")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *only_look, __file__, "tests/test_cluster.py"],

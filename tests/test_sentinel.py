@@ -18,6 +18,8 @@ from servers import rules
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Policy
 from aiodigest.scripts import load_script
 
+pytestmark = pytest.mark.cluster
+
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 
 

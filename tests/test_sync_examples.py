@@ -16,6 +16,8 @@ from userland import DEADLINE, ROOT, data_folder, running
 
 from aiodigest import DigestEngine
 
+pytestmark = pytest.mark.docs
+
 EXAMPLES = ROOT / "examples"
 
 

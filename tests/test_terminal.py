@@ -14,6 +14,8 @@ from terminals import COLOUR, on_terminal, plain
 
 from aiodigest import Delivery, Digest, DigestEngine, Reject
 
+pytestmark = pytest.mark.processes
+
 EVENTS = b"".join(json.dumps({"key": "k", "n": n}).encode() + b"\n" for n in range(3))
 
 

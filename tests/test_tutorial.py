@@ -22,6 +22,8 @@ from ports import free_port
 from servers import running_server
 from userland import DEADLINE, ROOT, data_folder, environment
 
+pytestmark = pytest.mark.docs
+
 PAGE = ROOT / "docs" / "tutorial.md"
 SECONDS = "minimum_delay=10, increment_delay=1, maximum_delay=60"
 SHORTER = "minimum_delay=5, increment_delay=0.1, maximum_delay=60"

@@ -20,6 +20,8 @@ from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, Par
 from aiodigest.connection import Link
 from aiodigest.target import find_target
 
+pytestmark = pytest.mark.server_faults
+
 TIMEOUT = 1.0
 RECOVERY = 1.0  # within which a worker goes on once the server is back
 SLACK = 3.0  # for a machine that is busy with other things

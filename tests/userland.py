@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from servers import server_binary
+
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60.0  # seconds; far more than anything here takes
 
@@ -34,8 +36,8 @@ def environment(data: Path) -> dict[str, str]:
         _write_command(tools / "curl", str(ROOT / "tests" / "programs" / "curl.py"))
     paths = [str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    if server := os.environ.get("AIODIGEST_TEST_SERVER"):
-        variables["AIODIGEST_SERVER"] = server
+    if "AIODIGEST_TEST_SERVER" in os.environ:
+        variables["AIODIGEST_SERVER"] = server_binary()
     return variables | {
         "AIODIGEST_DATA": str(data / "data"),
         "PATH": os.pathsep.join(paths),

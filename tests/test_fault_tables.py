@@ -1,4 +1,4 @@
-"""The tables of README.md are true: each fault and edge case has its tests, and these exist."""
+"""The tables of faults.md are true: each fault and edge case has its tests, and these exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-ROWS = re.findall(r"^\| (\d+) \| .*? \| (.*) \|$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+ROWS = re.findall(r"^\| (\d+) \| .*? \| (.*) \|$", (FOLDER / "faults.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @cache
