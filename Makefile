@@ -6,7 +6,7 @@ PYTEST := $(BIN)/pytest -n auto --dist worksteal
 STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
 .PHONY: demo test test-all test-valkey test-redis test-stores check docs coverage simulation chaos soak bench bench-smoke latency \
-	overload mutants dist check-deps test-pythons test-oldest format clean
+	overload mutants mutants-drawn dist check-deps test-pythons test-oldest format clean
 
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
@@ -91,6 +91,10 @@ overload: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py
 
+# forty small changes, drawn by a seed that is printed, each tried on the tests; SEED=7 goes on with those; COUNT=10
+mutants-drawn: $(VENV)/.dev
+	@$(BIN)/python tests/mutants/drawn.py $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
+
 # the sdist and the wheel, in dist, once they have run in an empty environment
 dist: $(VENV)/.dev
 	@$(BIN)/python tests/dist.py
@@ -108,7 +112,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .venvs dist site
+	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .venvs .mutants dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -7,8 +7,6 @@ there once), what to put in its place, and the test that must notice. Names give
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("aiodigest", "tests", "examples", "docs", "pyproject.toml", "README.md")
+from copies import ROOT, Run, copy, run_tests
+
 SIMULATED = (
     "alarm.py",
     "coalesce.py",
@@ -47,19 +45,6 @@ class Mutant:
     apart: bool = False  # nothing that shows it happens in simulated worlds, such as a codec that panics
 
 
-@dataclass(frozen=True)
-class Run:
-    """How pytest ended; its status is None if it did not."""
-
-    status: int | None
-    output: str
-
-    @property
-    def failed(self) -> bool:
-        """A test failed: that it cannot be collected, or its fixtures cannot be made, shows nothing."""
-        return self.status == 1 and " failed" in self.output.splitlines()[-1]
-
-
 def read_mutants(names: Sequence[str]) -> list[Mutant]:
     listed = tomllib.loads((ROOT / "tests/mutants/mutants.toml").read_text(encoding="utf-8"))["mutant"]
     mutants = [Mutant(**fields) for fields in listed]
@@ -77,34 +62,6 @@ def read_mutants(names: Sequence[str]) -> list[Mutant]:
     if faults:
         sys.exit("\n".join(faults))
     return [mutant for mutant in mutants if not names or mutant.name in names]
-
-
-def run_tests(folder: Path, tests: Sequence[str], time_limit: float) -> Run:
-    # what the tests start must find this copy too, and not what is installed
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=time_limit)
-        return Run(process.returncode, output.strip() or "no output")
-    except subprocess.TimeoutExpired:
-        return Run(None, f"it did not end within {time_limit:g} s")
-    finally:
-        if process.poll() is None:  # its servers with it
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def copy(folder: Path) -> None:
-    for part in PARTS:
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder / part)
 
 
 def mutated(mutant: Mutant, folder: Path) -> Path:

@@ -1,0 +1,161 @@
+"""The small changes that ``make mutants-drawn`` draws, and what it remembers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutants.changes import SCRIPTS, WORKER, draw, find_changes, possible_changes, read_equivalents
+from mutants.progress import Fate, Progress
+from servers import Server
+from userland import ROOT
+
+PYTHON = '''
+"""Not a constant: 1 < 2."""
+from typing import TYPE_CHECKING, Literal
+if TYPE_CHECKING:
+    few = 1 + 1
+
+class Some:
+    """Not one either: True and False."""
+
+    level: Literal[1] = 4
+
+def some(a: Literal[2], *b: int) -> Literal[3]:
+    "1 is not 2"  # 1 or 2
+    return f"{a + 5} and not {a}" if a not in b else "True" if not ((a) <= 6) else some(a, *b)
+'''
+LUA = """
+-- 1 < 2, not true
+--[[ 1 and
+2 ]] local a, b = -7, a - b -- 3
+local text = '1 == "2"' .. "3 ~= \\" 4" .. [[ 5 or 6 ]]
+if not (a ~= #b) and a.not_false then return true end
+"""
+
+
+def changes_of(file: str, text: str) -> list[str]:
+    return [f"{change.old.strip()} → {change.new}" for change in find_changes(file, text)]
+
+
+def test_a_seed_draws_the_same_changes_and_of_more_the_same_at_first() -> None:
+    drawn = draw(ROOT, 7, 40)
+    assert draw(ROOT, 7, 40) == drawn
+    assert draw(ROOT, 8, 40) != drawn
+    assert [*drawn[:5], *drawn[20:25]] == draw(ROOT, 7, 10)
+
+
+def test_half_of_the_changes_are_to_scripts_and_half_to_the_worker() -> None:
+    drawn = draw(ROOT, 7, 40)
+    assert [change.file.endswith(".lua") for change in drawn] == [True] * 20 + [False] * 20
+    assert len(set(drawn)) == 40
+
+
+def test_every_change_to_the_worker_compiles_and_is_one() -> None:
+    possible = possible_changes(ROOT, WORKER)
+    assert len({change.file for change in possible}) == len(WORKER)
+    for change in possible[::8]:
+        text = (ROOT / change.file).read_text()
+        assert change.apply(text) != text
+        compile(change.apply(text), change.file, "exec")
+
+
+def test_every_change_to_the_scripts_compiles(own: Server) -> None:
+    possible = possible_changes(ROOT, SCRIPTS)[::3]
+    with own.client() as client, client.pipeline(transaction=False) as pipeline:
+        for change in possible:
+            pipeline.script_load(change.apply((ROOT / change.file).read_text()))
+        assert len(pipeline.execute()) == len(possible)
+
+
+def test_of_python_what_is_done_is_changed_and_no_text_or_type() -> None:
+    assert changes_of("some.py", PYTHON) == ["4 → 5", "not in → in", "not → ", "<= → <", "<= → >", "6 → 7"]
+
+
+def test_of_lua_what_is_done_is_changed_and_no_text() -> None:
+    assert changes_of("some.lua", LUA) == [
+        "7 → 8", "- → +", "not → ", "~= → ==", "and → or", "true → false",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("x = 0", {"x = 1"}),
+        ("x = 1", {"x = 2", "x = 0"}),
+        ("x = 1.0", {"x = 2.0", "x = 0.0"}),
+        ("x = 1_000", {"x = 1001"}),
+        ("x = a is not b", {"x = a is b"}),
+        ("x = a < b < c", {"x = a <= b < c", "x = a >= b < c", "x = a < b <= c", "x = a < b >= c"}),
+        ("x = a and b and c", {"x = a or b and c", "x = a and b or c"}),
+        ("x -= a // b", {"x += a // b", "x -= a * b"}),
+        (
+            "x = '\u00e9' if a == b else False",
+            {"x = '\u00e9' if a != b else False", "x = '\u00e9' if a == b else True"},
+        ),
+    ],
+)
+def test_an_operator_or_a_constant_becomes_another(line: str, becomes: set[str]) -> None:
+    assert {change.becomes for change in find_changes("some.py", line + "\n")} == becomes
+
+
+def listing(old: str, new: str, more: str = "") -> str:
+    return f"[[equivalent]]\nfile = 'some.py'\nold = {old!r}\nnew = {new!r}\nreason = 'it is the same'\n{more}"
+
+
+def test_what_changes_nothing_is_told_by_a_line_and_what_it_becomes(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("if a:\n    x = b + 1\n")
+    same = read_equivalents(tmp_path, listing("x = b + 1", "x = b + 2"))
+    assert [(change.row, change.new) for change in same] == [(2, "2")]
+    assert [*same.values()] == ["it is the same"]
+
+
+def test_an_entry_for_several_lines_says_how_many(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("x = 1\n" * 2)
+    assert len(read_equivalents(tmp_path, listing("x = 1", "x = 2", "times = 2"))) == 2
+    with pytest.raises(ValueError, match="in 2 lines, not in 1"):
+        read_equivalents(tmp_path, listing("x = 1", "x = 2"))
+
+
+def test_an_entry_that_matches_nothing_any_more_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"'y = 1' → 'y = 2' is possible in 0 lines"):
+        read_equivalents(tmp_path, listing("y = 1", "y = 2"))
+
+
+def test_the_entries_of_the_project_match_its_code() -> None:
+    assert read_equivalents(ROOT, (ROOT / "tests/mutants/equivalent.toml").read_text())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file in which a program was stopped when one change was killed and another had passed a stage."""
+    path = tmp_path / "some" / "seed-7.json"
+    progress = Progress(path, "code", "tests")
+    progress.took("some tests", 2.5)
+    progress.passed("one", "module")
+    progress.passed("one", "quick")
+    progress.passed("other", "module")
+    progress.killed("other", "by some test")
+    return path
+
+
+def test_what_became_of_a_change_is_known_when_the_program_starts_again(path: Path) -> None:
+    again = Progress(path, "code", "tests")
+    assert again.fate("one") == Fate(["module", "quick"])
+    assert again.fate("other") == Fate(["module"], "by some test")
+    assert again.fate("third") == Fate()
+    assert again.seconds("some tests") == 2.5
+
+
+def test_what_became_of_changes_to_other_code_is_forgotten(path: Path) -> None:
+    again = Progress(path, "other code", "tests")
+    assert again.fate("one") == again.fate("other") == Fate()
+    assert again.seconds("some tests") is None
+
+
+def test_what_other_tests_have_passed_is_forgotten_and_what_they_killed_is_not(path: Path) -> None:
+    again = Progress(path, "code", "other tests")
+    assert again.fate("one") == Fate()
+    assert again.fate("other") == Fate([], "by some test")
+    assert again.seconds("some tests") is None
