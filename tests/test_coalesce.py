@@ -92,7 +92,9 @@ async def test_a_call_has_at_most_256_kib() -> None:
     wire = Wire()
     async with coalescing(wire) as coalescer:
         await submit_all(coalescer, range(7), size=100 * 1024)
-    assert [len(call) for call in wire.sent] == [2, 2, 2, 1]
+        await submit_all(coalescer, range(4), size=128 * 1024)
+        await submit_all(coalescer, range(2), size=128 * 1024 + 1)
+    assert [len(call) for call in wire.sent] == [2, 2, 2, 1, 2, 2, 1, 1]
 
 
 @virtual_time
@@ -112,6 +114,15 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
         assert len(batch) == 1 or sum(batch) <= BATCH_BYTES
     for batch, following in pairwise(cut):
         assert len(batch) == BATCH_ITEMS or sum(batch) + following[0] > BATCH_BYTES
+
+
+@pytest.mark.parametrize("sizes", [[0] * 10_000, [16 * 1024 * 1024 - 1, 1]], ids=["items", "bytes"])
+@virtual_time
+async def test_there_is_room_for_10_000_items_or_16_mib(sizes: list[int]) -> None:
+    coalescer = Coalescer[int, int](Wire(), TIMEOUT)  # which nobody runs, so that all wait until their time is over
+    tasks = [asyncio.create_task(coalescer.submit(0, size)) for size in [*sizes, 0]]
+    errors = [await unavailable(task) for task in tasks]
+    assert ["no room" in str(error) for error in errors] == [False] * len(sizes) + [True]
 
 
 @virtual_time
