@@ -741,9 +741,12 @@ async def test_the_observer_is_told_how_late_and_how_long_an_attempt_was() -> No
     await asyncio.sleep(7)
     async with delivering(inbox, backend):
         delivery = await inbox.outcome()
+        await backend.put("other", 3)
+        prompt = await inbox.outcome(2)
     late, long = delivery.lateness, delivery.duration
     assert delivery == Delivery("key", inbox.digests[0].id, 1, "delivered", 2, late, long)
     assert (late, long) == pytest.approx((7, 3), abs=0.01)
+    assert (prompt.lateness, prompt.duration) == pytest.approx((0, 0), abs=0.01)
 
 
 @pytest.mark.parametrize(

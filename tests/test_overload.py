@@ -98,11 +98,11 @@ async def test_one_claim_answers_no_more_than_a_thousand_small_entries(server: S
     terms = Policy().terms
     try:
         for key in range(4):
-            await backend.add(0, [Add(str(key), pack(b"%d" % number, number, b"v"), terms) for number in range(500)])
+            await backend.add(0, [Add(str(key), pack(b"%d" % number, number, b"v"), terms) for number in range(300)])
         claims = await backend.claim(0, 64, 60_000, terms.limits)
         assert sum(len(lease.entries) for lease in claims.leases) == SLICE
         for lease in claims.leases:
-            assert len(await all_of(backend, lease)) == 500
+            assert len(await all_of(backend, lease)) == 300
     finally:
         await backend.aclose()
 

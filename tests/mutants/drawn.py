@@ -36,6 +36,7 @@ TESTS: Mapping[str, Sequence[str]] = {
     "dispatch": ("dispatch", *WORKING, "opentelemetry"),
     "coalesce": ("coalesce", "cancellation", *WORKING),
     "outage": (*WORKING, "unavailable"),
+    "lease": (*STORE, "overload"),
     "permits": ("security",),
     **dict.fromkeys(("carry", "drain.lua", "keep", "layout", "reshard", "retire"), RESHARDING),
 }
