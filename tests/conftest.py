@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from clusters import UNTROUBLED, running_cluster
 from embedded_users import NewUser, data_folder, users_of
-from hypothesis import settings
+from hypothesis import Phase, settings
 from replicas import SERVICE, watched
 from servers import PASSWORD, USER, Server, running_server, tls_binary
 from stores import Place, Store
@@ -26,6 +26,9 @@ from aiodigest.redisbackend import RedisBackend
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("patient", settings(deadline=None))  # a machine that is busy is no fault
+settings.register_profile(
+    "unshrunk", settings(deadline=None, phases=set(Phase) - {Phase.shrink, Phase.explain})
+)  # for who asks only whether a test fails: the smallest example takes minutes to find
 settings.load_profile("patient")
 
 _numbers = count(1)
