@@ -39,6 +39,7 @@ from aiodigest.backend import SLICE, Add, Backend, Close, Closed, Lease, Letter,
 from aiodigest.codecs import JSONCodec
 from aiodigest.layout import Layout
 from aiodigest.redisbackend import RedisBackend
+from aiodigest.scripts import load_script
 from aiodigest.wire import pack
 
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
@@ -1086,6 +1087,18 @@ async def test_another_number_is_refused_by_name_until_a_change_is_over_and_the_
     assert await first.reshard(8)  # the other one has ended the change before
     await finish(first)
     assert await second.reshard(8) is False
+
+
+def test_a_change_that_is_begun_again_is_under_way_until_it_is_over(server: Server, namespace: str) -> None:
+    root, old, new = f"{{{namespace}}}:layout", "1:1:0", "1:4:1"
+    with server.client() as client:
+
+        def ask(old: str, new: str) -> object:
+            return client.eval(load_script("reshard").source, 1, root, old, new)
+
+        client.hset(root, "version", old)
+        assert [ask(old, new), ask(old, new), ask(old, "1:8:1")] == [1, 1, 0]
+        assert [ask(old, ""), ask(old, ""), ask(old, new)] == [1, 1, 0]
 
 
 async def test_two_changes_to_other_numbers_at_once_are_one_and_a_refusal(server: Server) -> None:
