@@ -86,10 +86,13 @@ class Trial:
 
     def try_all(self, changes: Sequence[Change]) -> Generator[tuple[Change, str]]:
         """Each change that is killed, with what killed it, and at last those that survive, with nothing."""
-        left = list(changes)
+        fates = {change: self._progress.fate(name_of(change)) for change in changes}
+        left = [change for change in changes if not fates[change].killed]
+        yield from ((change, fates[change].killed) for change in changes if fates[change].killed)
         for stage in STAGES:
+            untried = [change for change in left if stage.name not in fates[change].passed]
             with ThreadPoolExecutor(stage.at_once) as pool:
-                trials = {pool.submit(self._try, change, stage): change for change in left}
+                trials = {pool.submit(self._try, change, stage): change for change in untried}
                 try:
                     for done in as_completed(trials):
                         if by := done.result():
@@ -102,13 +105,8 @@ class Trial:
         yield from ((change, "") for change in left)
 
     def _try(self, change: Change, stage: Stage) -> str:
-        """What killed a change at a stage, or at one before; '' if nothing has."""
-        name = f"{change.file}:{change.row}:{change.column} {change.old!r} {change.new!r}"
-        with self._lock:
-            fate = self._progress.fate(name)
-        if fate.killed or stage.name in fate.passed:
-            return fate.killed
-        arguments = stage.arguments(change.file)
+        """What kills a change at a stage; '' if nothing does."""
+        name, arguments = name_of(change), stage.arguments(change.file)
         run = self._run(change, arguments, 60 + 4 * self._time(arguments))
         with self._lock:
             if run.status == 0:
@@ -146,6 +144,10 @@ class Trial:
         if self.stopped.is_set():
             raise Unusable("stopped")
         return run
+
+
+def name_of(change: Change) -> str:
+    return f"{change.file}:{change.row}:{change.column} {change.old!r} {change.new!r}"
 
 
 def why(run: Run) -> str:
