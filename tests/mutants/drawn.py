@@ -30,7 +30,7 @@ ALL = ("-n", "auto", "--dist", "worksteal")
 UNSHRUNK = "--hypothesis-profile=unshrunk"
 ONE_SERVER = ("-k", "not (sentinel or cluster)")  # what fails there alone is found by the other tiers
 STORE = ("edges", "store", "management", "redisbackend", "store_model")
-RESHARDING = ("shards", "reshard")
+RESHARDING = ("reshard", "shards")
 WORKING = ("scheduler", "engine", "simulation")
 # The tests of a module, in the order in which they are run; those of others are its own, if it has some, and WORKING.
 TESTS: Mapping[str, Sequence[str]] = {
@@ -59,7 +59,7 @@ def tests_of(file: str) -> list[str]:
     is_script = path.suffix == ".lua"
     own = STORE if is_script else (path.stem, *WORKING)
     names = TESTS.get(path.name) or TESTS.get(path.stem) or own
-    tests = [f"tests/test_{name}.py" for name in names if (ROOT / f"tests/test_{name}.py").exists()]
+    tests = [f"tests/test_{name}.py" for name in dict.fromkeys(names) if (ROOT / f"tests/test_{name}.py").exists()]
     return [*tests, *(ONE_SERVER if is_script else ())]
 
 
