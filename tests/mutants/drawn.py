@@ -24,7 +24,7 @@ from changes import SCRIPTS, WORKER, Change, draw, read_equivalents
 from copies import ROOT, Run, copy, run_tests
 from progress import Progress, digest
 
-QUICK = ("-n", "auto", "--dist", "worksteal", "-m", "not (cluster or processes or server_faults or docs)")
+QUICK = ("-n", "auto", "--dist", "worksteal", "--quick")
 ALL = ("-n", "auto", "--dist", "worksteal")
 
 UNSHRUNK = "--hypothesis-profile=unshrunk"
