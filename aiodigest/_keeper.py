@@ -219,6 +219,7 @@ class Keeper:
             self.due = None
 
     def launch(self) -> None:
+        self.files.clear_socket()
         keeper = os.getpid()
         output, printed = os.pipe()
         os.set_blocking(output, False)

@@ -56,6 +56,11 @@ class Files:
         self.known = {self.lock: identity(lock), self.door: identity(self.door)}
         self.parts: dict[str, Identity] = {}
 
+    def clear_socket(self) -> None:
+        """Before a server starts: one of a folder that was here before may listen still, and would answer for it."""
+        with suppress(OSError):
+            os.unlink(self.server_socket)
+
     def server_is_up(self) -> None:
         """From now on the files of this server have to be there, not those of one before."""
         self.known[self.server_socket] = identity(self.server_socket)

@@ -7,16 +7,20 @@ without a word, and there are no two servers for long."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 import redis.exceptions
 from embedded_users import NewUser, all_told, keeper_of, lives, processes_of, started, until, waits
 
+from aiodigest._binary import find_binary
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable
 
@@ -170,6 +174,41 @@ async def test_two_servers_that_have_their_sockets_in_one_folder_leave_each_othe
             assert await client.get("key") == "value"
             assert other.pid == second
     await until(lambda: not server.socket.parent.exists())
+
+
+async def test_a_server_that_is_slow_to_open_its_socket_is_not_taken_for_up_while_one_that_was_there_before_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder / LONG
+    async with started(folder) as (server, _):
+        assert server.pid
+        old = keeper_of(server.pid)
+        os.kill(old, signal.SIGSTOP)  # it is slow to see that its folder is gone
+        try:
+            delete(folder)
+            folder.mkdir()
+            server.socket.with_name("keeper.sock").unlink()
+            binary, go = folder / "server", folder / "go"
+            binary.write_text(f"""#!/bin/sh
+[ "$*" = --version ] || until [ -e '{go}' ]; do sleep 0.01; done
+exec {find_binary()} "$@"
+""")
+            binary.chmod(0o700)
+            monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+            other = EmbeddedServer(folder)
+            starting = asyncio.create_task(other.start())
+            await until(lambda: other.pid or starting.done())
+            if not starting.done():
+                new = keeper_of(other.pid or 0)
+                began = waits(new)
+                await until(lambda: waits(new) > began + 5 or starting.done())  # it has asked several times
+            assert not starting.done()
+            go.touch()
+            async with redis.asyncio.Redis.from_url(await starting) as client:
+                assert (await client.info("server"))["process_id"] == other.pid
+            await other.stop()
+        finally:
+            os.kill(old, signal.SIGCONT)
 
 
 async def test_who_finds_no_socket_gets_into_the_same_folder_all_the_same(folder: Path) -> None:
