@@ -19,7 +19,7 @@ import redis
 from ports import free_port
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
-from servers import PASSWORD, USER, commands, online, server_binary
+from servers import PASSWORD, PROMPT, USER, commands, online, server_binary
 
 SLOTS = 16_384
 UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
@@ -27,7 +27,7 @@ UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is
 RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
     """Wait for what only a server can tell."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -48,7 +48,7 @@ class Node:
     tls_port: int = 0
 
     def client(self) -> Any:
-        return redis.Redis(port=self.port, socket_timeout=10)
+        return redis.Redis(port=self.port, socket_timeout=60)
 
     def ask(self, *command: object) -> Any:
         with self.client() as client:
@@ -86,7 +86,7 @@ class Node:
         return (
             "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
             "--appendonly", "no", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
-            "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0",
+            "--cluster-replica-validity-factor", "0", *PROMPT,
         )  # fmt: skip
 
     def start(self) -> None:

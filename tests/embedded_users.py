@@ -90,7 +90,7 @@ class User:
 NewUser = Callable[..., User]
 
 
-async def until(condition: Callable[[], object], seconds: float = 10) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"this did not come true within {seconds} s"
@@ -170,7 +170,7 @@ def data_folder() -> Generator[Path]:
         yield parent / "data"
     finally:
         server = EmbeddedServer(parent / "data")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (left := processes_of(server)) and time.monotonic() < deadline:
             time.sleep(0.005)
         for pid in left:

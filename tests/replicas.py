@@ -17,9 +17,9 @@ from typing import Any, Literal, Self
 
 import redis
 from ports import free_port
-from servers import Server, online, running_server, server_binary
+from servers import PROMPT, Server, online, running_server, server_binary
 
-PATIENCE = 30.0
+PATIENCE = 60.0  # seconds for what comes about by itself, after which a test hangs
 SERVICE = "mail"
 
 
@@ -37,7 +37,7 @@ async def until(reached: Callable[[], bool], patience: float = PATIENCE) -> None
 @contextmanager
 def server_on(port: int, *options: str) -> Generator[Server]:
     """A server on a TCP port, which sends a new replica its data at once."""
-    with running_server("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0", *options) as one:
+    with running_server("--port", str(port), "--bind", "127.0.0.1", *PROMPT, *options) as one:
         yield one
 
 

@@ -67,6 +67,9 @@ def commands(*roles: str, several: bool = False) -> list[str]:
 
 SUITE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"))  # the rule of all tests
 UNLIMITED = resource.RLIM_INFINITY
+# A primary sends a new replica its data at once, and that one takes it in as it comes: from a file of its own, it would
+# only when it looks for that, once a second.
+PROMPT = "--repl-diskless-sync-delay", "0", "--repl-diskless-load", "swapdb"
 
 
 def online(facts: dict[str, Any]) -> set[int]:
@@ -118,7 +121,7 @@ class Server:
         )  # fmt: skip
         binary = self.binary or server_binary()
         self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         with self.client() as client:
             while True:
                 try:
