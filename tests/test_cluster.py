@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -50,8 +50,7 @@ pytestmark = pytest.mark.cluster
 NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 LATER = Policy(initial_delay=3600, maximum_delay=3600)
 SHARDS = 16
-SLACK = 2.0  # seconds for a machine that is busy with other things
-SOON = 2.0 + SLACK  # within which all goes on
+BRIEF = 1.0  # the timeout, in seconds, of calls that are to fail
 
 
 # Clusters
@@ -144,21 +143,19 @@ def check_shards(cluster: Cluster, namespace: str) -> None:
 
 
 class Inbox:
-    """A callback, and what it got: of each record the digests it came in, and when it came first."""
+    """A callback, and what it got: of each record the digests it came in."""
 
     def __init__(self) -> None:
         self.digests: defaultdict[str, list[str]] = defaultdict(list)
-        self.times: dict[str, float] = {}
         self.order: list[str] = []  # of timelines
 
     async def __call__(self, digest: Digest[int]) -> None:
         self.order.append(digest.key)
         for record in digest.records:
             self.digests[record.id].append(digest.id)
-            self.times.setdefault(record.id, time.monotonic())
 
-    async def got(self, *records: str, within: float = 20) -> None:
-        await until(lambda: self.digests.keys() >= set(records), within)
+    async def got(self, *records: str) -> None:
+        await until(lambda: self.digests.keys() >= set(records))
 
     @property
     def twice(self) -> set[str]:
@@ -167,25 +164,24 @@ class Inbox:
 
 
 def engine_to(source: Any, namespace: str, **options: Any) -> DigestEngine[int]:
-    settings: dict[str, Any] = {"policy": NO_GAP, "shards": SHARDS, "timeout": 2, "lease_timeout": 2}
+    settings: dict[str, Any] = {"policy": NO_GAP, "shards": SHARDS, "timeout": 60}
     return DigestEngine(source, namespace=namespace, value_type=int, drain_timeout=5, **{**settings, **options})
 
 
 class Traffic:
     """A producer that adds to every shard, one record of each after the other, and a worker."""
 
-    def __init__(self, source: Any, namespace: str, *, wait_replicas: int = 0, timeout: float = 2) -> None:
+    def __init__(self, source: Any, namespace: str, *, wait_replicas: int = 0, timeout: float = 60) -> None:
         self.producer = engine_to(source, namespace, wait_replicas=wait_replicas, timeout=timeout)
-        self.worker = engine_to(source, namespace, timeout=timeout)
+        self.worker = engine_to(source, namespace, timeout=timeout, lease_timeout=2)
         self.acknowledged: list[list[str]] = [[] for _ in range(SHARDS)]
-        self.refused: list[list[tuple[float, BackendUnavailable]]] = [[] for _ in range(SHARDS)]
-        self.repeated: set[str] = set()  # what was added again, since nobody knew whether it was stored
+        self.refused: list[list[BackendUnavailable]] = [[] for _ in range(SHARDS)]
         self.inbox = Inbox()
 
     @property
     def twice(self) -> set[str]:
-        """The records that came in digests with different ids, and were added once."""
-        return self.inbox.twice - self.repeated
+        """The records that came in digests with different ids."""
+        return self.inbox.twice
 
     async def _produce(self, shard: int) -> None:
         number = 0
@@ -195,7 +191,7 @@ class Traffic:
                 await self.producer.add(KEYS[shard], number, record_id=record)
                 self.acknowledged[shard].append(record)
             except BackendUnavailable as error:
-                self.refused[shard].append((time.monotonic(), error))
+                self.refused[shard].append(error)
             number += 1
             await asyncio.sleep(0.01)  # some of two cores is for the servers
 
@@ -227,28 +223,14 @@ class Traffic:
 
         await until(reached)
 
-    async def begins(self, shards: Sequence[int], within: float) -> None:
-        """See that timelines which nobody has leased go on in time: what was claimed when a primary died, and whose
-        answer was lost, waits until its lease has ended."""
-        ends = time.monotonic() + within
+    async def replicated(self) -> set[str]:
+        """What was delivered, as the replicas know: they have acknowledged adds that came later."""
+        delivered = set(self.inbox.digests)
+        await self.goes_on()
+        return delivered
 
-        async def add(shard: int) -> str:
-            record = f"fresh-{shard}"
-            while isinstance((await outcome(self.producer.add(key_in(shard, 1), 1, record_id=record)))[0], Exception):
-                assert time.monotonic() < ends
-                self.repeated.add(record)
-            return record
-
-        await self.inbox.got(*await asyncio.gather(*map(add, shards)))
-        assert time.monotonic() < ends
-
-    def errors(self, shards: Sequence[int] = range(SHARDS), since: float = 0) -> list[BackendUnavailable]:
-        return [error for shard in shards for when, error in self.refused[shard] if when >= since]
-
-    def outage(self, shard: int) -> float:
-        """From the first to the last failed add of a shard."""
-        times = [when for when, _ in self.refused[shard]]
-        return max(times) - min(times) if times else 0.0
+    def errors(self, shards: Sequence[int] = range(SHARDS)) -> list[BackendUnavailable]:
+        return [error for shard in shards for error in self.refused[shard]]
 
 
 def test_no_two_servers_are_given_one_port_though_none_of_them_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,17 +242,6 @@ def test_no_two_servers_are_given_one_port_though_none_of_them_has_started(monke
 
     monkeypatch.setattr("ports.secrets.choice", draw)
     assert free_port() != given
-
-
-def test_a_cluster_of_three_primaries_and_three_replicas_is_there_within_five_seconds() -> None:
-    took: list[float] = []
-    while len(took) < 3 and min(took, default=5) >= 5:  # the machine may be busy with other things
-        began = time.monotonic()
-        with running_cluster() as running:
-            took.append(time.monotonic() - began)
-            assert sum(node.is_primary for node in running.nodes) == 3
-            assert len(running.nodes) == 6
-    assert min(took) < 5
 
 
 # 1. What leads to a cluster
@@ -286,7 +257,7 @@ def hole() -> Iterator[int]:
 async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough(cluster: Cluster, namespace: str, hole: int) -> None:
     inbox = Inbox()
     url = login(free_port(), hole, cluster.nodes[4].port, free_port())
-    async with engine_to(url, namespace).delivering(inbox) as engine:
+    async with engine_to(url, namespace, timeout=5).delivering(inbox) as engine:
         for shard in range(SHARDS):
             assert await engine.add(KEYS[shard], 1, record_id=f"r{shard}")
         await inbox.got(*(f"r{shard}" for shard in range(SHARDS)))
@@ -317,14 +288,10 @@ async def test_a_single_host_leads_to_all_nodes_be_it_a_replica(cluster: Cluster
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_without_a_host_that_answers_it_is_unavailable_in_time(namespace: str, hole: int, hangs: bool) -> None:
-    url = login(free_port(), free_port(), *([hole] * 3 if hangs else []))
-    began = time.monotonic()
-    async with engine_to(url, namespace, timeout=1) as engine:
-        assert time.monotonic() - began < 1 + SLACK
-        began = time.monotonic()
+    url = login(free_port(), free_port(), *([hole] * 200 if hangs else []))  # each of which could take the timeout
+    async with asyncio.timeout(100), engine_to(url, namespace, timeout=BRIEF) as engine:
         with pytest.raises(BackendUnavailable) as caught:
             await engine.add("key", 1, record_id="mine")
-        assert time.monotonic() - began < 1 + SLACK
     assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
     assert PASSWORD not in str(caught.value)
 
@@ -441,7 +408,7 @@ def test_a_node_is_where_it_says_or_where_the_one_is_that_was_asked(told: list[o
 
 
 async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> None:
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
     await link.command("k", "PING")
     await link.hang_up("k")
     [suspect] = link._suspects
@@ -526,7 +493,7 @@ async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the
         move = Move(cluster, slot, source, target)
         move.begin()
         async with AsyncExitStack() as stack:
-            link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{source.port}"), 5)
+            link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{source.port}"), 60)
             stack.push_async_callback(link.close)
             with pytest.raises(BackendUnavailable, match=f"slot {slot} is being moved"):
                 await link.command(key, "PING")
@@ -536,7 +503,7 @@ async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the
 
 async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_closed_it(cluster: Cluster) -> None:
     key = cluster.key_of(cluster.primaries[1])
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 5)
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
     await link.command(key, "PING")
     wires = [wire for each in link._links.values() for wire, _ in each._idle]
     link._suspects.add(("127.0.0.1", cluster.primaries[1].port))
@@ -558,13 +525,14 @@ async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_
 async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:
     first, second, *_ = cluster.primaries
     key = cluster.key_of(first)
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{first.port}"), 5)
-    call = asyncio.create_task(link.command(key, "BLPOP", key, 1))
+    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{first.port}"), 60)
+    call = asyncio.create_task(link.command(key, "BLPOP", key, 0))
     address = "127.0.0.1", first.port
     await until(lambda: address in link._links and link._links[address].is_busy)
     await link._learn(address, [[0, 16_383, [b"127.0.0.1", second.port]]])
     assert address not in link._links
-    assert await call is None
+    first.ask("RPUSH", key, "answer")
+    assert await call == [key.encode(), b"answer"]
     await link.close()
 
 
@@ -595,12 +563,10 @@ if tls_binary():
         inbox = Inbox()
         with running_cluster(*options, replicas=0, binary=tls_binary(), tls=True) as cluster:
             url = login(cluster.nodes[0].tls_port).replace("redis+", "rediss+")
-            async with engine_to(f"{url}?ssl_ca_certs={trusted}", namespace, shards=4, timeout=5).delivering(
-                inbox
-            ) as engine:
+            async with engine_to(f"{url}?ssl_ca_certs={trusted}", namespace, shards=4).delivering(inbox) as engine:
                 await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
                 await inbox.got(*KEYS)
-            async with engine_to(url, namespace, shards=4, timeout=1) as engine:  # without the authority
+            async with engine_to(url, namespace, shards=4, timeout=5) as engine:  # without the authority
                 with pytest.raises(BackendUnavailable, match="certificate"):
                     await engine.add("key", 1)
 
@@ -630,12 +596,12 @@ async def test_an_add_of_another_engine_wakes_an_idle_worker_at_once_in_every_sh
     inbox = Inbox()
     cluster.allow("idler", "~*", "+@all")
     url = cluster.url.replace(USER, "idler")
-    worker, other = engine_to(url, namespace, lease_timeout=60), engine_to(cluster.url, namespace)
+    worker, other = engine_to(url, namespace, lease_timeout=600), engine_to(cluster.url, namespace)
     async with worker.delivering(inbox), other:
         await until(lambda: sum(each["cmd"] == "xread" for each in connections(cluster, "idler")) == SHARDS)
         for shard in range(SHARDS):
             assert await other.add(KEYS[shard], 1, record_id=f"r{shard}")
-            await inbox.got(f"r{shard}", within=10)  # by itself it looks after twenty seconds
+            await inbox.got(f"r{shard}")  # by itself it looks after two hundred seconds
 
 
 # 3. A call a shard
@@ -658,24 +624,19 @@ async def test_adds_of_one_turn_go_out_as_one_call_a_shard(cluster: Cluster, nam
         assert calls_of(cluster, "evalsha") - before == SHARDS
 
 
-async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
-    """What came of a call, and how long it took."""
-    began = time.monotonic()
+async def outcome(awaitable: Awaitable[object]) -> object:
+    """What came of a call."""
     try:
-        result = await awaitable
+        return await awaitable
     except (BackendUnavailable, PartialAdd) as error:
-        result = error
-    return result, time.monotonic() - began
+        return error
 
 
-async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_the_others_do_not_wait(
-    bare: Cluster, namespace: str
-) -> None:
+async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards(bare: Cluster, namespace: str) -> None:
     inbox = Inbox()
     node = bare.primaries[0]
     dead = shards_of(bare, namespace, node)
-    timeout = 5.0
-    async with engine_to(bare.url, namespace, timeout=timeout).delivering(inbox) as engine:
+    async with engine_to(bare.url, namespace).delivering(inbox) as engine:
         await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
         await inbox.got(*KEYS)
         await until(lambda: not any(is_leased(bare, namespace, shard) for shard in dead))
@@ -684,24 +645,19 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards_and_th
         outcomes = await asyncio.gather(
             *(outcome(engine.add(KEYS[shard], 1, record_id=f"a{shard}-{turn}")) for shard, turn in calls)
         )
-        for (shard, _), (result, took) in zip(calls, outcomes, strict=True):
+        for (shard, _), result in zip(calls, outcomes, strict=True):
             assert isinstance(result, BackendUnavailable) == (shard in dead), result
-            assert took < (timeout + SLACK if shard in dead else timeout), shard in dead
-        result, took = await outcome(engine.add_many([Entry(key, 1, record_id=f"b{key}") for key in KEYS]))
-        assert took < timeout + SLACK
+        result = await outcome(engine.add_many([Entry(key, 1, record_id=f"b{key}") for key in KEYS]))
         assert isinstance(result, PartialAdd)
         failed = {shard for shard, each in enumerate(result.results) if isinstance(each, BackendUnavailable)}
         assert failed == set(dead)
         alive = set(range(SHARDS)) - failed
-        await inbox.got(*(f"a{shard}-4" for shard in alive), *(f"b{KEYS[shard]}" for shard in alive), within=timeout)
+        await inbox.got(*(f"a{shard}-4" for shard in alive), *(f"b{KEYS[shard]}" for shard in alive))
         await asyncio.to_thread(bare.mend)
-        back = time.monotonic()
-        while isinstance(
-            (await outcome(engine.add_many([Entry(KEYS[shard], 1, record_id="c") for shard in dead])))[0], PartialAdd
-        ):
-            assert time.monotonic() - back < SOON
+        late = [Entry(KEYS[shard], 1, record_id="c") for shard in dead]
+        while isinstance(await outcome(engine.add_many(late)), PartialAdd):  # noqa: ASYNC110  (no event tells it)
+            await asyncio.sleep(0.01)
         await until(lambda: len(inbox.digests["c"]) >= len(dead))
-        assert time.monotonic() - back < SOON
     check_shards(bare, namespace)
 
 
@@ -721,22 +677,20 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
             await gone.wait()
         await inbox(digest)
 
-    timeout = 5.0
-    engine = engine_to(bare.url, namespace, timeout=timeout, concurrency=len(stuck))
-    async with engine.delivering(deliver):
+    worker = engine_to(bare.url, namespace, timeout=BRIEF, lease_timeout=2, concurrency=len(stuck))
+    async with worker.delivering(deliver), engine_to(bare.url, namespace) as engine:
         await engine.add_many([Entry(key, 1, record_id=key) for key in stuck])
         await until(lambda: len(held) == len(stuck))
         await engine.add(KEYS[alive], 1, record_id="waits")
         node.freeze() if frozen else node.kill()
         gone.set()
-        await inbox.got("waits", within=timeout + SLACK)
-        lanes = lanes_of(engine)
+        await inbox.got("waits")
+        lanes = lanes_of(worker)
         await until(lambda: all(lanes[shard].away for shard in dead))
-        began = time.monotonic()
         for number in range(5):  # while all calls to the dead one hang
             await engine.add(KEYS[alive], 2, record_id=f"r{number}")
             await inbox.got(f"r{number}")
-        assert time.monotonic() - began < timeout
+        assert all(lanes[shard].away for shard in dead)
         await asyncio.to_thread(bare.mend)
         await until(lambda: not is_leased(bare, namespace, dead[0]))
     check_shards(bare, namespace)
@@ -767,20 +721,18 @@ async def test_when_a_primary_is_killed_its_shards_go_on_with_a_replica_and_noth
     others = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == old.port]
     for node in others:
         node.ask("SCRIPT", "FLUSH")
-    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1, timeout=2)
     async with traffic.flowing():
-        killed = time.monotonic()
+        before = await traffic.replicated()
         old.kill()
         await until(lambda: any(node.is_primary for node in others))
-        promoted = time.monotonic()
-        await traffic.begins(dead, within=SOON)
+        await traffic.goes_on(dead)
+        meanwhile = set(traffic.inbox.digests) - before
         [new] = [node for node in others if node.is_primary]
         assert new.ask("SCRIPT", "EXISTS", sha) == [True]
-        await traffic.goes_on()
         await asyncio.to_thread(fragile.mend)
         await traffic.goes_on()
-    unsure = {record for record, when in traffic.inbox.times.items() if killed - 0.5 < when < promoted}
-    assert traffic.twice <= unsure
+    assert traffic.twice <= meanwhile, "a claim that no replica had went with the old primary"
     check_shards(fragile, namespace)
 
 
@@ -790,18 +742,17 @@ async def test_a_primary_that_froze_and_comes_back_when_it_is_none_takes_nothing
     old = fragile.primaries[0]
     dead = shards_of(fragile, namespace, old)
     others = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == old.port]
-    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1, timeout=2)
     async with traffic.flowing():
-        frozen = time.monotonic()
+        before = await traffic.replicated()
         old.freeze()
         await until(lambda: any(node.is_primary for node in others))
-        promoted = time.monotonic()
-        await traffic.begins(dead, within=SOON + 2)  # the call that hangs meanwhile takes a timeout
+        await traffic.goes_on(dead)
+        meanwhile = set(traffic.inbox.digests) - before
         old.thaw()
         await asyncio.to_thread(fragile.settle)
         await traffic.goes_on()
-    unsure = {record for record, when in traffic.inbox.times.items() if frozen - 0.5 < when < promoted + 2}
-    assert traffic.twice <= unsure
+    assert traffic.twice <= meanwhile, "a claim that no replica had went with the old primary"
     check_shards(fragile, namespace)
 
 
@@ -825,11 +776,11 @@ async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a
 
 
 async def test_two_primaries_that_die_one_after_the_other_lose_nothing(fragile: Cluster, namespace: str) -> None:
-    traffic = Traffic(fragile.url, namespace, wait_replicas=1)
+    traffic = Traffic(fragile.url, namespace, wait_replicas=1, timeout=2)
     first = fragile.primaries[0]
     heirs = [node for node in fragile.nodes if not node.is_primary and node.ask("ROLE")[2] == first.port]
     async with traffic.flowing():
-        began = time.monotonic()
+        before = await traffic.replicated()
         first.kill()
         await until(lambda: any(node.is_primary for node in heirs))
         await traffic.goes_on()
@@ -837,19 +788,18 @@ async def test_two_primaries_that_die_one_after_the_other_lose_nothing(fragile: 
         [third] = [node for node in heirs if node is not second]
         second.kill()
         await until(lambda: third.is_primary)
-        ended = time.monotonic()
         await asyncio.to_thread(fragile.mend)
+        meanwhile = set(traffic.inbox.digests) - before
         await traffic.goes_on()
-    unsure = {record for record, when in traffic.inbox.times.items() if began - 0.5 < when < ended}
-    assert traffic.twice <= unsure
+    assert traffic.twice <= meanwhile, "a claim that no replica had went with one of the primaries"
     check_shards(fragile, namespace)
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "there and back"])
-async def test_when_a_primary_hands_over_nothing_is_lost_and_no_add_fails_for_longer_than_a_moment(
+async def test_when_a_primary_hands_over_nothing_is_lost_and_adds_go_on(
     cluster: Cluster, namespace: str, times: int
 ) -> None:
-    traffic = Traffic(cluster.url, namespace, timeout=10)
+    traffic = Traffic(cluster.url, namespace)
     node = cluster.primaries[0]
     async with traffic.flowing():
         for _ in range(times):
@@ -861,7 +811,6 @@ async def test_when_a_primary_hands_over_nothing_is_lost_and_no_add_fails_for_lo
             await until(lambda: all(cluster.is_whole(each) for each in cluster.alive))
             node = heir
         await traffic.goes_on()
-    assert max(map(traffic.outage, range(SHARDS))) < 1
     assert [str(error) for error in traffic.errors() if error.stored != "no"] == []
     assert traffic.twice == set()
     check_shards(cluster, namespace)
@@ -967,7 +916,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
     prefix = f"{{{namespace}}}:".encode()
     source = cluster.primary_of(prefix.decode())
     move = Move(cluster, key_slot(prefix), source, cluster.another(source))
-    backend = RedisBackend(cluster.url, namespace=namespace, timeout=2)
+    backend = RedisBackend(cluster.url, namespace=namespace, timeout=60)
     await backend.connect()
     try:
         held = Held(backend)
@@ -1005,7 +954,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
 async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_on_and_nothing_is_lost_or_comes_twice(
     cluster: Cluster, namespace: str
 ) -> None:
-    traffic = Traffic(cluster.url, namespace, timeout=10)
+    traffic = Traffic(cluster.url, namespace)
     shard = 5
     tag = tag_of(namespace, shard)
     source = cluster.primary_of(tag)
@@ -1022,9 +971,7 @@ async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_o
         assert {error.stored for error in traffic.errors([shard])} == {"no"}
         assert move.left() == keys[len(keys) // 2 :]
         await asyncio.to_thread(move.end)
-        ended = time.monotonic()
         await traffic.goes_on([shard])
-        assert time.monotonic() - ended < SOON
         await traffic.goes_on()
     assert traffic.errors(others) == []
     assert traffic.twice == set()
@@ -1055,7 +1002,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
         [heir] = [node for node in heirs if node.is_primary]
         await until(lambda: b"cluster_state:ok" in info(heir))
         for _ in range(5):
-            result, _ = await outcome(engine.add("new", 1, record_id="new"))
+            result = await outcome(engine.add("new", 1, record_id="new"))
             assert isinstance(result, BackendUnavailable)
         move = Move(
             fragile, move.slot, heir if dying is source else source, heir if dying is not source else move.target
@@ -1080,7 +1027,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
 async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing(
     cluster: Cluster, namespace: str
 ) -> None:
-    traffic = Traffic(cluster.url, namespace, timeout=10)
+    traffic = Traffic(cluster.url, namespace)
     shard = 7
     tag = tag_of(namespace, shard)
     slot = key_slot(tag.encode())
@@ -1093,9 +1040,7 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
                 move = Move(cluster, slot, source, target)
                 move.begin()
                 await asyncio.to_thread(move.end)
-            moved = time.monotonic()
             await traffic.goes_on([shard])
-            assert time.monotonic() - moved < SOON
         await traffic.goes_on()
     assert {error.stored for error in traffic.errors()} <= {"no"}
     assert traffic.errors([each for each in range(SHARDS) if each != shard]) == []
@@ -1110,32 +1055,29 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
     return sum(words in record.getMessage() for record in caplog.records if record.name == "aiodigest.outage")
 
 
-async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_and_is_back_soon_after_them(
+async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_and_is_back_after_them(
     bare: Cluster, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     inbox = Inbox()
     left, *lost = bare.primaries
-    async with engine_to(bare.url, namespace).delivering(inbox) as engine:
+    async with engine_to(bare.url, namespace, lease_timeout=2).delivering(inbox) as engine:
         await engine.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
         await inbox.got(*(f"a{key}" for key in KEYS))
         for node in lost:
             node.kill()
         await until(lambda: b"cluster_state:fail" in info(left))
-        results: Sequence[tuple[object, float]] = []
+        results: Sequence[object] = []
         for turn in range(2):
             results = await asyncio.gather(*(outcome(engine.add(key, 2, record_id=f"b{turn}{key}")) for key in KEYS))
-            for result, took in results:
+            for result in results:
                 assert isinstance(result, BackendUnavailable)
                 assert result.stored == "no"
-                assert took < 2 + SLACK
-        assert any("cluster is down" in str(result) for result, _ in results)
+        assert any("cluster is down" in str(result) for result in results)
         await until(lambda: told(caplog, "is unavailable") == 1)
         await asyncio.to_thread(bare.mend)
-        back = time.monotonic()
         await engine.add_many([Entry(key, 3, record_id=f"c{key}") for key in KEYS])
         await inbox.got(*(f"c{key}" for key in KEYS))
-        assert time.monotonic() - back < SOON
         await until(lambda: told(caplog, "is available again") == 1)
     assert told(caplog, "is unavailable") == 1
     assert not any(record.startswith("b") for record in inbox.digests)
@@ -1153,14 +1095,14 @@ async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two
     def listening(one: dict[str, str]) -> bool:
         return one["cmd"] == "xread"
 
-    async with engine_to(cluster.url.replace(USER, "quiet"), namespace, lease_timeout=2).delivering(Inbox()):
+    async with engine_to(cluster.url.replace(USER, "quiet"), namespace, lease_timeout=6).delivering(Inbox()):
         await until(lambda: sum(map(listening, connections(cluster, "quiet"))) == SHARDS)
         # those are closed that were made when all shards began at once
         await until(lambda: len(connections(cluster, "quiet")) <= SHARDS + 2 * 3)
         await until(lambda: sum(map(listening, connections(cluster, "quiet"))) == SHARDS)
 
 
-async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each_shard(
+async def test_an_idle_worker_sends_no_more_than_eight_commands_to_each_shard_while_it_claims_three_times(
     cluster: Cluster, namespace: str
 ) -> None:
     sent: list[tuple[float, str]] = []
@@ -1179,7 +1121,7 @@ async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each
     def claims(shard: int) -> list[float]:
         return [when for when, command in of(shard) if claim in command]
 
-    async with engine_to(cluster.url, namespace, lease_timeout=2).delivering(Inbox()) as engine:
+    async with engine_to(cluster.url, namespace, lease_timeout=1).delivering(Inbox()) as engine:
         await engine.add_many([Entry(key, 1) for key in KEYS])
         ready = [asyncio.Event() for _ in range(3)]
         watching = [
@@ -1191,8 +1133,7 @@ async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each
             task.cancel()
         await asyncio.wait(watching)
     for shard in range(SHARDS):
-        first, last = claims(shard)[1], claims(shard)[4]  # a lease, after the deliveries have ended
-        assert last - first > 1.5
+        first, last = claims(shard)[1], claims(shard)[4]  # after the deliveries have ended
         assert sum(first <= when < last for when, _ in of(shard)) <= 8
     greetings = sum('"AUTH"' in command or command.startswith("AUTH") for _, command in sent)  # of new connections
     assert len(sent) - greetings == sum(len(of(shard)) for shard in range(SHARDS))
@@ -1204,11 +1145,14 @@ async def test_an_idle_worker_sends_no_more_than_eight_commands_a_lease_for_each
 async def test_digests_of_other_shards_are_not_held_back_behind_a_backlog_by_workers_with_few_slots(
     cluster: Cluster, namespace: str
 ) -> None:
-    busy, backlog = 3, 240
+    busy, backlog = 3, 160
     inbox = Inbox()
+    layout = Layout(8)
+    tags = {cluster.primary_of(f"{{{layout.tag(namespace, shard)}}}:").port: shard for shard in range(8)}
+    looks = [next(key for key in map(str, count()) if crc32(key.encode()) % 8 == shard) for shard in tags.values()]
 
     async def deliver(digest: Digest[int]) -> None:
-        await asyncio.sleep(0.01)  # what a callback takes
+        await asyncio.gather(*map(producer.peek, looks))  # it takes as long as an answer of each primary
         await inbox(digest)
 
     keys = [key for key in (f"t{number}" for number in range(8 * backlog)) if crc32(key.encode()) % 8 == busy]
@@ -1217,7 +1161,7 @@ async def test_digests_of_other_shards_are_not_held_back_behind_a_backlog_by_wor
         await producer.add_many([Entry(key, 1, record_id=key) for key in keys])
         first, second = (engine_to(cluster.url, namespace, **options) for _ in range(2))
         async with first.delivering(deliver), second.delivering(deliver):
-            others = [key for key in (f"o{number}" for number in range(64)) if crc32(key.encode()) % 8 != busy]
+            others = [key for key in (f"o{number}" for number in range(48)) if crc32(key.encode()) % 8 != busy]
             await until(lambda: len(inbox.order) > 8)
             await producer.add_many([Entry(key, 1, record_id=key) for key in others])
             began = len(inbox.order)
@@ -1247,32 +1191,35 @@ async def test_workers_may_divide_the_shards_among_them(cluster: Cluster, namesp
 # A network that fails
 
 
-async def test_a_primary_behind_a_black_hole_holds_up_no_other_and_no_call_for_longer_than_its_timeout(
-    cluster: Cluster, namespace: str
-) -> None:
-    timeout = 5.0
+async def test_a_primary_behind_a_black_hole_holds_up_no_other(cluster: Cluster, namespace: str) -> None:
     inbox = Inbox()
     node = cluster.primaries[1]
     lost = shards_of(cluster, namespace, node)
-    async with relayed(cluster) as (given, relays):
-        engine = engine_to(given, namespace, timeout=timeout)
-        async with engine.delivering(inbox):
-            await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
-            await inbox.got(*KEYS)
-            await until(lambda: not any(is_leased(cluster, namespace, shard) for shard in lost))
-            relays[node.port].swallow()
-            for turn in range(2):
-                outcomes = await asyncio.gather(
-                    *(outcome(engine.add(key, 1, record_id=f"a{turn}{key}")) for key in KEYS)
-                )
-                for shard, (result, took) in enumerate(outcomes):
-                    assert isinstance(result, BackendUnavailable) == (shard in lost), result
-                    assert took < (timeout + SLACK if shard in lost else timeout), (shard in lost, took)
-                alive = [f"a{turn}{KEYS[shard]}" for shard in range(SHARDS) if shard not in lost]
-                await inbox.got(*alive, within=timeout)
-            relays[node.port].mode = "pass"
-            back = time.monotonic()
-            while isinstance((await outcome(engine.add(KEYS[lost[0]], 1, record_id="back")))[0], BackendUnavailable):
-                assert time.monotonic() - back < timeout + SOON
-            await inbox.got("back")
-            assert time.monotonic() - back < timeout + SOON
+    alive = [shard for shard in range(SHARDS) if shard not in lost]
+    async with (
+        relayed(cluster) as (given, relays),
+        engine_to(given, namespace, timeout=BRIEF, lease_timeout=2).delivering(inbox),
+        engine_to(given, namespace, timeout=BRIEF) as hasty,
+        engine_to(given, namespace) as patient,
+    ):
+        await patient.add_many([Entry(key, 1, record_id=key) for key in KEYS])
+        await inbox.got(*KEYS)
+        await until(lambda: not any(is_leased(cluster, namespace, shard) for shard in lost))
+        relays[node.port].swallow()
+        hanging = [asyncio.create_task(outcome(patient.add(KEYS[shard], 1))) for shard in lost]
+        for turn in range(2):
+            failed = await asyncio.gather(*(outcome(hasty.add(KEYS[shard], 1)) for shard in lost))
+            assert all(isinstance(result, BackendUnavailable) for result in failed)
+            records = [f"a{turn}{KEYS[shard]}" for shard in alive]
+            await asyncio.gather(
+                *(patient.add(KEYS[shard], 1, record_id=record) for shard, record in zip(alive, records, strict=True))
+            )
+            await inbox.got(*records)
+        assert not any(call.done() for call in hanging)
+        relays[node.port].mode = "pass"
+        while isinstance(await outcome(hasty.add(KEYS[lost[0]], 1, record_id="back")), BackendUnavailable):
+            pass
+        await inbox.got("back")
+        for call in hanging:
+            call.cancel()
+        await asyncio.wait(hanging)
