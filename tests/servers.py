@@ -67,9 +67,9 @@ def commands(*roles: str, several: bool = False) -> list[str]:
 
 SUITE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator"))  # the rule of all tests
 UNLIMITED = resource.RLIM_INFINITY
-# A primary sends a new replica its data at once, and that one takes it in as it comes: from a file of its own, it would
-# only when it looks for that, once a second.
-PROMPT = "--repl-diskless-sync-delay", "0", "--repl-diskless-load", "swapdb"
+# A new replica takes its data in as it comes, and then hears at once of what is written: with other settings one of the
+# two servers waits for what it does once a second.
+PROMPT = "--repl-diskless-sync", "no", "--repl-diskless-load", "swapdb"
 
 
 def online(facts: dict[str, Any]) -> set[int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from ports import free_port
 from redis.crc import key_slot
 from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
@@ -663,34 +662,7 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
         await backend.look("k")
 
 
-# Replicas and shared connections
-
-
-async def test_an_add_waits_until_so_many_replicas_have_it_and_else_says_that_it_may_be_stored(namespace: str) -> None:
-    port = free_port()
-    with (
-        running_server("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0") as primary,
-        running_server("--replicaof", "127.0.0.1", str(port)) as replica,
-    ):
-        with replica.client() as client:
-            async with asyncio.timeout(20):
-                while client.info("replication")["master_link_status"] != "up":
-                    await asyncio.to_thread(client.ping)  # its state can only be asked for
-        source = RedisBackend(primary.url, namespace=namespace, wait_replicas=1)
-        await source.connect()
-        assert await source.add(0, [record("key")]) == [True]
-        with replica.client() as client:
-            assert client.llen(f"{{{namespace}}}:log:key") == 1
-        await source.aclose()
-        greedy = RedisBackend(primary.url, namespace=namespace, wait_replicas=2, timeout=3.0)
-        await greedy.connect()
-        # no answer: where the machine is busy, the server's comes too late
-        with pytest.raises(BackendUnavailable, match=r"1 replicas .* not 2|no answer in time") as raised:
-            await greedy.add(0, [record("other")])
-        assert raised.value.stored == "unknown"
-        window = await greedy.look("other")
-        assert window is not None
-        await greedy.aclose()
+# Shared connections
 
 
 async def test_backends_given_the_same_client_share_its_connections(server: Server, namespace: str) -> None:
