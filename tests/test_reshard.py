@@ -44,8 +44,7 @@ from aiodigest.wire import pack
 
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
 
-PATIENCE = 10.0  # seconds for what comes about by itself
-STARTED = 60.0  # and for what processes do, which a busy machine is slow to start
+PATIENCE = 60.0  # seconds for what comes about by itself, after which a test hangs
 VALUE = JSONCodec[JSON]().encode("v")
 LATER = Policy(initial_delay=1_500)  # what is added under it is not due while a test lasts
 AT_ONCE = Policy(minimum_delay=0, increment_delay=0, capacity=10_000)
@@ -60,6 +59,12 @@ def server() -> Iterator[Server]:
     """A server for these tests alone: they look for what is left of a layout among all keys."""
     with running_server() as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who watches a change looks again at once."""
+    monkeypatch.setattr(management, "PACE", 0.01)
 
 
 # What the tests are made of
@@ -81,7 +86,7 @@ class Place:
     async def process(self, shards: int | None = None, url: str = "") -> RedisBackend:
         """What another process would know of the namespace."""
         backend = RedisBackend(
-            url or self.server.url, namespace=self.namespace, shards=shards, now=lambda: self.now, timeout=20
+            url or self.server.url, namespace=self.namespace, shards=shards, now=lambda: self.now, timeout=PATIENCE
         )
         self.stack.push_async_callback(backend.aclose)
         await backend.connect()
@@ -264,7 +269,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 @asynccontextmanager
 async def resharding(url: str, namespace: str, shards: int) -> AsyncGenerator[Process]:
     """The command, while it runs."""
-    options = "--url", url, "--namespace", namespace, "--to", str(shards)
+    options = "--url", url, "--namespace", namespace, "--to", str(shards), "--timeout", "60s"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "aiodigest", "reshard", *options, stdout=PIPE, stderr=PIPE
     )
@@ -279,7 +284,7 @@ async def resharding(url: str, namespace: str, shards: int) -> AsyncGenerator[Pr
 async def first_line(process: Process) -> str:
     """What the command says first, which is once another layout takes the adds."""
     assert process.stderr is not None
-    async with asyncio.timeout(STARTED):
+    async with asyncio.timeout(PATIENCE):
         return (await process.stderr.readline()).decode()
 
 
@@ -296,13 +301,13 @@ class Tally:
             ids.extend(line.split())
             self._changed.set()
 
-    async def until(self, reached: Callable[[], bool], seconds: float = STARTED) -> None:
+    async def until(self, reached: Callable[[], bool], seconds: float = PATIENCE) -> None:
         async with asyncio.timeout(seconds):
             while not reached():
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def goes_on(self, number: int = 100) -> None:
+    async def goes_on(self, number: int = 50) -> None:
         """So many more records are added, and so many delivered."""
         added, delivered = len(self.added) + number, len(self.delivered) + number
         await self.until(lambda: len(self.added) >= added and len(self.delivered) >= delivered)
@@ -318,7 +323,7 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
         workers = [await stack.enter_async_context(running("reshard_worker.py", url, namespace, 60)) for _ in range(2)]
         assert [await worker.line() for worker in workers] == ["ready", "ready"]
         producers = [
-            await stack.enter_async_context(running("reshard_producer.py", url, namespace, name, 20)) for name in "abc"
+            await stack.enter_async_context(running("reshard_producer.py", url, namespace, name, 20)) for name in "ab"
         ]
         for programs, ids in ((producers, tally.added), (workers, tally.delivered)):
             for program in programs:
@@ -327,16 +332,15 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
             await tally.goes_on()
             await slow.add("slow", 1, record_id=f"before-{shards}")  # keeps the old layout from being empty
             tally.added.append(f"before-{shards}")
-            for _ in range(2):
-                async with resharding(url, namespace, shards) as killed:
-                    assert "goes over" in await first_line(killed)
-                    await tally.goes_on()
-                    killed.kill()
+            async with resharding(url, namespace, shards) as killed:
+                assert "goes over" in await first_line(killed)
+                await tally.goes_on()
+                killed.kill()
             async with resharding(url, namespace, shards) as process:
                 assert "goes over" in await first_line(process)
                 await tally.goes_on()
                 assert await slow.flush("slow")
-                async with asyncio.timeout(STARTED):
+                async with asyncio.timeout(PATIENCE):
                     output, errors = await process.communicate()
                 assert process.returncode == 0
                 assert output.decode().endswith(f" has {shards} shards\n")
@@ -344,7 +348,7 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
         await tally.goes_on()
         for producer in producers:
             producer.process.send_signal(signal.SIGTERM)
-        assert [await producer.process.wait() for producer in producers] == [0, 0, 0]
+        assert [await producer.process.wait() for producer in producers] == [0, 0]
         await tally.until(lambda: len(tally.delivered) >= len(tally.added))
         for worker in workers:
             worker.process.send_signal(signal.SIGTERM)
@@ -364,7 +368,7 @@ async def test_processes_that_stood_still_during_all_of_a_change_go_on_in_the_ne
         producer = await stack.enter_async_context(running("reshard_producer.py", server.url, namespace, "a", 5))
         group.create_task(tally.collect(worker, tally.delivered))
         group.create_task(tally.collect(producer, tally.added))
-        await tally.goes_on(100)
+        await tally.goes_on()
         tally.delivered.remove("ready")
         async with DigestEngine(server.url, namespace=namespace, value_type=int) as engine:
             producer.process.send_signal(signal.SIGSTOP)
@@ -375,7 +379,7 @@ async def test_processes_that_stood_still_during_all_of_a_change_go_on_in_the_ne
             for program in (worker, producer):
                 program.process.send_signal(signal.SIGCONT)
             try:
-                await tally.goes_on(200)
+                await tally.goes_on(100)
                 producer.process.send_signal(signal.SIGTERM)
                 assert await producer.process.wait() == 0
                 await tally.until(lambda: len(tally.delivered) >= len(tally.added))
@@ -420,8 +424,8 @@ class Box:
 
 
 def engine_of(server: Server, namespace: str, **options: Any) -> DigestEngine[JSON]:
-    url = options.pop("url", server.url)
-    return DigestEngine[JSON](url, namespace=namespace, policy=options.pop("policy", AT_ONCE), **options)
+    settings: dict[str, Any] = {"url": server.url, "policy": AT_ONCE, "timeout": PATIENCE, **options}
+    return DigestEngine[JSON](settings.pop("url"), namespace=namespace, **settings)
 
 
 async def all_looks(engine: DigestEngine[JSON], shards: int, seconds: float = PATIENCE) -> list[Draining]:
@@ -541,7 +545,7 @@ async def test_chosen_shards_that_are_not_there_are_told(
 async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(server: Server, namespace: str) -> None:
     box = Box()
     async with (
-        engine_of(server, namespace, lease_timeout=1).delivering(box) as worker,
+        engine_of(server, namespace).delivering(box) as worker,
         engine_of(server, namespace) as other,
     ):
         box.go.clear()
@@ -552,11 +556,14 @@ async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(
         await worker.add("k", 2, record_id="b")  # in the new layout it is another timeline
         await box.digest(2)
         assert (await worker.stats()).leased == 2
-        assert await anext(looks) == Draining(leased=1)  # a lease and more has gone by
+        scheduler = session_of(worker)._scheduler
+        assert scheduler is not None
+        for lane in [*scheduler._lanes.values()]:
+            await lane.renew()
         assert await anext(looks) == Draining(leased=1)
         box.go.set()
         async with asyncio.timeout(PATIENCE):
-            assert [left async for left in looks] in ([], [Draining(leased=1)])
+            assert all([left == Draining(leased=1) async for left in looks])
         assert (await other.stats()).delivered == 2
     assert box.ids == ["a", "b"]
     assert [digest.attempt for digest in box.digests] == [1, 1]
@@ -737,9 +744,9 @@ async def test_a_dead_letter_that_has_moved_can_be_replayed(server: Server, name
 async def full_of_the_past(place: Place) -> tuple[dict[str, int], list[RawLetter]]:
     """A namespace of two shards in which things have happened: its counters, and its dead letters."""
     old = await place.process(shards=2)
-    for number in range(4):
+    for number in range(2):
         await deliver(old, f"k{number}", "a", "b")
-    await bury(old, "k1", *(f"r{number}" for number in range(SLICE + 200)))
+    await bury(old, "k1", *(f"record-{number}-{'x' * 1_000}" for number in range(300)))  # it moves in two pages
     await bury(old, "k2", "c")
     return await counters(old), await letters_of(old)
 
@@ -765,12 +772,12 @@ async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_e
         async with new_place(server) as place:
             facts = await full_of_the_past(place)
             killed = await place.process()
-            was_cancelled = (await at_awaits(change(killed, 5), moment, 1)).was_cancelled
+            was_cancelled = (await at_awaits(change(killed, 3), moment, 1)).was_cancelled
             await killed.aclose()
             second = await place.process()
-            if await second.reshard(5):
+            if await second.reshard(3):
                 await finish(second)
-            await is_carried_over(place, second, 5, facts)
+            await is_carried_over(place, second, 3, facts)
     assert moment > 10
 
 
@@ -781,11 +788,11 @@ async def test_two_processes_that_make_the_same_change_at_once_both_end_well(ser
         async with new_place(server) as place:
             facts = await full_of_the_past(place)
             first, second = await place.process(), await place.process()
-            steps = Between(see_to(first, 5), moment, lambda second=second: see_to(second, 5))
+            steps = Between(see_to(first, 3), moment, lambda second=second: see_to(second, 3))
             await steps
             awaits = steps.count
             if awaits >= moment:
-                await is_carried_over(place, first, 5, facts)
+                await is_carried_over(place, first, 3, facts)
     assert moment > 10
 
 
@@ -804,8 +811,8 @@ async def test_a_reply_that_is_lost_during_a_change_makes_nothing_happen_twice(s
             backend = await place.process(url=middle.url)
             await backend.look("k")
             middle.lose = number - 1
-            await change(backend, 5)
-            await is_carried_over(place, backend, 5, facts)
+            await change(backend, 3)
+            await is_carried_over(place, backend, 3, facts)
             was_lost = not middle.is_to_lose  # else there were fewer
     assert number > 10
 
@@ -1305,12 +1312,9 @@ async def test_a_worker_that_saw_a_change_delivers_when_its_server_was_emptied_a
 # What is let go
 
 
-async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(management, "PACE", 0.05)
+async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(server: Server, namespace: str) -> None:
     box = Box()
-    async with engine_of(server, namespace, shards=2, lease_timeout=3).delivering(box) as engine:
+    async with engine_of(server, namespace, shards=2, lease_timeout=1).delivering(box) as engine:
         await engine.add_many([Entry(f"k{number}", 1) for number in range(20)])
         await asyncio.gather(*(engine.add(f"k{number}", 2) for number in range(20)))
         counts: list[int] = []

@@ -14,7 +14,7 @@ from aiodigest import DigestEngine, Entry, Policy
 
 url, namespace, name, timelines = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 policy = Policy(minimum_delay=0.02, increment_delay=0.005, maximum_delay=0.05)  # that of reshard_worker.py
-SOME, PACE = 10, 0.05  # records at once, and seconds until the next
+SOME, PACE = 5, 0.1  # records at once, and seconds until the next
 
 
 def ids(first: int) -> list[str]:
@@ -32,7 +32,7 @@ def acknowledged(records: Sequence[str]) -> None:
 async def main() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with DigestEngine(url, namespace=namespace, value_type=int, policy=policy) as engine:
+    async with DigestEngine(url, namespace=namespace, value_type=int, policy=policy, timeout=60) as engine:
 
         async def add(record_id: str) -> None:
             await engine.add(key_of(record_id), 1, record_id=record_id)

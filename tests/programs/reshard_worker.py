@@ -12,7 +12,7 @@ from aiodigest import Digest, DigestEngine, Policy
 
 url, namespace, lease = sys.argv[1], sys.argv[2], float(sys.argv[3])
 policy = Policy(minimum_delay=0.02, increment_delay=0.005, maximum_delay=0.05)
-engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=lease)
+engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=lease, timeout=60)
 
 
 @engine.deliver
