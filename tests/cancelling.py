@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 Call: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
 Scene: TypeAlias = Callable[[], AbstractAsyncContextManager[Call]]
 
-PATIENCE = 10.0  # seconds (of the loop's clock) for one attempt, which hangs after that
+PATIENCE = 60.0  # seconds (of the loop's clock) for one attempt, which hangs after that
 AGAIN = 3  # how often one attempt is cancelled at the most
 
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from clusters import UNTROUBLED, running_cluster
+from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import Phase, settings
-from replicas import SERVICE, watched
+from replicas import watched
 from servers import PASSWORD, USER, Server, running_server, tls_binary
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
 
+from aiodigest import embedded
 from aiodigest.memory import ReferenceBackend
 from aiodigest.redisbackend import RedisBackend
 
@@ -89,6 +90,12 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts an embedded server waits no second for one that is down and may come back."""
+    monkeypatch.setattr(embedded, "_PATIENCE", 0.01)
+
+
+@pytest.fixture
 def new_user(folder: Path) -> Iterator[NewUser]:
     """Other processes that use the embedded server of the folder."""
     with users_of(folder) as new_user:
@@ -103,8 +110,6 @@ def one_server(server: Server) -> Place:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def behind_sentinels() -> AsyncIterator[Place]:
     async with watched() as trio:
-        for number in range(len(trio.ports)):
-            trio.order(number, "SENTINEL", "SET", SERVICE, "down-after-milliseconds", str(UNTROUBLED))
         primary = trio.primary()
         assert primary is not None
         # the servers know the user, the sentinels do not

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import redis
+from clusters import UNTROUBLED
 from ports import free_port
 from servers import PROMPT, Server, online, running_server, server_binary
 
@@ -138,14 +139,17 @@ bind 127.0.0.1
 dir {folder}
 sentinel myid {name}
 sentinel monitor {service} 127.0.0.1 {primary} 2
-sentinel down-after-milliseconds {service} 1000
+sentinel down-after-milliseconds {service} {silence}
 sentinel failover-timeout {service} 3000
 """
 
 
 @asynccontextmanager
-async def watched() -> AsyncGenerator[Watched]:
-    """Three sentinels that know each other from the beginning, which takes them seconds to find out."""
+async def watched(silence: int = UNTROUBLED) -> AsyncGenerator[Watched]:
+    """Three sentinels that know each other from the beginning, which takes them seconds to find out.
+
+    After so many ms of silence they replace the primary.
+    """
     async with replicated(2) as servers:
         folder = Path(tempfile.mkdtemp(prefix="aid-sentinels"))
         ports, names = [free_port() for _ in range(3)], [f"{number:040x}" for number in range(1, 4)]
@@ -153,7 +157,8 @@ async def watched() -> AsyncGenerator[Watched]:
         try:
             for port, name in zip(ports, names, strict=True):
                 file = folder / f"{port}.conf"
-                facts = {"port": port, "folder": folder, "name": name, "primary": port_of(servers[0])}
+                facts = {"port": port, "folder": folder, "name": name, "silence": silence}
+                facts["primary"] = port_of(servers[0])
                 known = [f"known-replica {SERVICE} 127.0.0.1 {port_of(server)}" for server in servers[1:]]
                 for other, its_name in zip(ports, names, strict=True):
                     if other != port:

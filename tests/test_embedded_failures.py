@@ -50,37 +50,32 @@ async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> in
     return acknowledged
 
 
-async def works(client: redis.asyncio.Redis, seconds: float = 5) -> float:
-    """How long it took until the server answered."""
-    begin = time.monotonic()
-    while True:
-        try:
-            await client.ping()
-            return time.monotonic() - begin
-        except (redis.exceptions.RedisError, OSError):
-            assert time.monotonic() < begin + seconds, "the server did not come back"
+async def works(client: redis.asyncio.Redis) -> None:
+    """Wait until the server answers."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(redis.exceptions.RedisError, OSError):
+                await client.ping()
+                return
             await asyncio.sleep(0.005)
 
 
 # Up again
 
 
-async def test_a_killed_server_is_back_within_a_second_with_all_that_it_acknowledged(folder: Path) -> None:
-    took: list[float] = []
-    while len(took) < 3 and min(took, default=1) >= 1:  # the machine may be busy with other things
-        async with started(folder / str(len(took))) as (server, client):
-            writing = asyncio.create_task(write_until_it_fails(client))
-            while not await client.llen("list"):
-                pass
-            first = server.pid
-            assert first
-            os.kill(first, signal.SIGKILL)
-            acknowledged = await writing
-            took.append(await works(client))
-            # one may be stored and not acknowledged
-            assert await client.llen("list") in (acknowledged, acknowledged + 1)
-            await until(lambda server=server, first=first: server.pid != first and server.why_down() is None)
-    assert min(took) < 1
+async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        writing = asyncio.create_task(write_until_it_fails(client))
+        while not await client.llen("list"):
+            pass
+        first = server.pid
+        assert first
+        os.kill(first, signal.SIGKILL)
+        acknowledged = await writing
+        await works(client)
+        # one may be stored and not acknowledged
+        assert await client.llen("list") in (acknowledged, acknowledged + 1)
+        await until(lambda: server.pid != first and server.why_down() is None)
 
 
 async def test_a_server_that_keeps_crashing_is_started_ever_later(
@@ -109,7 +104,7 @@ async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_anothe
         keeper = keeper_of(first)
         os.kill(keeper, signal.SIGKILL)
         await until(lambda: not lives(first))
-        assert await works(client) < 2
+        await works(client)
         assert await client.get("key") == "value"
         assert await server.start() == await other.start()  # both are started, and on their way to the new keeper
         await until(lambda: server.pid == other.pid not in (first, None))
@@ -187,7 +182,9 @@ async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) ->
 # The disk
 
 
-async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(folder: Path) -> None:
+async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(
+    folder: Path, hasty: None
+) -> None:
     async with started(folder) as (server, client):
         assert await client.rpush("list", "x")
         assert server.pid
@@ -263,7 +260,7 @@ async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         os.kill(keeper, 9)
         while "Too many open files" not in (server.why_down() or ""):
             await asyncio.sleep(0.01)
@@ -321,7 +318,7 @@ async def test_a_binary_that_cannot_serve_is_refused(
 
 
 async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
 ) -> None:
     binary = folder.parent / "server"
     binary.write_text(f"""#!/bin/sh

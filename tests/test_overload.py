@@ -52,9 +52,13 @@ async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_w
             assert sum(client.llen(f"{{still}}:log:{key}") for key in range(25)) == 20_001
 
 
-async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had_no_room_was_not_stored() -> None:
+async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had_no_room_was_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    time = loop.time
     with running_server() as server:
-        async with DigestEngine[str](server.url, namespace="still", value_type=str, timeout=5) as engine:
+        async with DigestEngine[str](server.url, namespace="still", value_type=str, timeout=600) as engine:
             await engine.add("k", "first")
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
@@ -62,6 +66,7 @@ async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had
             adds = [asyncio.create_task(engine.add("k", value)) for _ in range(4_000)]
             try:
                 _, taken = await filled(engine, adds)  # pyright: ignore[reportArgumentType]
+                monkeypatch.setattr(loop, "time", lambda: time() + 600)
                 results = await asyncio.gather(*adds, return_exceptions=True)
             finally:
                 server.process.send_signal(signal.SIGCONT)

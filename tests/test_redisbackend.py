@@ -43,7 +43,7 @@ async def claim(backend: RedisBackend, slots: int = 10) -> Claims:
 
 @asynccontextmanager
 async def connected(
-    url: str, namespace: str, shards: int | None = None, timeout: float = 5.0, now: Callable[[], int] | None = None
+    url: str, namespace: str, shards: int | None = None, timeout: float = 60.0, now: Callable[[], int] | None = None
 ) -> AsyncGenerator[RedisBackend]:
     backend = RedisBackend(url, namespace=namespace, shards=shards, timeout=timeout, now=now)
     try:
@@ -769,7 +769,7 @@ async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_nu
         with server.client() as client:
             client.hset(f"{{{namespace}}}:layout", "delivered", "x")
         assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await backend.wait(0, claims.bell)
         with server.client() as client:
             assert client.hmget(f"{{{namespace}}}:layout", "digests", "delivered") == [b"1", b"x"]
@@ -854,7 +854,7 @@ async def test_a_digest_whose_entries_go_away_while_they_are_read_is_lost(
 
         monkeypatch.setattr(backend, "read", read_nothing)
         with pytest.raises(LeaseLost, match="went away"):
-            async with asyncio.timeout(5), backend.digest("k", policy):
+            async with asyncio.timeout(60), backend.digest("k", policy):
                 pass
 
 
@@ -897,7 +897,7 @@ async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behin
         before = {each["id"] for each in behind.client_list()}
         for number in range(5):
             ears = [asyncio.create_task(backend.wait(0, "0-0" if not number else "$")) for backend in backends]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while behind.info("clients")["blocked_clients"] < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0)
             behind.xadd(f"{{{namespace}}}:wake", {"at": number})

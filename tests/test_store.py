@@ -139,9 +139,11 @@ async def test_a_digest_of_8000_records_is_delivered_whole(store: Store) -> None
 
 async def test_4000_due_timelines_are_promoted_in_slices_oldest_first(store: Store) -> None:
     store.policy = Policy(initial_delay=1)
-    for number in range(4_000):
-        store.now += number % 2
-        await store.add(f"k{number}", "a")
+    keys = [f"k{number}" for number in range(4_000)]
+    for some in (keys[:1], keys[1:2], keys[2:3], *(keys[first : first + 250] for first in range(3, 4_000, 250))):
+        store.now += 1
+        adds = [Add(key, pack(b"a", None, b"v"), store.policy.terms) for key in some]
+        assert await store.backend.add(0, adds) == [False] * len(some)
     store.now += 1_000
     promoted = await store.backend.schedule()
     assert len(promoted) == MOVES
