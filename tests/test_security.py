@@ -281,7 +281,8 @@ async def reshard(server: Server, *rule: str) -> None:
         assert (await engine.stats()).buried == 2
 
 
-async def test_the_rule_for_resharding_is_enough(server: Server) -> None:
+async def test_the_rule_for_resharding_is_enough(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
     await reshard(server, *commands("resharder"))
 
 

@@ -80,8 +80,8 @@ async def loading(place: Place) -> AsyncGenerator[None]:
     interval = "loading-process-events-interval-bytes"  # before Redis 7 it is 2 MiB, and no setting
     with place.server.client() as client:
         is_setting = bool(client.config_get(interval))
-        for number in range(1_500 if is_setting else 60):
-            client.set(f"other-{number}", f"{number}" * 1000 if is_setting else "0" * 2_097_152)
+        value = "0" * (3_000 if is_setting else 2_097_152)
+        client.mset({f"other-{number}": value for number in range(1_500 if is_setting else 60)})
         client.config_set("rdbcompression", "no")
         client.save()
     place.server.stop()
