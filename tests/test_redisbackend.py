@@ -287,14 +287,22 @@ async def test_an_add_that_cannot_connect_is_not_stored(namespace: str) -> None:
             assert await backend.add(0, [record("k")]) == [True]
 
 
-async def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace, timeout=1) as backend:
+async def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    async with connected(server.url, namespace, timeout=600) as backend:
         await backend.add(0, [record("k")])
         with server.client() as client:
             client.client_pause(60_000, all=False)
             try:
+                adding = asyncio.create_task(backend.add(0, [record("k", "b")]))
+                while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110  (no event tells it)
+                    await asyncio.sleep(0)
+                monkeypatch.setattr(loop, "time", lambda: time() + 600)
                 with pytest.raises(BackendUnavailable, match="no answer in time") as caught:
-                    await backend.add(0, [record("k", "b")])
+                    await adding
             finally:
                 client.client_unpause()
         assert caught.value.stored == "unknown"
