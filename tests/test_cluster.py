@@ -229,6 +229,10 @@ class Traffic:
         await self.goes_on()
         return delivered
 
+    def unsent(self, shard: int) -> int:
+        """How many adds no primary has taken."""
+        return sum(error.stored == "no" for error in self.refused[shard])
+
     def errors(self, shards: Sequence[int] = range(SHARDS)) -> list[BackendUnavailable]:
         return [error for shard in shards for error in self.refused[shard]]
 
@@ -726,9 +730,14 @@ async def test_when_a_primary_is_killed_its_shards_go_on_with_a_replica_and_noth
         before = await traffic.replicated()
         old.kill()
         await until(lambda: any(node.is_primary for node in others))
-        await traffic.goes_on(dead)
-        meanwhile = set(traffic.inbox.digests) - before
         [new] = [node for node in others if node.is_primary]
+        await until(lambda: all(fragile.agree_on(slot_of(namespace, shard), new) for shard in dead))
+        await until(lambda: all(b"cluster_state:ok" in info(node) for node in fragile.alive))
+        known = [traffic.unsent(shard) for shard in dead]
+        await traffic.goes_on(dead)
+        # one add may be on its way, and the next has the nodes asked
+        assert all(traffic.unsent(shard) <= then + 3 for shard, then in zip(dead, known, strict=True))
+        meanwhile = set(traffic.inbox.digests) - before
         assert new.ask("SCRIPT", "EXISTS", sha) == [True]
         await asyncio.to_thread(fragile.mend)
         await traffic.goes_on()
