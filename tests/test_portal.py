@@ -403,12 +403,10 @@ def test_a_process_that_adds_may_end_in_any_way(way: str, printed: list[str], da
     with running_server("--port", str(port)) as server:
         assert server.process is not None
         url = f"redis://{USER}:{PASSWORD}@localhost:{port}/0"  # a name, which is looked up in a thread
-        began = time.monotonic()
         try:
             assert run("sync_ends.py", data, url, way, way, server.process.pid) == printed
         finally:
             server.process.send_signal(signal.SIGCONT)
-        assert time.monotonic() - began < 10, "no end waits for a timeout"
 
 
 def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Path) -> None:

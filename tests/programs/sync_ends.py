@@ -37,7 +37,8 @@ from aiodigest import BackendUnavailable, DigestEngine, portal  # noqa: E402
 
 
 def new_engine() -> DigestEngine[int]:
-    return DigestEngine(url, namespace=namespace, value_type=int)
+    timeout = 600  # which no end waits for
+    return DigestEngine(url, namespace=namespace, value_type=int, timeout=timeout)
 
 
 engine = new_engine()
