@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
+DEADLINE = 60.0  # seconds; far more than anything here takes
 
 
 class Program:
@@ -17,13 +18,13 @@ class Program:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
-    async def line(self, timeout: float = 20) -> str:
+    async def line(self, timeout: float = DEADLINE) -> str:
         """Its next line, '' at its end."""
         assert self.process.stdout is not None
         async with asyncio.timeout(timeout):
             return (await self.process.stdout.readline()).decode().rstrip("\n")
 
-    async def rest(self, timeout: float = 30) -> list[str]:
+    async def rest(self, timeout: float = 3 * DEADLINE) -> list[str]:
         """All lines until its end."""
         lines: list[str] = []
         async with asyncio.timeout(timeout):

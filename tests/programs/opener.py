@@ -23,7 +23,7 @@ socket, namespace, name, timelines = sys.argv[1], sys.argv[2], sys.argv[3], int(
 def meet(client: Any, place: str) -> None:
     """Return when both processes are here."""
     client.incr(place)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while int(client.get(place)) % 2:
         assert time.monotonic() < deadline, "the other process does not come"
 

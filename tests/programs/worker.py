@@ -18,7 +18,7 @@ from aiodigest import Digest, DigestEngine, Policy
 
 url, namespace, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 policy = Policy(minimum_delay=0.02, increment_delay=0.005, maximum_delay=0.05)
-engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, lease_timeout=5, concurrency=3)
+engine = DigestEngine(url, namespace=namespace, value_type=int, policy=policy, concurrency=3)
 go = asyncio.Event()
 
 
