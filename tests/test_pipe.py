@@ -1,20 +1,35 @@
-"""``aiodigest pipe``, as real processes on the real embedded server."""
+"""``aiodigest pipe``: what it prints, in this process; and how it ends, as real processes on an embedded server."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
+import os
 import re
 import signal
-import subprocess
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from clusters import until
-from commandline import ROOT, Running, aiodigest, digests, ids, ndjson, no_process_is_left, running
+from commandline import (
+    DEADLINE,
+    ROOT,
+    Running,
+    aiodigest,
+    digests,
+    ids,
+    in_process,
+    ndjson,
+    no_process_is_left,
+    running,
+)
 from embedded_users import status
+from servers import Server
 
 from aiodigest import DigestEngine, Entry, Policy
 
@@ -58,6 +73,46 @@ def item(number: int, key: str = "k") -> dict[str, object]:
     return {"key": key, "id": f"{key}{number}"}
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A pipe that has ended."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Pipe(Protocol):
+    def __call__(self, *arguments: str, input: bytes = b"") -> Ended: ...
+
+
+@pytest.fixture
+def pipe(
+    server: Server, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Generator[Pipe, None, None]:
+    """Runs a pipe in this process, to its end, on the server that all share."""
+    monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
+    command = in_process(monkeypatch, capfd)
+
+    def run(*arguments: str, input: bytes = b"") -> Ended:
+        (tmp_path / "given").write_bytes(input)
+        before, given = os.dup(0), os.open(tmp_path / "given", os.O_RDONLY)
+        os.dup2(given, 0)
+        try:
+            code, output, errors = command("pipe", "--url", server.url, "--namespace", namespace, *arguments)
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+            os.close(given)
+        return Ended(code, output.encode(), errors.encode())
+
+    logger = logging.getLogger("aiodigest")
+    handlers = [*logger.handlers]
+    yield run
+    logger.handlers[:], logger.propagate = handlers, True
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[bytes, Running], None, None]:
     """What a pipe printed that was killed at its work, and the same command after it, without new input.
@@ -78,8 +133,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[bytes, R
 
 
 @pytest.mark.parametrize("events", event_streams())
-def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(events: bytes, tmp_path: Path) -> None:
-    result = aiodigest(tmp_path, "pipe", *GITHUB, input=events)
+def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(events: bytes, pipe: Pipe) -> None:
+    result = pipe(*GITHUB, input=events)
     given = {one["id"]: one for one in map(json.loads, events.splitlines())}
     assert (result.returncode, result.stderr) == (0, b"")
     assert sorted(ids(result.stdout)) == sorted(given)
@@ -93,7 +148,7 @@ def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(ev
 
 
 def test_a_line_is_printed_at_once_and_a_burst_as_one_more_digest_while_the_stream_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path, "pipe", *BY_KEY, "--minimum-delay", "500ms", "--increment-delay", "10ms") as pipe:
+    with running(tmp_path, "pipe", *BY_KEY, "--max-size", "4") as pipe:
         for number, key in enumerate("ab"):
             pipe.feed(ndjson([item(number, key)]))
             assert ids(pipe.read_line()) == [f"{key}{number}"]
@@ -103,7 +158,7 @@ def test_a_line_is_printed_at_once_and_a_burst_as_one_more_digest_while_the_stre
     assert no_process_is_left(tmp_path)
 
 
-def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(tmp_path: Path) -> None:
+def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe: Pipe, tmp_path: Path) -> None:
     file = tmp_path / "bad.ndjson"
     lines = [
         ndjson([item(1)]).rstrip(),
@@ -121,7 +176,7 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(tmp_p
         b'{"key": "k", "id": "last"}',
     ]
     file.write_bytes(b"\n".join(lines))
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--timestamp", "time", str(file))
+    result = pipe(*BY_KEY, "--timestamp", "time", str(file))
     assert result.returncode == 0
     assert sorted(ids(result.stdout)) == ["k1", "last"]
     errors = result.stderr.decode().splitlines()
@@ -132,9 +187,9 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(tmp_p
     assert b"\x1b" not in result.stderr
 
 
-def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_has_is_named(tmp_path: Path) -> None:
+def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_has_is_named(pipe: Pipe) -> None:
     lines = ndjson({"id": number, "event": "push"} for number in range(30))
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, input=b"starting\n" + lines)
+    result = pipe(*BY_KEY, input=b"starting\n" + lines)
     assert (result.returncode, result.stdout) == (0, b"")
     errors = result.stderr.decode().splitlines()
     assert len(errors) == 22
@@ -144,9 +199,9 @@ def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_ha
     ]
 
 
-def test_strict_stops_at_a_malformed_line_and_prints_what_came_before(tmp_path: Path) -> None:
+def test_strict_stops_at_a_malformed_line_and_prints_what_came_before(pipe: Pipe) -> None:
     lines = ndjson([item(1), item(2)]) + b"nonsense\n" + ndjson([item(3)])
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--strict", input=lines)
+    result = pipe(*BY_KEY, "--strict", input=lines)
     assert result.returncode == 1
     assert ids(result.stdout) == ["k1", "k2"]
     assert b"<stdin>:3: it is not JSON" in result.stderr
@@ -181,9 +236,10 @@ def test_ctrl_c_prints_what_waits_and_is_quiet(tmp_path: Path) -> None:
     assert pipe.errors == b""
 
 
-def test_records_dropped_by_capacity_are_counted_and_exit_1(tmp_path: Path) -> None:
-    arguments = ("pipe", *BY_KEY, "--capacity", "10", "--initial-delay", "1m")
-    result = aiodigest(tmp_path, *arguments, input=ndjson(item(number) for number in range(25)))
+def test_records_dropped_by_capacity_are_counted_and_exit_1(pipe: Pipe) -> None:
+    result = pipe(
+        *BY_KEY, "--capacity", "10", "--initial-delay", "20m", input=ndjson(item(number) for number in range(25))
+    )
     assert result.returncode == 1
     assert ids(result.stdout) == [f"k{number}" for number in range(15, 25)]
     assert [digest["dropped"] for digest in digests(result.stdout)] == [15]
@@ -192,52 +248,53 @@ def test_records_dropped_by_capacity_are_counted_and_exit_1(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("arguments", [BY_KEY, ("--group-by", "key", *JSON_OUT)], ids=["ids", "no ids"])
 def test_a_file_with_more_lines_of_a_group_than_a_timeline_holds_is_printed_whole(
-    arguments: tuple[str, ...], tmp_path: Path
+    arguments: tuple[str, ...], pipe: Pipe
 ) -> None:
     lines = [item(number, "few" if number % 100 == 0 else "many") for number in range(5_000)]
-    result = aiodigest(tmp_path, "pipe", *arguments, input=ndjson(lines))
+    result = pipe(*arguments, input=ndjson(lines))
     assert (result.returncode, result.stderr) == (0, b"")
     printed = [record["value"]["id"] for digest in digests(result.stdout) for record in digest["records"]]
     assert sorted(printed) == sorted(str(line["id"]) for line in lines)
     assert max(len(digest["records"]) for digest in digests(result.stdout)) <= 500
 
 
-def test_ids_that_come_again_and_again_fill_no_timeline(tmp_path: Path) -> None:
+def test_ids_that_come_again_and_again_fill_no_timeline(pipe: Pipe) -> None:
     lines = [{**item(number % 10), "number": number} for number in range(3_000)]
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--initial-delay", "1m", input=ndjson(lines))
+    result = pipe(*BY_KEY, "--initial-delay", "20m", input=ndjson(lines))
     [digest] = digests(result.stdout)
     assert [record["value"]["number"] for record in digest["records"]] == list(range(2_990, 3_000))
 
 
-def test_lines_that_are_too_old_to_be_printed_fill_no_timeline(tmp_path: Path) -> None:
+def test_lines_that_are_too_old_to_be_printed_fill_no_timeline(pipe: Pipe) -> None:
     lines = ndjson({**item(number), "time": number} for number in range(2_500))
     arguments = ("--group-by", "key", "--timestamp", "time", "--max-age", "1h")
-    result = aiodigest(tmp_path, "pipe", *arguments, input=lines)
+    result = pipe(*arguments, input=lines)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
-async def leave(data: Path, namespace: str, records: int) -> None:
+async def leave(server: Server, namespace: str, records: int) -> None:
     """A timeline that waits."""
-    async with DigestEngine(f"embedded://{data}", namespace=namespace, policy=Policy(initial_delay=600)) as engine:
+    async with DigestEngine(server.url, namespace=namespace, policy=Policy(initial_delay=1_800)) as engine:
         await engine.add_many(Entry("k", {"id": f"left{number}"}, f"left{number}") for number in range(records))
 
 
-def test_what_an_earlier_run_has_left_takes_room(tmp_path: Path) -> None:
-    asyncio.run(leave(tmp_path, "pipe-name", 900))
-    lines = ndjson(item(number) for number in range(1_500))
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "name", input=lines)
+def test_what_an_earlier_run_has_left_takes_room(server: Server, namespace: str, pipe: Pipe) -> None:
+    asyncio.run(leave(server, f"pipe-{namespace}", 900))
+    result = pipe(*BY_KEY, input=ndjson(item(number) for number in range(1_500)))
     assert (result.returncode, result.stderr) == (0, b"")
     assert len(set(ids(result.stdout))) == len(ids(result.stdout)) == 2_400
 
 
-def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(tmp_path: Path) -> None:
+def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(
+    server: Server, namespace: str, pipe: Pipe
+) -> None:
     async def held() -> list[str]:
-        async with DigestEngine(f"embedded://{tmp_path}", namespace="mail") as engine:
+        async with DigestEngine(server.url, namespace=namespace) as engine:
             timeline = await engine.peek("k")
             return [record.id for record in timeline.records] if timeline is not None else []
 
-    asyncio.run(leave(tmp_path, "mail", 1))
-    result = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "mail", input=ndjson([item(1)]))
+    asyncio.run(leave(server, namespace, 1))
+    result = pipe(*BY_KEY, input=ndjson([item(1)]))
     assert ids(result.stdout) == ["k1"]
     assert asyncio.run(held()) == ["left0"]
 
@@ -263,7 +320,7 @@ def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: P
         assert ids(pipe.process.stdout.readline()) == ["k1"]
         pipe.process.stdout.close()
         pipe.feed(ndjson([item(1, "other")]))
-        assert pipe.process.wait(20) == 1
+        assert pipe.process.wait(DEADLINE) == 1
         pipe.feed = lambda text: None
         errors = pipe.error_line()
     assert b"Broken pipe" in errors
@@ -272,9 +329,9 @@ def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: P
     assert (again.returncode, ids(again.stdout)) == (0, ["other1"])
 
 
-def test_readable_text_shows_keys_and_fields_and_no_control_characters(tmp_path: Path) -> None:
+def test_readable_text_shows_keys_and_fields_and_no_control_characters(pipe: Pipe) -> None:
     lines = ndjson([{"key": "a\x1b[2J", "text": "hi\x07\u202e", "more": {"x": 1}, "list": [1, 2]}])
-    result = aiodigest(tmp_path, "pipe", "--group-by", "key", input=lines)
+    result = pipe("--group-by", "key", input=lines)
     text = result.stdout.decode()
     assert text.startswith("a\\x1b[2J: 1 record\n")
     assert re.search(r"\n  [-0-9]+ [:0-9]+  key=a\\x1b\[2J text=hi\\x07\\u202e more={…} list=\[2]\n", text)
@@ -292,9 +349,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Pat
         pipe.feed(ndjson({"key": f"k{number}", "text": "x" * 50_000} for number in range(10)))
         assert pipe.process.stdout.read(1) == b"{"
         pipe.process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            pipe.process.wait(0.5)
         until(lambda: not awaits(pipe.process.pid, signal.SIGINT), "it has the first: two that wait are one")
+        assert pipe.process.poll() is None
         assert pipe.interrupt() == 130
     assert b"Traceback" not in pipe.errors
 
