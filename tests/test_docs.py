@@ -2,8 +2,8 @@
 
 How a block is run depends on its language:
 
-* ``python``: as a script, in a process of its own, or by pytest if it imports that. A block that only defines an app
-  or an engine is thereby imported.
+* ``python``: as a script, in a process of its own; those that import pytest, by one run of it. A block that only
+  defines an app or an engine is thereby imported.
 * ``sh``: commands of ``make`` and ``pip install`` are looked up (the target, the extras exist); all others are run.
 * ``yaml``, ``toml``, ``json`` and ``ini`` (units of systemd too): parsed.
 * none: drawings and listings, which nobody can run.
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.docs
 
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
+PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
 
 
 def read_ini(text: str) -> None:
@@ -63,10 +63,11 @@ FOLLOWED = {  # as a whole, by tests of their own
     ROOT / "docs" / "howto" / "use-the-command-line.md": "test_command_line_page.py",
 }
 BLOCKS = [block for document in DOCUMENTS if document not in FOLLOWED for block in blocks_of(document)]
+TESTS = [block for block in BLOCKS if block.language == "python" and "import pytest" in block.text]
 
 
-def written_in(*languages: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in languages], ids=str)
+def each_of(blocks: list[Block]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("block", blocks, ids=str)
 
 
 def commands_of(block: Block) -> Iterator[str]:
@@ -118,15 +119,25 @@ def test_a_document_that_is_followed_as_a_whole_has_a_test_that_does(document: P
     assert f'"{document.name}"' in (ROOT / "tests" / test).read_text()
 
 
-@written_in("python")
+@each_of([block for block in BLOCKS if block.language == "python" and block not in TESTS])
 def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     script = data / "block.py"
     script.write_text(block.text)
-    done = run(sys.executable, *(PYTEST if "import pytest" in block.text else []), script, data=data)
+    done = run(sys.executable, script, data=data)
     assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stdout}{done.stderr}"
 
 
-@written_in("sh")
+def test_the_tests_in_python_blocks_pass_as_they_stand(data: Path) -> None:
+    scripts = {f"block{number}.py": block for number, block in enumerate(TESTS)}
+    for name, block in scripts.items():
+        (data / name).write_text(block.text)
+    done = run(sys.executable, *PYTEST, *scripts, data=data)
+    told = f"{[f'{name}: {block}' for name, block in scripts.items()]}:\n{done.stdout}{done.stderr}"
+    assert (done.returncode, done.stderr) == (0, ""), told
+    assert all(f"{name}::" in done.stdout for name in scripts), f"one has no test: {told}"
+
+
+@each_of([block for block in BLOCKS if block.language == "sh"])
 def test_a_shell_block_runs_or_names_what_is_there(block: Block, data: Path) -> None:
     for command in commands_of(block):
         match words_of(command):
