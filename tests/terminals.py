@@ -67,14 +67,16 @@ class OnTerminal:
 
     def end(self) -> tuple[int, bytes]:
         """Wait until it has ended: its exit code, and what it wrote to a standard output that is no terminal."""
-        output = self.process.stdout.read() if self.process.stdout is not None else b""
-        last = time.monotonic() + DEADLINE
-        while self.process.poll() is None:
+        output, last = b"", time.monotonic() + DEADLINE
+        while self.process.poll() is None:  # which it does only if all that it writes is read, wherever it goes
             assert time.monotonic() < last, f"it does not end: {self.shown[-5000:]!r}"
             self._read()
+            output += self._output()
         while self._read():
             pass
-        return self.process.returncode, output
+        return self.process.returncode, output + (
+            self.process.stdout.read() if self.process.stdout is not None else b""
+        )
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -84,6 +86,10 @@ class OnTerminal:
             if stream is not None:
                 stream.close()
         os.close(self._terminal)
+
+    def _output(self) -> bytes:
+        stdout: Any = self.process.stdout  # that it can be read so, its type does not tell
+        return stdout.read1() if stdout is not None and select.select([stdout], [], [], 0)[0] else b""
 
     def _read(self) -> bytes:
         chunk = b""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from commandline import DEADLINE, Command, environment, in_process, running
 from engines import WatchedBackend, engine_on, virtual_time
 from servers import Server
 from stores import Place
+from terminals import on_terminal
 
 from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
 
@@ -35,23 +34,11 @@ def all_may(url: str) -> str:
 
 
 def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_left(own: Server, tmp_path: Path) -> None:
-    terminal, end = pty.openpty()
     arguments = "bench", "--url", all_may(own.url), "--seconds", "1", "--json"
-    variables = environment(tmp_path) | {"TERM": "xterm"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aiodigest", *arguments], env=variables, stdout=subprocess.PIPE, stderr=end
-    )
-    os.close(end)
-    try:
-        shown = b""
-        while b"measuring" not in shown:
-            shown += os.read(terminal, 4096)
-        output, _ = process.communicate(timeout=DEADLINE)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-    assert process.returncode == 0
+    with on_terminal(tmp_path, *arguments, streams=["stderr"]) as bench:
+        bench.until("measuring")
+        code, output = bench.end()
+    assert code == 0
     [figures] = [json.loads(line) for line in output.splitlines()]
     assert figures.pop("server").startswith(("Valkey ", "Redis "))
     assert all(figure > 0 for figure in figures.values())
