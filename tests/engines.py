@@ -1,6 +1,6 @@
 """Engines on the in-memory store, in virtual time: what the tests of everything above the store stand on.
 
-`engine_on` is the one place that gives an engine its store.
+`put_on` is the one place that gives an engine its store.
 """
 
 from __future__ import annotations
@@ -207,6 +207,12 @@ class WatchedBackend(ReferenceBackend):
 def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
     """An engine whose store is ``backend``."""
     engine = DigestEngine[JSON]("redis://localhost/0", namespace="test", **options)
+    put_on(backend, engine)
+    return engine
+
+
+def put_on(backend: WatchedBackend, engine: DigestEngine[Any]) -> None:
+    """Make ``backend`` the store of an engine that others have made."""
 
     async def opened() -> Backend:
         await backend.ask("open", 0)
@@ -216,7 +222,6 @@ def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
         backend.closed.append("store")
 
     engine._store.open, engine._store.close = opened, closed
-    return engine
 
 
 class Inbox:

@@ -12,7 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from commandline import DEADLINE, Command, aiodigest, environment, in_process, no_process_is_left, running
+from commandline import DEADLINE, Command, environment, in_process, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
 from aiodigest.commands import answers
@@ -254,9 +254,8 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     assert process.returncode == 1
 
 
-def test_the_version_is_printed(tmp_path: Path) -> None:
-    result = aiodigest(tmp_path, "--version")
-    assert (result.returncode, result.stdout.decode()) == (0, f"aiodigest {__version__}\n")
+def test_the_version_is_printed(command: Command) -> None:
+    assert command("--version") == (0, f"aiodigest {__version__}\n", "")
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -267,25 +266,6 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str, tmp_pa
     )
     told = b"aiodigest: the command line is not installed: pip install 'aiodigest[standard]'\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, b"", told)
-
-
-def test_ctrl_c_while_the_command_is_loaded_is_quiet(tmp_path: Path) -> None:
-    program = dedent("""
-        import signal, sys
-        import aiodigest.__main__ as main
-
-        class Interrupted:
-            def find_spec(self, name, *_):
-                if name == "aiodigest.commands.app":
-                    signal.raise_signal(signal.SIGINT)
-
-        sys.meta_path.insert(0, Interrupted())
-        main.main()
-    """)
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=DEADLINE, check=False
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
 
 
 # Services

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import pytest
 import typer.main
+from commandline import in_process
 from terminals import STREAMS, OnTerminal, plain
 from userland import DEADLINE, data_folder, environment
 
@@ -70,9 +71,13 @@ def test_zsh_and_fish_are_answered_in_their_ways(completed: Completed) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell_can_be_had_without_being_in_it(shell: str, home: Path) -> None:
-    script = run(home, "aiodigest", _AIODIGEST_COMPLETE=f"source_{shell}").stdout
-    assert f"_AIODIGEST_COMPLETE=complete_{shell}" in script
+def test_the_script_of_each_shell_can_be_had_without_being_in_it(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_AIODIGEST_COMPLETE", f"source_{shell}")
+    with pytest.raises(SystemExit):
+        app.run()
+    assert f"_AIODIGEST_COMPLETE=complete_{shell}" in capfd.readouterr().out
 
 
 def test_no_server_is_asked_for_the_names_of_timelines(completed: Completed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +117,9 @@ def test_it_is_installed_for_the_shell_that_asks(home: Path) -> None:
     assert words == "complete -o default -F _aiodigest_completion aiodigest\n"
 
 
-def test_the_help_of_a_command_is_not_longer_for_it(home: Path) -> None:
-    assert "completion" in run(home, "aiodigest", "--help").stdout
-    assert "completion" not in run(home, "aiodigest", "stats", "--help").stdout
+def test_the_help_of_a_command_is_not_longer_for_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = in_process(monkeypatch, capfd)
+    assert "completion" in command("--help")[1]
+    assert "completion" not in command("stats", "--help")[1]

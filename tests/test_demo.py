@@ -1,26 +1,19 @@
-"""``aiodigest demo``, from its first line to its last."""
+"""``aiodigest demo``, from its first line to its last, in virtual time; and how it ends, on its own server."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+import tempfile
 from pathlib import Path
 
 import pytest
-from commandline import Running, no_process_is_left, running
+from commandline import in_process, no_process_is_left, running
+from engines import WatchedBackend, put_on, virtual_time
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
-    """A demo that is left alone; it takes its time, and so plays while the others are disturbed."""
-    folder = tmp_path_factory.mktemp("demo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(folder))
-        with running(folder, "demo") as demo:
-            yield demo
+from aiodigest.commands.demo import Demo
+from aiodigest.commands.demo_events import Event
+from aiodigest.commands.demo_stages import Screen
 
 
 @pytest.mark.parametrize("way", ["ctrl-c", "closed"])
@@ -41,10 +34,15 @@ def test_a_demo_that_is_left_leaves_nothing(way: str, tmp_path: Path, monkeypatc
     assert no_process_is_left(tmp_path)
 
 
-def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers_and_leaves_nothing(demo: Running) -> None:
-    assert demo.end() == 0
-    assert demo.errors == b""
-    text = demo.output.decode()
+@virtual_time
+async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    demo = Demo("redis://localhost/0", Screen(lambda: None))
+    put_on(WatchedBackend(), demo._engine)
+    await demo.play()
+    text, errors = capsys.readouterr()
+    assert errors == ""
     assert re.search(r"event  #builds   build 4711 .*\n.*DIGEST #builds   1 event\n", text)
     assert re.search(r"DIGEST #on-call  \d\d events", text)
     assert text.count("FAILED #shop") == 2
@@ -59,9 +57,18 @@ def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers_and_l
     assert added == delivered > 60
     assert digests < 12
     assert "\x1b" not in text
-    folder = demo.data
-    assert list(folder.iterdir()) == []
-    assert no_process_is_left(folder)
+
+
+def test_a_demo_that_has_come_to_its_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("aiodigest.commands.demo.story", lambda: [Event(0, "#builds", "build 1")])
+    code, output, errors = in_process(monkeypatch, capfd)("demo")
+    assert (code, errors) == (0, "")
+    assert re.search(r"records in +1\n +digests out +1, with 1 record\n", output)
+    assert list(tmp_path.iterdir()) == []
+    assert no_process_is_left(tmp_path)
 
 
 def test_in_json_what_happens_is_an_object_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

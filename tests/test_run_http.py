@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from textwrap import dedent
 
 import httpx2
 import pytest
-from commandline import DEADLINE, Command, Running, aiodigest, environment, in_process, no_process_is_left, running
+from commandline import DEADLINE, Command, Running, aiodigest, in_process, no_process_is_left, running
 from engines import WatchedBackend, engine_on
 from ports import free_port
 from prometheus_client import Metric
@@ -309,14 +308,15 @@ def test_of_the_addresses_of_a_name_those_are_listened_at_that_there_are(monkeyp
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn", "opentelemetry.exporter.prometheus", "prometheus_client"])
-def test_without_its_extra_the_option_says_what_to_install(missing: str, folder: Path) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; import aiodigest.__main__ as m; sys.exit(m.main())"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "run", "services:mail", "--http", LOCAL],
-        env=environment(folder / "data"), cwd=folder, capture_output=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, b"")
-    [line] = done.stderr.decode().splitlines()
+def test_without_its_extra_the_option_says_what_to_install(
+    missing: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "prometheus_client":
+        monkeypatch.delitem(sys.modules, "opentelemetry.exporter.prometheus")  # which needs it
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, output, errors = command("run", "services:mail", "--http", LOCAL)
+    assert (code, output) == (2, "")
+    [line] = errors.splitlines()
     assert line.startswith("aiodigest: --http needs more: pip install 'aiodigest[http]' (")
 
 
