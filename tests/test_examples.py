@@ -1,4 +1,4 @@
-"""The examples, each run for real, as a process on an embedded server of its own; their rarer ends in memory."""
+"""The examples: run as a process on an embedded server of its own, or in memory where time is what they show."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from engines import WatchedBackend, put_on, virtual_time
 from pydantic import BaseModel
 from userland import DEADLINE, ROOT, Program, data_folder, running
 
@@ -60,10 +61,16 @@ async def service(data: Path) -> AsyncGenerator[tuple[Program, DigestEngine[Buil
             yield program, builds
 
 
-async def test_the_quickstart_turns_five_events_into_two_messages_and_ends(data: Path) -> None:
-    async with running(sys.executable, EXAMPLES / "quickstart.py", data=data) as program:
-        assert await program.ended() == 0
-    assert program.lines == [
+@virtual_time
+async def test_the_quickstart_turns_five_events_into_two_messages_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which it does as a process among the blocks of the README."""
+    definitions, run, _ = (EXAMPLES / "quickstart.py").read_text().rpartition("asyncio.run(main())")
+    assert run
+    names: dict[str, Any] = {}
+    exec(definitions, names)
+    put_on(WatchedBackend(), names["mail"])
+    await names["main"]()
+    assert capsys.readouterr().out.splitlines() == [
         "user:42 gets one message: ['build 1 failed']",
         "user:42 gets one message: ['build 2 failed', 'build 3 failed', 'build 4 failed', 'build 5 failed']",
     ]

@@ -20,7 +20,7 @@ from engines import Inbox, WatchedBackend, engine_on, forever, policy
 from opentelemetry import trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -317,16 +317,20 @@ async def test_while_the_server_is_away_only_the_figures_of_the_process_are_give
 async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_engine_s_timeout(
     prometheus: Prometheus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Patient(InMemoryMetricReader):
-        def collect(self, timeout_millis: float = 0) -> None:
-            super().collect(20 * DEADLINE * 1000)
+    class Reader(MetricReader):
+        told: MetricsData
+
+        def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 0, **_: object) -> None:
+            self.told = metrics_data
+
+        def shutdown(self, timeout_millis: float = 0, **_: object) -> None: ...
 
     class Last(CountedBackend):
         async def counts(self) -> dict[str, int]:
             early.let.set()  # whose answer so comes only if none is asked after another
             return await super().counts()
 
-    silent, early, last, reader = CountedBackend(), CountedBackend(), Last(), Patient()
+    silent, early, last, reader = CountedBackend(), CountedBackend(), Last(), Reader()
     silent.let.clear()
     early.let.clear()
     prometheus.provider.add_metric_reader(reader)
@@ -336,11 +340,10 @@ async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_en
         instrument(engine, meter_provider=prometheus.provider)
     async with engines[0], engines[1], engines[2]:
         async with asyncio.timeout(DEADLINE):
-            data = await asyncio.to_thread(reader.get_metrics_data)
-        assert data is not None
-        metrics = data.resource_metrics[0].scope_metrics[0].metrics
+            await asyncio.to_thread(reader.collect, 20 * DEADLINE * 1000)
+        metrics = reader.told.resource_metrics[0].scope_metrics[0].metrics
         overdue = next(metric for metric in metrics if metric.name == "aiodigest.oldest_overdue")
-        told = {(point.attributes or {})["namespace"] for point in overdue.data.data_points}
+        told = {str((point.attributes or {})["namespace"]) for point in overdue.data.data_points}
         assert told == {"early", "last"}
     assert not caplog.records
 
@@ -401,7 +404,7 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
     done = script("""
         from opentelemetry import metrics, trace
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, MetricsData
         from opentelemetry.sdk.trace import TracerProvider
         from aiodigest import DigestEngine
         from aiodigest.integrations.opentelemetry import instrument
