@@ -41,7 +41,7 @@ from aiodigest.integrations.starlette import health_routes
 from aiodigest.session import Session
 
 PROGRAMS = Path(__file__).parent / "programs"
-REQUESTS = 10_000
+REQUESTS = 2_000
 
 
 def app_of(*engines: DigestEngine[Any], overdue: float = 60) -> FastAPI:

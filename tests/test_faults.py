@@ -277,6 +277,7 @@ async def letters(store: Store) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("memory_or_place", ["reference", "redis"], indirect=True)
 @pytest.mark.usefixtures("emptied")
 async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +380,7 @@ async def test_after_every_one_of_many_outages_the_worker_is_back_within_a_secon
     async with delivering(inbox, backend, policy=NO_GAP):
         for number in range(1, 21):
             backend.take_down()
-            await asyncio.sleep(300)
+            await asyncio.sleep(60)
             await backend.put("key", number, policy=NO_GAP)
             backend.bring_up()
             back = now()
