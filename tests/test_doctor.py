@@ -648,7 +648,7 @@ async def lame() -> AsyncIterator[tuple[str, str]]:
 
 async def test_a_primary_that_is_gone_is_a_problem_and_the_others_are_looked_at(lame: tuple[str, str]) -> None:
     url, place = lame
-    findings = await examined(url, "post", timeout=1)
+    findings = await examined(url, "post", timeout=10)
     found = of(findings, "server")
     assert found.level == "problem"
     assert found.message.startswith(f"{place}: what it holds is out of reach")
