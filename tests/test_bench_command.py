@@ -33,6 +33,7 @@ def all_may(url: str) -> str:
     return f"{url.partition('://')[0]}://{url.rpartition('@')[2]}"
 
 
+@pytest.mark.processes
 def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_left(own: Server, tmp_path: Path) -> None:
     arguments = "bench", "--url", all_may(own.url), "--seconds", "1", "--json"
     with on_terminal(tmp_path, *arguments, streams=["stderr"]) as bench:
@@ -47,6 +48,7 @@ def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_le
         assert client.keys() == []
 
 
+@pytest.mark.cluster
 def test_on_a_cluster_figures_are_a_table_beside_the_round_trip_and_no_node_has_a_key_left(command: Command) -> None:
     with running_cluster(replicas=0) as cluster:
         code, output, errors = command("bench", "--url", all_may(cluster.url), "--seconds", "1")
@@ -68,6 +70,7 @@ def test_on_a_cluster_figures_are_a_table_beside_the_round_trip_and_no_node_has_
         assert [node.ask("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_when_it_is_interrupted_no_key_is_left(own: Server, tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, "bench", "--url", all_may(own.url)) as process, own.client() as client:
@@ -110,6 +113,7 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path,
     assert (code, output, errors.count("\n")) == (69, "", 1)
 
 
+@pytest.mark.processes
 def test_a_server_that_goes_away_meanwhile_is_told_with_what_may_be_left(own: Server, tmp_path: Path) -> None:
     arguments = "bench", "--url", all_may(own.url), "--timeout", "5s", "--seconds", "1"
     with running(tmp_path, *arguments) as process, own.client() as client:
@@ -175,6 +179,7 @@ async def test_a_store_in_memory_is_erased_too() -> None:
         assert await engine.peek("k") is None
 
 
+@pytest.mark.processes
 def test_a_server_that_becomes_full_meanwhile_is_one_line(own: Server, tmp_path: Path) -> None:
     with running(tmp_path, "bench", "--url", all_may(own.url), "--seconds", "30") as process, own.client() as client:
         until(lambda: client.dbsize() > 10, "something is written")
@@ -184,6 +189,7 @@ def test_a_server_that_becomes_full_meanwhile_is_one_line(own: Server, tmp_path:
         assert client.keys() == []
 
 
+@pytest.mark.processes
 def test_without_standard_streams_it_ends_as_one_that_could_not_tell_its_figures(own: Server, tmp_path: Path) -> None:
     command = f'exec "{sys.executable}" -m aiodigest bench --seconds 1 --url "{all_may(own.url)}" <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command], env=environment(tmp_path), timeout=DEADLINE).returncode == 1

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from zlib import crc32
 
 import pytest
-from cancelling import PATIENCE, Call, Scene, Steps, Way, at_awaits, at_turns, cancel_everywhere
+from cancelling import PATIENCE, Call, Scene, Steps, at_awaits, at_turns, cancel_everywhere
 from clusters import Cluster, running_cluster
 from clusters import Move as SlotMove
 from engines import CODEC, Inbox, WatchedBackend, engine_on, forever, policy, settle, virtual_time
@@ -149,7 +149,8 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     return found
 
 
-on_both = pytest.mark.parametrize("ground", ["single", "several"], ids=["server", "cluster"], indirect=True)
+SEVERAL = pytest.param("several", id="cluster", marks=pytest.mark.cluster)
+on_both = pytest.mark.parametrize("ground", [pytest.param("single", id="server"), SEVERAL], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -638,8 +639,11 @@ def on_stage(ground: Ground, name: str, state: str) -> Scene:
 
 @pytest.mark.parametrize(
     ("ground", "state"),
-    [("single", "known"), ("single", "unknown"), ("several", "lost")],
-    ids=["known", "unknown", "cluster"],
+    [
+        pytest.param("single", "known", id="known"),
+        pytest.param("single", "unknown", id="unknown"),
+        pytest.param("several", "lost", id="cluster", marks=pytest.mark.cluster),
+    ],
     indirect=["ground"],
 )
 @pytest.mark.parametrize("name", BACKEND)
@@ -650,8 +654,11 @@ async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(ground: Ground,
 
 @pytest.mark.parametrize(
     ("ground", "name", "state"),
-    [("single", "connect", "known"), ("single", "look", "known"), ("several", "look", "lost")],
-    ids=["connect", "look", "look-cluster"],
+    [
+        pytest.param("single", "connect", "known", id="connect"),
+        pytest.param("single", "look", "known", id="look"),
+        pytest.param("several", "look", "lost", id="look-cluster", marks=pytest.mark.cluster),
+    ],
     indirect=["ground"],
 )
 async def test_a_call_on_a_backend_may_be_cancelled_at_any_turn_when_its_reply_has_come_too(
@@ -660,7 +667,7 @@ async def test_a_call_on_a_backend_may_be_cancelled_at_any_turn_when_its_reply_h
     assert await cancel_everywhere(on_stage(ground, name, state), at_turns) > 2
 
 
-@pytest.mark.parametrize("ground", ["several"], indirect=True)
+@pytest.mark.parametrize("ground", [SEVERAL], indirect=True)
 @pytest.mark.parametrize("name", ["add", "claim", "look"])
 async def test_a_call_that_meets_a_slot_which_has_moved_may_be_cancelled_at_any_await(
     ground: Ground, cluster: Cluster, name: str
@@ -744,6 +751,7 @@ async def test_an_add_that_too_few_replicas_have_may_be_cancelled_at_any_await(g
     assert await cancel_everywhere(play) > 1  # for the reply, and for the replicas
 
 
+@pytest.mark.cluster
 async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and_leaves_its_room_to_others() -> None:
     async with replicated() as [primary, replica]:
         with primary.client() as client:
@@ -974,7 +982,7 @@ WIDE = ("add", "add_many", "timelines")
     [
         *(pytest.param("single", name, False, id=f"{name}-connected") for name in ENGINE),
         *(pytest.param("single", name, True, id=f"{name}-connecting") for name in ENGINE),
-        *(pytest.param("several", name, True, id=f"{name}-cluster") for name in WIDE),
+        *(pytest.param("several", name, True, id=f"{name}-cluster", marks=pytest.mark.cluster) for name in WIDE),
     ],
     indirect=["ground"],
 )
@@ -1006,7 +1014,10 @@ IN: dict[str, Callable[[DigestEngine[JSON], Inbox], AbstractAsyncContextManager[
     "delivering": lambda engine, inbox: engine.delivering(inbox),
     "lifespan": lambda engine, inbox: (engine.deliver(inbox), engine.lifespan(None))[1],
 }
-INTO = [*(("single", name) for name in IN), ("several", "delivering")]
+INTO = [
+    *(pytest.param("single", name, id=name) for name in IN),
+    pytest.param("several", "delivering", id="cluster", marks=pytest.mark.cluster),
+]
 
 
 def test_there_is_a_scene_for_every_coroutine_of_an_engine() -> None:
@@ -1036,12 +1047,16 @@ async def comes_again(stage: EngineStage, digest: Digest[JSON] | None) -> None:
     assert digest is None or digest.id == again.id
 
 
-@pytest.mark.parametrize(
-    ("ground", "name", "way"),
-    [*((ground, name, at_awaits) for ground, name in INTO), ("single", "delivering", at_turns)],
-    indirect=["ground"],
-)
-async def test_entering_an_engine_may_be_cancelled_at_any_moment(ground: Ground, name: str, way: Way) -> None:
+@pytest.mark.parametrize(("ground", "name"), INTO, indirect=["ground"])
+async def test_entering_an_engine_may_be_cancelled_at_any_await(ground: Ground, name: str) -> None:
+    assert await cancel_everywhere(entering(ground, name)) > 1
+
+
+async def test_entering_an_engine_may_be_cancelled_at_any_turn(ground: Ground) -> None:
+    assert await cancel_everywhere(entering(ground, "delivering"), at_turns) > 1
+
+
+def entering(ground: Ground, name: str) -> Scene:
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:
         async with engine_staged(ground) as stage:
@@ -1060,7 +1075,7 @@ async def test_entering_an_engine_may_be_cancelled_at_any_moment(ground: Ground,
             await is_left(stage)
             await comes_again(stage, inbox.digests[0] if inbox.digests else None)
 
-    assert await cancel_everywhere(play, way) > 1
+    return play
 
 
 @pytest.mark.parametrize(("ground", "name"), INTO, indirect=["ground"])

@@ -219,6 +219,7 @@ def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], com
     assert "secret" not in error
 
 
+@pytest.mark.processes
 def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(tmp_path: Path) -> None:
     settings = {**environment(tmp_path), "AIODIGEST_NAMESPACE": "mail"}
     for name in ("timelines", "top"):
@@ -229,6 +230,7 @@ def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(tmp_path: Path) -
         assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     command = (
         sys.executable,
@@ -258,6 +260,7 @@ def test_the_version_is_printed(command: Command) -> None:
     assert command("--version") == (0, f"aiodigest {__version__}\n", "")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(missing: str, tmp_path: Path) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; import aiodigest.__main__ as m; m.main()"
@@ -316,6 +319,7 @@ async def add(data: Path, namespace: str, key: str) -> None:
         await engine.add(key, 1)
 
 
+@pytest.mark.processes
 def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) -> None:
     data = services / "data"
     with running(data, "run", "services:first", "services:second", cwd=services) as service:
@@ -340,6 +344,7 @@ def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) 
     assert no_process_is_left(data)
 
 
+@pytest.mark.processes
 def test_what_a_service_has_loaded_is_not_looked_at_by_every_collection_of_garbage(tmp_path: Path) -> None:
     (tmp_path / "service.py").write_text(
         dedent(
@@ -362,6 +367,7 @@ def test_what_a_service_has_loaded_is_not_looked_at_by_every_collection_of_garba
         assert service.read_line() == b"True\n"
 
 
+@pytest.mark.processes
 def test_a_second_signal_stops_a_service_at_once(services: Path) -> None:
     data = services / "data"
     with running(data, "run", "services:first", cwd=services) as service:
@@ -394,6 +400,7 @@ def test_a_service_that_is_none_is_one_line(
     assert told in line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("arguments", ["stats", "doctor --json", "top", "--help"])
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: str) -> None:
     named = "" if arguments == "--help" else "--namespace mail"

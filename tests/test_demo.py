@@ -16,6 +16,7 @@ from aiodigest.commands.demo_events import Event
 from aiodigest.commands.demo_stages import Screen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["ctrl-c", "closed"])
 def test_a_demo_that_is_left_leaves_nothing(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -59,6 +60,7 @@ async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers
     assert "\x1b" not in text
 
 
+@pytest.mark.processes
 def test_a_demo_that_has_come_to_its_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +73,7 @@ def test_a_demo_that_has_come_to_its_end_leaves_nothing(
     assert no_process_is_left(tmp_path)
 
 
+@pytest.mark.processes
 def test_in_json_what_happens_is_an_object_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running(tmp_path / "unused", "demo", "--json") as demo:

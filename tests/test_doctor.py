@@ -294,6 +294,7 @@ def test_in_json_each_finding_is_an_object_a_line(own: Server, command: Command)
     assert of(findings, "round trip").value
 
 
+@pytest.mark.processes
 def test_on_a_terminal_the_marks_have_colours_and_long_lines_go_on_below_their_beginnings(
     own: Server, tmp_path: Path
 ) -> None:
@@ -621,6 +622,7 @@ async def test_slow_scripts_of_the_namespace_are_told_and_those_of_others_are_no
     assert "the longest, add, took" in found.message
 
 
+@pytest.mark.cluster
 async def test_too_few_replicas_are_a_problem(namespace: str) -> None:
     async with replicated(1) as (primary, replica):
         url = f"redis://127.0.0.1:{primary.options[1]}/0"
@@ -646,6 +648,7 @@ async def lame() -> AsyncIterator[tuple[str, str]]:
         yield url, f"127.0.0.1:{victim.port}"
 
 
+@pytest.mark.cluster
 async def test_a_primary_that_is_gone_is_a_problem_and_the_others_are_looked_at(lame: tuple[str, str]) -> None:
     url, place = lame
     findings = await examined(url, "post", timeout=10)
@@ -660,6 +663,7 @@ async def test_a_primary_that_is_gone_is_a_problem_and_the_others_are_looked_at(
     assert len(version.message.split(": ")[0].split(", ")) == 2
 
 
+@pytest.mark.cluster
 async def test_on_a_cluster_every_primary_is_asked_and_what_is_common_is_told_once(
     on_cluster: Place, namespace: str
 ) -> None:
@@ -707,6 +711,7 @@ def strange(cluster: Cluster) -> Node:
     return node
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("fresh", [False, True], ids=["later", "at its start"])
 async def test_a_primary_that_has_lost_its_users_is_a_problem_with_its_shards(
     cluster: Cluster, sixteen: DigestEngine[Any], fresh: bool
@@ -768,6 +773,7 @@ async def test_a_replica_that_does_not_know_the_user_is_noted_before_it_is_the_p
     assert [one.message for one in found] == [f"{places} user 'clerk' {told}"]
 
 
+@pytest.mark.cluster
 async def test_behind_sentinels_too_replicas_are_asked_whether_they_know_the_user(
     behind_sentinels: Place, namespace: str
 ) -> None:

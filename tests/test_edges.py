@@ -107,6 +107,7 @@ async def test_two_adds_of_a_new_key_in_one_call_open_one_window(store: Store) -
     assert (await store.claims()).leases == []
 
 
+@pytest.mark.processes
 async def test_two_processes_that_add_at_once_open_one_window(server: Server, namespace: str) -> None:
     timelines = 100
     async with (

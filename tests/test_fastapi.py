@@ -505,6 +505,7 @@ async def serving(
                 await program.terminate()
 
 
+@pytest.mark.processes
 async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> None:
     async with serving(data, workers=3) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
         told.hold()
@@ -523,6 +524,7 @@ async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> No
     assert [line["texts"] for line in told.lines] == [["hello"]]
 
 
+@pytest.mark.processes
 async def test_an_outage_takes_the_app_out_of_service_and_restarts_nothing(data: Path) -> None:
     with running_server() as server:
         async with serving(data, url=server.url) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
@@ -585,6 +587,7 @@ class Client:
         self._acknowledged.add(str(number))
 
 
+@pytest.mark.processes
 async def test_a_worker_that_is_killed_loses_nothing_and_repeats_only_what_it_held(data: Path) -> None:
     async with serving(data, workers=3) as (program, url, told):
         acknowledged, numbers = set[str](), iter(range(REQUESTS))

@@ -400,6 +400,7 @@ def script(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
         )
 
 
+@pytest.mark.processes
 def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> None:
     done = script("""
         from opentelemetry import metrics, trace
@@ -434,6 +435,7 @@ async def test_with_the_api_alone_an_engine_works_and_tells_nobody() -> None:
         assert (await inbox.outcome()).result == "delivered"
 
 
+@pytest.mark.processes
 def test_without_its_extra_the_module_says_what_to_install() -> None:
     done = script("""
         import sys
@@ -447,6 +449,7 @@ def test_without_its_extra_the_module_says_what_to_install() -> None:
     assert (done.stdout, done.stderr) == ("OpenTelemetry is not installed: pip install 'aiodigest[otel]'\n", "")
 
 
+@pytest.mark.processes
 def test_an_engine_that_is_not_instrumented_has_nothing_to_do_with_it() -> None:
     done = script("""
         import sys

@@ -33,8 +33,6 @@ from servers import Server
 
 from aiodigest import DigestEngine, Entry, Policy
 
-pytestmark = pytest.mark.processes
-
 JSON_OUT = ("--output", "json")
 BY_KEY = ("--group-by", "key", "--id", "id", *JSON_OUT)
 GITHUB = ("--group-by", "repository", "--id", "id", "--timestamp", "occurred_at", *JSON_OUT)
@@ -113,14 +111,10 @@ def pipe(
     gc.unfreeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[bytes, Running], None, None]:
-    """What a pipe printed that was killed at its work, and the same command after it, without new input.
-
-    That one waits for the lease of the dead to end: it does so while the other tests run.
-    """
-    data = tmp_path_factory.mktemp("killed")
-    with running(data, "pipe", *GITHUB, read=False) as first:
+@pytest.fixture
+def killed(tmp_path: Path) -> Generator[tuple[bytes, Running], None, None]:
+    """What a pipe printed that was killed at its work, and the same command after it, without new input."""
+    with running(tmp_path, "pipe", *GITHUB, read=False) as first:
         assert first.process.stdin is not None
         assert first.process.stdout is not None
         first.feed(made_up_events())
@@ -128,7 +122,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[bytes, R
         output = first.process.stdout.read(200_000)  # in the middle of what the end of the input has flushed
         first.kill()
         output += first.process.stdout.read()
-    with running(data, "pipe", *GITHUB) as again:
+    with running(tmp_path, "pipe", *GITHUB) as again:
         yield output, again
 
 
@@ -147,6 +141,7 @@ def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(ev
             assert record["value"]["occurred_at"] in (record["timestamp"], None)
 
 
+@pytest.mark.processes
 def test_a_line_is_printed_at_once_and_a_burst_as_one_more_digest_while_the_stream_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", *BY_KEY, "--max-size", "4") as pipe:
         for number, key in enumerate("ab"):
@@ -207,6 +202,7 @@ def test_strict_stops_at_a_malformed_line_and_prints_what_came_before(pipe: Pipe
     assert b"<stdin>:3: it is not JSON" in result.stderr
 
 
+@pytest.mark.processes
 def test_a_growing_file_is_followed_through_cuts_and_changes_until_ctrl_c(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(ndjson([item(1, "a")]) + b'{"key": "b",')
@@ -225,6 +221,7 @@ def test_a_growing_file_is_followed_through_cuts_and_changes_until_ctrl_c(tmp_pa
     assert pipe.errors == b""
 
 
+@pytest.mark.processes
 def test_ctrl_c_prints_what_waits_and_is_quiet(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", *BY_KEY) as pipe:
         pipe.feed(ndjson([item(1), item(1, "other")]))
@@ -299,6 +296,7 @@ def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(
     assert asyncio.run(held()) == ["left0"]
 
 
+@pytest.mark.processes
 def test_the_same_command_cannot_run_twice_and_another_one_keeps_to_its_own_records(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", *BY_KEY) as first:
         first.feed(ndjson([item(1)]))
@@ -313,6 +311,7 @@ def test_the_same_command_cannot_run_twice_and_another_one_keeps_to_its_own_reco
     assert ids(first.output) == ["k1", "k2"]
 
 
+@pytest.mark.processes
 def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", *BY_KEY, read=False) as pipe:
         assert pipe.process.stdout is not None
@@ -343,6 +342,7 @@ def awaits(pid: int, number: signal.Signals) -> bool:
     return bool(int(status(pid)["ShdPnd"], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.processes
 def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", "--group-by", "key", *JSON_OUT, read=False) as pipe:
         assert pipe.process.stdout is not None
@@ -355,6 +355,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Pat
     assert b"Traceback" not in pipe.errors
 
 
+@pytest.mark.processes
 def test_what_was_taken_before_a_kill_is_printed_after_a_restart(killed: tuple[bytes, Running]) -> None:
     output, again = killed
     given = {one["id"] for one in map(json.loads, made_up_events().splitlines())}

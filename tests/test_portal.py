@@ -386,6 +386,7 @@ def run(program: str, data: Path, *arguments: object) -> list[str]:
     return output.split()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("way", "printed"),
     [
@@ -410,11 +411,13 @@ def test_a_process_that_adds_may_end_in_any_way(way: str, printed: list[str], da
             server.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.processes
 def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Path) -> None:
     assert run("sync_ends.py", data, f"embedded://{data / 'data'}", "embedded", "returns", 0) == ["True", "False"]
     wait_until(lambda: not (data / "data" / "run" / "server.sock").exists())
 
 
+@pytest.mark.processes
 def test_an_add_imports_nothing_since_a_child_forked_meanwhile_would_wait_for_ever_to_import_it(data: Path) -> None:
     program = (
         "import sys; from aiodigest import DigestEngine\n"
@@ -427,6 +430,7 @@ def test_an_add_imports_nothing_since_a_child_forked_meanwhile_would_wait_for_ev
         assert run("-c", data, program, url) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_forked_processes_add_by_themselves_and_leave_the_connections_of_their_parent_alone(
     busy: bool, data: Path

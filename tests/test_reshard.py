@@ -255,7 +255,7 @@ async def held(backend: Backend, key: str) -> list[str]:
 # Under load, in processes
 
 
-@pytest.fixture(params=["server", "cluster"])
+@pytest.fixture(params=["server", pytest.param("cluster", marks=pytest.mark.cluster)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """One server, or a cluster of three."""
     if request.param == "server":
@@ -313,6 +313,7 @@ class Tally:
         await self.until(lambda: len(self.added) >= added and len(self.delivered) >= delivered)
 
 
+@pytest.mark.processes
 async def test_every_record_is_delivered_once_while_the_number_of_shards_changes_under_load(
     url: str, namespace: str
 ) -> None:
@@ -359,6 +360,7 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
     assert stats.delivered == len(tally.added)
 
 
+@pytest.mark.processes
 async def test_processes_that_stood_still_during_all_of_a_change_go_on_in_the_new_layout(
     server: Server, namespace: str
 ) -> None:
@@ -763,6 +765,7 @@ async def is_carried_over(
     assert place.versions(Layout(2)) == [b"retired"] * 2
 
 
+@pytest.mark.processes
 async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_end_by_another_process(
     server: Server,
 ) -> None:
@@ -781,6 +784,7 @@ async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_e
     assert moment > 10
 
 
+@pytest.mark.processes
 async def test_two_processes_that_make_the_same_change_at_once_both_end_well(server: Server) -> None:
     moment, awaits = 0, 1
     while moment <= awaits:

@@ -129,6 +129,7 @@ def test_the_number_that_is_there_is_nothing_to_do(place: Server, command: Comma
     assert (code, output, errors) == (0, ended(place, "1 shard"), "")
 
 
+@pytest.mark.processes
 def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place: Server, tmp_path: Path) -> None:
     with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url) as process:
         begins = b"aiodigest: namespace 'mail' goes over to 4 shards: in the old ones "
@@ -141,6 +142,7 @@ def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place
         assert process.errors.count(b"\n") == 2
 
 
+@pytest.mark.processes
 def test_in_json_each_look_is_an_object_a_line_and_nothing_else_is_said(place: Server, tmp_path: Path) -> None:
     with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url, "--json") as process:
         look = {"shards": 4, "waiting": 1, "ready": 0, "leased": 0, "dead": 0, "done": False}
@@ -151,6 +153,7 @@ def test_in_json_each_look_is_an_object_a_line_and_nothing_else_is_said(place: S
         assert process.errors == b""
 
 
+@pytest.mark.processes
 def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: Server, tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url
@@ -176,6 +179,7 @@ def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: S
     assert shown.endswith(b"\r\x1b[K")
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_it_with_130_and_says_that_it_goes_on_when_called_again(place: Server, tmp_path: Path) -> None:
     arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url
     with running(tmp_path, *arguments) as process:
@@ -191,6 +195,7 @@ def test_ctrl_c_ends_it_with_130_and_says_that_it_goes_on_when_called_again(plac
         assert process.end() == 0
 
 
+@pytest.mark.processes
 def test_another_number_while_a_change_is_under_way_is_one_line_and_exit_code_1(
     place: Server, tmp_path: Path, command: Command
 ) -> None:
@@ -229,6 +234,7 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_69(tmp_path: Path,
     assert "is unavailable" in errors
 
 
+@pytest.mark.processes
 def test_a_server_that_goes_away_meanwhile_is_one_line_and_exit_code_69(place: Server, tmp_path: Path) -> None:
     arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url, "--timeout", "1s"
     with running(tmp_path, *arguments) as process:
@@ -265,6 +271,7 @@ def test_a_choice_that_cannot_be_read_is_a_usage_error_that_says_what_is_allowed
     assert errors.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_a_service_of_some_shards_delivers_from_these_alone(place: Server, tmp_path: Path) -> None:
     manage(place, lambda engine: engine.delete("slow"))
     assert aiodigest(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url).returncode == 0

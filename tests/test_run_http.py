@@ -94,6 +94,7 @@ def service(folder: Path, *engines: str) -> Generator[tuple[Running, str], None,
         yield process, told[1]
 
 
+@pytest.mark.processes
 def test_the_log_of_a_service_is_json_where_that_is_asked_for(folder: Path) -> None:
     with running(folder / "data", "run", "services:failing", "--json", cwd=folder) as process:
         began = json.loads(process.error_line())
@@ -125,6 +126,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.processes
 def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url):
         asyncio.run(add(folder, "quick"))
@@ -158,6 +160,7 @@ def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(fold
     assert no_process_is_left(folder / "data")
 
 
+@pytest.mark.processes
 def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url):
         asyncio.run(add(folder, "slow"))
@@ -175,6 +178,7 @@ def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder
     assert b"Traceback" not in process.errors
 
 
+@pytest.mark.processes
 def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url):
         asyncio.run(add(folder, "slow"))
@@ -185,6 +189,7 @@ def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Pat
     assert b"ended" not in process.output
 
 
+@pytest.mark.processes
 def test_what_an_app_tells_of_its_engine_by_an_exporter_of_its_own_is_told_once(folder: Path) -> None:
     with service(folder, "services:mail", "services:measured") as (process, url):
         figures = samples(httpx2.get(url + "/metrics").text)
@@ -193,6 +198,7 @@ def test_what_an_app_tells_of_its_engine_by_an_exporter_of_its_own_is_told_once(
         assert process.interrupt(signal.SIGTERM) == 0
 
 
+@pytest.mark.processes
 def test_probes_are_answered_until_all_that_was_opened_is_closed(folder: Path) -> None:
     (folder / "hold").touch()
     with service(folder, "services:measured") as (process, url):
@@ -206,6 +212,7 @@ def test_probes_are_answered_until_all_that_was_opened_is_closed(folder: Path) -
     assert process.output == b"closing\nclosed\n"
 
 
+@pytest.mark.processes
 def test_a_port_that_is_taken_is_one_line_before_anything_is_delivered(folder: Path) -> None:
     asyncio.run(add(folder, "quick"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -638,6 +638,7 @@ PLACES: list[Ends] = [has_tls_ended, *([ends_tls_itself] if tls_binary() else []
 both_ways = pytest.mark.parametrize("ends", PLACES)
 
 
+@pytest.mark.processes
 def test_a_run_that_has_no_server_with_tls_says_which_tests_it_leaves_out(tmp_path: Path) -> None:
     tmp_path.joinpath("server").touch(0o755)
     only_look = ("--collect-only", "-q", "-p", "no:cacheprovider")
@@ -958,6 +959,7 @@ async def test_a_password_that_is_wrong_or_no_longer_right_is_not_told(
 STATS = "stats", "--namespace", "mail"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("url", "command"),
     [

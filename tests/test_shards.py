@@ -89,6 +89,7 @@ async def shards(place: Place, namespace: str) -> AsyncIterator[Shards]:
 # Where the shards are
 
 
+@pytest.mark.cluster
 def test_each_shard_has_its_own_part_of_the_slots_and_each_primary_as_many_shards(
     on_cluster: Place, namespace: str
 ) -> None:
@@ -103,6 +104,7 @@ def test_each_shard_has_its_own_part_of_the_slots_and_each_primary_as_many_shard
     assert sorted(Counter(primaries).values()) == [2, 2, 2]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("place", ["cluster"], indirect=True)
 async def test_all_keys_of_a_shard_are_in_one_slot(shards: Shards, on_cluster: Place) -> None:
     await shards.fill()

@@ -25,6 +25,7 @@ def test_every_promise_is_kept_in_worlds_full_of_faults(first: int) -> None:
         assert not witness.fault, "\n".join([*witness.story[-100:], f"seed {seed}: {witness.fault}"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seed", [3, 8])
 def test_a_seed_plays_the_same_story_in_every_process(seed: int) -> None:
     program = f"from simulation.world import play; print(*play({seed}).story, sep=chr(10))"

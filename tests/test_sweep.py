@@ -117,6 +117,7 @@ def test_all_dead_letters_are_discarded(place: Server, command: Command) -> None
     assert (code, output, errors) == (0, "", "aiodigest: namespace 'mail' has no dead letters\n")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("action", ["replay", "discard"])
 def test_where_nobody_can_be_asked_all_needs_a_yes(action: str, place: Server, tmp_path: Path) -> None:
     bury(place, [Entry("user:1", 1)])
@@ -135,6 +136,7 @@ def test_it_is_one_letter_or_all(action: str, arguments: tuple[str, ...], comman
     assert "give the ID of a dead letter, or --all" in errors
 
 
+@pytest.mark.processes
 def test_on_a_terminal_it_asks_first_and_shows_how_far_it_is(place: Server, tmp_path: Path) -> None:
     bury(place, [Entry("user:1", 1), Entry("user:1", 2), Entry("user:2", 1)])
     arguments = "dead", "replay", "--all", *OPTIONS, "--url", place.url
@@ -149,6 +151,7 @@ def test_on_a_terminal_it_asks_first_and_shows_how_far_it_is(place: Server, tmp_
     assert b"2 dead letters replayed, with 3 records" in terminal.shown
 
 
+@pytest.mark.processes
 def test_a_bar_on_a_terminal_keeps_nothing_from_standard_output(place: Server, tmp_path: Path) -> None:
     bury(place, [Entry("user:1", 1)])
     arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", place.url
@@ -204,6 +207,7 @@ def started(server: Server, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=settings, stdout=pipe, stderr=pipe, bufsize=0)
 
 
+@pytest.mark.processes
 def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(place: Server, tmp_path: Path) -> None:
     many(place)
     with started(place, tmp_path) as process:
@@ -216,6 +220,7 @@ def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(place: Serve
     )
 
 
+@pytest.mark.processes
 def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(place: Server, tmp_path: Path) -> None:
     many(place)
     with started(place, tmp_path) as process:

@@ -256,6 +256,7 @@ def test_a_look_that_cannot_be_is_a_usage_error(arguments: tuple[str, str], told
     assert told in errors
 
 
+@pytest.mark.processes
 def test_looks_go_on_while_the_server_is_away_and_ctrl_c_ends_them_with_0(tmp_path: Path) -> None:
     with running_server() as server:
         arguments = "top", *OPTIONS, "--url", server.url, "--json", "--count", "10000", "--interval", "100ms"
@@ -276,6 +277,7 @@ def test_looks_go_on_while_the_server_is_away_and_ctrl_c_ends_them_with_0(tmp_pa
 # On a terminal
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("key", [b"q", b"Q", b"\x03"], ids=["q", "Q", "ctrl-c"])
 def test_on_a_terminal_it_looks_again_and_again_until_a_key_and_leaves_the_terminal_as_it_was(
     key: bytes, place: Server, tmp_path: Path
@@ -292,6 +294,7 @@ def test_on_a_terminal_it_looks_again_and_again_until_a_key_and_leaves_the_termi
         assert b"Traceback" not in top.shown
 
 
+@pytest.mark.processes
 def test_sigterm_leaves_the_terminal_as_it_was(place: Server, tmp_path: Path) -> None:
     with on_terminal(tmp_path, "top", *OPTIONS, "--url", place.url) as top:
         top.until("healthy")
@@ -301,6 +304,7 @@ def test_sigterm_leaves_the_terminal_as_it_was(place: Server, tmp_path: Path) ->
         assert top.now() == top.settings
 
 
+@pytest.mark.processes
 def test_on_a_terminal_an_outage_is_shown_and_goes_by(tmp_path: Path) -> None:
     with running_server() as server:
         server.stop()
@@ -315,6 +319,7 @@ def test_on_a_terminal_an_outage_is_shown_and_goes_by(tmp_path: Path) -> None:
             assert top.end()[0] == 0
 
 
+@pytest.mark.processes
 def test_q_is_heard_while_the_server_does_not_answer(tmp_path: Path) -> None:
     with running_server() as server:
         assert server.process is not None
