@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest -n auto --dist worksteal
+# pytest keeps the assertions that it rewrites with the byte code, or does so in every worker of every run
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n auto --dist worksteal
 STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
 .PHONY: demo test test-all test-valkey test-redis test-stores check docs coverage simulation chaos soak bench bench-smoke latency \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
@@ -36,11 +37,19 @@ _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
 EACH_PLACE = ("redis", *(pytest.param(name, marks=pytest.mark.cluster) for name in ("sentinel", "cluster")))
-SLOW = {"cluster", "processes", "server_faults", "docs"}  # the markers that say why a test is slow: see pyproject.toml
+SLOW = {"cluster", "processes", "server_faults", "docs", "worlds"}  # why a test is slow: see pyproject.toml
+SLOW_FILE = re.compile(rf"^pytestmark = pytest\.mark\.({'|'.join(SLOW)})$", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests whose marker says why they are slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare each worker of the quick tests the imports of files whose tests are all slow."""
+    if config.getoption("--quick") and collection_path.suffix == ".py":
+        return bool(SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,11 +14,17 @@ from simulation.world import play
 
 from aiodigest import memory, scheduler
 
-SEEDS = 100
+SEEDS, QUICK_SEEDS = 100, 40
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("first", range(1, SEEDS, 5))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(1, QUICK_SEEDS, 5),
+        *(pytest.param(first, marks=pytest.mark.worlds) for first in range(QUICK_SEEDS + 1, SEEDS, 5)),
+    ],
+)
 def test_every_promise_is_kept_in_worlds_full_of_faults(first: int) -> None:
     for seed in range(first, first + 5):
         witness = play(seed)
