@@ -179,6 +179,11 @@ class Ledger:
         assert after == before._replace(log=[*before.log, entry])
         self._accept(state, [key.encode()])
 
+    def lost(self, key: str) -> None:
+        """Something else than this library dropped a log."""
+        timelines = self.state["timelines"]
+        self.state = self.state | {"timelines": timelines | {key.encode(): timelines[key.encode()] | {"log": []}}}
+
     # Delivering
 
     def claimed(self, claims: Claims, limits: Limits, now: int, state: State) -> None:
@@ -381,11 +386,11 @@ class Ledger:
             assert not opened or after.attempts == before.attempts
             if not opened and after.log:
                 self._touch(name, limits.ttl_ms, now)
-        assert answer is (opened != before.delivery.entries or any(record_of(e) == (True, record_id) for e in log))
+        assert answer is (opened != before.delivery.entries or any(record_of(e)[1] == record_id for e in log))
         self._accept(state, [name], counted={"dropped": dropped})
 
     def _without(self, entries: Sequence[bytes], record_id: bytes) -> list[bytes]:
-        return [entry for entry in entries if record_of(entry) != (True, record_id)]
+        return [entry for entry in entries if record_of(entry)[1] != record_id]
 
     def rescheduled(self, key: str, move: Move, answer: int | AiodigestError | None, now: int, state: State) -> None:
         name = key.encode()

@@ -163,6 +163,15 @@ async def test_an_add_reads_a_few_entries_on_average_however_often_ids_are_added
     assert sum(int(stop) - int(start) + 1 for start, stop in reads) < 10 * adds
 
 
+async def test_a_claim_that_has_read_much_leaves_the_rest_to_the_next(backend: RedisBackend) -> None:
+    terms = Policy(capacity=1_000).terms
+    for key in ("first", "second"):
+        await backend.add(0, [Add(key, pack(b"%d" % number, None, b"v"), terms) for number in range(1_200)])
+    for key in ("first", "second"):  # of each it reads 1,200 entries, since they are more than the capacity
+        claims = await backend.claim(0, 2, 60_000, terms.limits)
+        assert [(lease.key, lease.size) for lease in claims.leases] == [(key, 1_000)]
+
+
 async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> None:
     for number in range(40):
         await backend.add(0, [record("k", f"{number}", b"x" * 50_000)])

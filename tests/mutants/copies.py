@@ -31,6 +31,7 @@ PARTS = (
     "CONTRIBUTING.md",
     "LICENSE",
 )
+UNSHRUNK = "--hypothesis-profile=unshrunk"  # to find the smallest example takes minutes, and that there is one is enough
 LOOK = 0.2  # seconds between two looks at whether pytest is to be ended
 PATIENCE = 10  # seconds in which an interrupted pytest ends its servers
 
@@ -62,7 +63,8 @@ def run_tests(folder: Path, tests: Sequence[str], time_limit: float, stopped: Ev
     """Run pytest until a test fails, the time is over, or it is stopped; nothing that it started goes on after it."""
     # what the tests start must find this copy too, and not what is installed
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    options = ("-x", "-q", "-p", "no:cacheprovider", UNSHRUNK)
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     stopped, began = stopped or Event(), time.monotonic()
     with tempfile.TemporaryFile() as output:  # no pipe, which a server that is left behind would hold open
         process = subprocess.Popen(

@@ -27,7 +27,6 @@ from progress import Progress, digest
 QUICK = ("-n", "auto", "--dist", "worksteal", "--quick")
 ALL = ("-n", "auto", "--dist", "worksteal")
 
-UNSHRUNK = "--hypothesis-profile=unshrunk"
 ONE_SERVER = ("-k", "not (sentinel or cluster)")  # what fails there alone is found by the other tiers
 STORE = ("edges", "store", "management", "redisbackend", "store_model")
 RESHARDING = ("reshard", "shards")
@@ -140,7 +139,7 @@ class Trial:
             if change is not None:
                 file = folder / change.file
                 file.write_text(change.apply(file.read_text(encoding="utf-8")), encoding="utf-8")
-            run = run_tests(folder, [UNSHRUNK, *arguments], limit, self.stopped)
+            run = run_tests(folder, arguments, limit, self.stopped)
         if self.stopped.is_set():
             raise Unusable("stopped")
         return run
