@@ -31,7 +31,7 @@ PARTS = (
     "CONTRIBUTING.md",
     "LICENSE",
 )
-UNSHRUNK = "--hypothesis-profile=unshrunk"  # to find the smallest example takes minutes, and that there is one is enough
+UNSHRUNK = "--hypothesis-profile=unshrunk"  # the smallest example takes minutes to find, and any will do
 LOOK = 0.2  # seconds between two looks at whether pytest is to be ended
 PATIENCE = 10  # seconds in which an interrupted pytest ends its servers
 
