@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if SLOW & {mark.name for mark in item.iter_markers()}]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+    items.sort(key=lambda item: "test_store_model" not in item.nodeid)  # the longest, or all would wait for it at last
 
 
 def pytest_xdist_auto_num_workers() -> int:
