@@ -21,11 +21,11 @@ test: $(VENV)/.dev
 test-all: test-valkey test-redis
 
 test-valkey: $(VENV)/.dev
-	@echo "This takes about eight minutes on two cores."
+	@echo "This takes about four minutes on two cores."
 	@$(PYTEST)
 
 test-redis: $(VENV)/.dev
-	@echo "This takes about eight minutes on two cores."
+	@echo "This takes about four minutes on two cores."
 	@AIODIGEST_TEST_SERVER=redis-server $(PYTEST)
 
 # what one server may do otherwise than another: AIODIGEST_TEST_SERVER=redis-server make test-stores
