@@ -16,7 +16,7 @@ from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import Phase, settings
 from replicas import watched
-from servers import PASSWORD, USER, Server, running_server, tls_binary
+from servers import PASSWORD, USER, Server, running_server, server_binary, tls_binary
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
 
@@ -43,6 +43,13 @@ SLOW_FILE = re.compile(rf"^pytestmark = pytest\.mark\.({'|'.join(SLOW)})$", re.M
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests whose marker says why they are slow")
+
+
+def pytest_configure() -> None:
+    try:
+        server_binary()
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
