@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# pytest keeps the assertions that it rewrites with the byte code, or does so in every worker of every run
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n auto --dist worksteal
+SPREAD := -n auto --dist worksteal
+# without byte code, each worker of each run would rewrite pytest's assertions anew
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest $(SPREAD)
 STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
 .PHONY: demo test test-all test-valkey test-redis test-stores check docs coverage simulation chaos soak bench bench-smoke latency \
@@ -12,7 +13,7 @@ STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisb
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
 
-# every behaviour, on one server
+# every behaviour that one server can show
 test: $(VENV)/.dev
 	@echo "This takes about a minute on two cores; make test-all runs the slow tests too."
 	@$(PYTEST) --quick
@@ -55,7 +56,7 @@ test-oldest: $(VENV)/.dev
 # of the whole suite, on the embedded Valkey
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n auto --dist worksteal
+	$(BIN)/coverage run -m pytest $(SPREAD)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
@@ -100,7 +101,7 @@ mutants-drawn: $(VENV)/.dev
 dist: $(VENV)/.dev
 	@$(BIN)/python tests/dist.py
 
-# a quick part of the suite with the oldest and the newest versions of what aiodigest needs
+# the quick tests with the oldest and the newest versions of what aiodigest needs
 check-deps: $(VENV)/.dev
 	@$(BIN)/python tests/dependencies.py deps
 

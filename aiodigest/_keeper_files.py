@@ -57,7 +57,7 @@ class Files:
         self.parts: dict[str, Identity] = {}
 
     def clear_socket(self) -> None:
-        """Before a server starts: one of a folder that was here before may listen still, and would answer for it."""
+        """Remove a socket that an earlier server of this path may still listen at: it would answer for the one that starts."""
         with suppress(OSError):
             os.unlink(self.server_socket)
 

@@ -38,6 +38,10 @@ _numbers = count(1)
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
 EACH_PLACE = ("redis", *(pytest.param(name, marks=pytest.mark.cluster) for name in ("sentinel", "cluster")))
 SLOW = {"cluster", "processes", "server_faults", "docs", "worlds"}  # why a test is slow: see pyproject.toml
+STARTS = {  # fixtures that start what makes a test slow
+    "cluster": "cluster", "sixteen": "cluster", "on_cluster": "cluster", "behind_sentinels": "cluster",
+    "new_user": "processes",
+}  # fmt: skip
 SLOW_FILE = re.compile(rf"^pytestmark = pytest\.mark\.({'|'.join(SLOW)})$", re.MULTILINE)
 
 
@@ -60,10 +64,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in STARTS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(STARTS[fixture])
     if config.getoption("--quick"):
-        slow = [item for item in items if SLOW & {mark.name for mark in item.iter_markers()}]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        slow = {item for item in items if SLOW & {mark.name for mark in item.iter_markers()}}
+        config.hook.pytest_deselected(items=[*slow])
+        items[:] = [item for item in items if item not in slow]
     items.sort(key=lambda item: "test_store_model" not in item.nodeid)  # the longest, or all would wait for it at last
 
 
@@ -108,7 +115,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who starts an embedded server waits no second for one that is down and may come back."""
+    """Wait only a moment, on starting an embedded server, for one that is down and may come back."""
     monkeypatch.setattr(embedded, "_PATIENCE", 0.01)
 
 

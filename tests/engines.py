@@ -10,7 +10,7 @@ import selectors
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from itertools import count
@@ -98,6 +98,15 @@ def now_ms() -> int:
 async def settle() -> None:
     """Let everything happen that can happen now."""
     await asyncio.sleep(0.001)
+
+
+async def patiently(call: Callable[[], Awaitable[object]]) -> None:
+    """Make a call until it is answered, however short the time is that it has."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            with suppress(BackendUnavailable):
+                await call()
+                return
 
 
 class WatchedBackend(ReferenceBackend):

@@ -148,7 +148,7 @@ sentinel failover-timeout {service} 3000
 async def watched(silence: int = UNTROUBLED) -> AsyncGenerator[Watched]:
     """Three sentinels that know each other from the beginning, which takes them seconds to find out.
 
-    After so many ms of silence they replace the primary.
+    They replace the primary after ``silence`` ms without an answer.
     """
     async with replicated(2) as servers:
         folder = Path(tempfile.mkdtemp(prefix="aid-sentinels"))

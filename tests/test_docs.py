@@ -34,8 +34,6 @@ from userland import DEADLINE, ROOT, data_folder, environment
 from aiodigest import DigestEngine, Policy
 from aiodigest.commands.app import app
 
-pytestmark = pytest.mark.docs
-
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
@@ -119,6 +117,7 @@ def test_a_document_that_is_followed_as_a_whole_has_a_test_that_does(document: P
     assert f'"{document.name}"' in (ROOT / "tests" / test).read_text()
 
 
+@pytest.mark.docs
 @each_of([block for block in BLOCKS if block.language == "python" and block not in TESTS])
 def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     script = data / "block.py"
@@ -127,6 +126,7 @@ def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stdout}{done.stderr}"
 
 
+@pytest.mark.docs
 def test_the_tests_in_python_blocks_pass_as_they_stand(data: Path) -> None:
     scripts = {f"block{number}.py": block for number, block in enumerate(TESTS)}
     for name, block in scripts.items():
@@ -137,6 +137,7 @@ def test_the_tests_in_python_blocks_pass_as_they_stand(data: Path) -> None:
     assert all(f"{name}::" in done.stdout for name in scripts), f"one has no test: {told}"
 
 
+@pytest.mark.docs
 @each_of([block for block in BLOCKS if block.language == "sh"])
 def test_a_shell_block_runs_or_names_what_is_there(block: Block, data: Path) -> None:
     for command in commands_of(block):

@@ -11,21 +11,21 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from clusters import Cluster, Move, Node, running_cluster, until
 from commandline import DEADLINE, ROOT, Command, environment, in_process
+from engines import patiently
 from redis import Redis
 from redis.crc import key_slot
 from replicas import freeze, replicated, thaw
 from servers import PASSWORD, USER, Server, commands, rules, running_server
 from stores import Place
 
-from aiodigest import BackendUnavailable, Digest, DigestEngine, Entry, Finding, Policy, Reject
+from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
 from aiodigest.checkup.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
 from aiodigest.models import Check
 from aiodigest.policy import Limits
@@ -359,22 +359,11 @@ def test_a_server_that_does_not_answer_is_one_line_and_exit_code_69(
     own: Server, command: Command, frozen: bool
 ) -> None:
     freeze(own) if frozen else own.stop()
-    began = time.monotonic()
     code, output, errors = command("doctor", *OPTIONS, "--url", own.url, "--timeout", "300ms")
     if frozen:
         thaw(own)
     assert (code, output, errors.count("\n")) == (69, "", 1)
     assert "is unavailable" in errors or "no connection within" in errors
-    assert time.monotonic() - began < DEADLINE
-
-
-async def patiently(call: Callable[[], Awaitable[object]]) -> None:
-    """Make a call until it is answered, however short the time is that it has."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            with suppress(BackendUnavailable):
-                await call()
-                return
 
 
 def test_a_server_that_freezes_meanwhile_is_unavailable(own: Server) -> None:

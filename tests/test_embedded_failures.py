@@ -38,8 +38,6 @@ from aiodigest._binary import find_binary
 from aiodigest.embedded import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
-pytestmark = pytest.mark.server_faults
-
 
 async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> int:
     """The number of writes that were acknowledged."""
@@ -63,6 +61,7 @@ async def works(client: redis.asyncio.Redis) -> None:
 # Up again
 
 
+@pytest.mark.server_faults
 async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Path) -> None:
     async with started(folder) as (server, client):
         writing = asyncio.create_task(write_until_it_fails(client))
@@ -78,6 +77,7 @@ async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Pat
         await until(lambda: server.pid != first and server.why_down() is None)
 
 
+@pytest.mark.server_faults
 async def test_a_server_that_keeps_crashing_is_started_ever_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +96,7 @@ async def test_a_server_that_keeps_crashing_is_started_ever_later(
             told.clear()
 
 
+@pytest.mark.server_faults
 async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
     async with started(folder) as (server, client), started(folder) as (other, _):
         await client.set("key", "value")
@@ -110,6 +111,7 @@ async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_anothe
         await until(lambda: server.pid == other.pid not in (first, None))
 
 
+@pytest.mark.server_faults
 async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_away(folder: Path) -> None:
     """As on macOS, where nothing ends a server whose keeper was killed."""
     async with started(folder) as (server, client):
@@ -126,6 +128,7 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
         assert await client.get("key") == "value"
 
 
+@pytest.mark.server_faults
 async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodigest.embedded._ORPHAN", 0.05)
     async with started(folder) as (server, client):
@@ -159,12 +162,14 @@ async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeyp
         await other.stop()
 
 
+@pytest.mark.server_faults
 async def test_the_server_itself_holds_the_lock_of_its_folder(folder: Path) -> None:
     async with started(folder) as (server, _):
         assert server.pid
         assert str(folder / "lock") in opened_by(server.pid)
 
 
+@pytest.mark.server_faults
 async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) -> None:
     async with started(folder) as (server, client):
         await client.set("key", "value")
@@ -182,6 +187,7 @@ async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) ->
 # The disk
 
 
+@pytest.mark.server_faults
 async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(
     folder: Path, hasty: None
 ) -> None:
@@ -207,6 +213,7 @@ async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_t
         assert await client.rpush("list", "y")
 
 
+@pytest.mark.server_faults
 async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, new_user: NewUser) -> None:
     limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
     said = await limited.says()
@@ -217,6 +224,7 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
 # No descriptor is left
 
 
+@pytest.mark.server_faults
 async def test_a_keeper_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
     async with started(folder) as (server, _):
         assert server.pid
@@ -237,6 +245,7 @@ async def test_a_keeper_without_a_descriptor_lets_users_wait_and_does_not_spin(f
         await other.stop()
 
 
+@pytest.mark.server_faults
 async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_started_later(folder: Path) -> None:
     async with started(folder) as (server, client):
         first = server.pid
@@ -252,6 +261,7 @@ async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_starte
         assert keeper_of(server.pid or 0) == keeper
 
 
+@pytest.mark.server_faults
 async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: NewUser) -> None:
     user = new_user(
         then="""

@@ -63,7 +63,7 @@ async def service(data: Path) -> AsyncGenerator[tuple[Program, DigestEngine[Buil
 
 @virtual_time
 async def test_the_quickstart_turns_five_events_into_two_messages_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """Which it does as a process among the blocks of the README."""
+    """Play it in memory; as a process it runs among the blocks of the README."""
     definitions, run, _ = (EXAMPLES / "quickstart.py").read_text().rpartition("asyncio.run(main())")
     assert run
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The tables of faults.md are true: each fault and edge case has its tests, and these exist."""
+"""Checks of the tables of faults.md: each fault and edge case has its tests, and these exist."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
     done = script("""
         from opentelemetry import metrics, trace
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, MetricsData
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
         from opentelemetry.sdk.trace import TracerProvider
         from aiodigest import DigestEngine
         from aiodigest.integrations.opentelemetry import instrument

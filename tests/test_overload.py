@@ -17,8 +17,6 @@ from aiodigest.coalesce import QUEUE_BYTES, QUEUE_ITEMS
 from aiodigest.redisbackend import RedisBackend
 from aiodigest.wire import pack
 
-pytestmark = pytest.mark.server_faults
-
 INLINE = 262_144  # bytes of entries in one answer
 LARGE = 8_192
 
@@ -35,6 +33,7 @@ async def filled(engine: DigestEngine[JSON], adds: list[asyncio.Task[bool]]) -> 
     return coalescer._items, coalescer._bytes
 
 
+@pytest.mark.server_faults
 async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_when_it_goes_on() -> None:
     with running_server() as server:
         async with DigestEngine[JSON](server.url, namespace="still", timeout=60) as engine:
@@ -52,6 +51,7 @@ async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_w
             assert sum(client.llen(f"{{still}}:log:{key}") for key in range(25)) == 20_001
 
 
+@pytest.mark.server_faults
 async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had_no_room_was_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -307,8 +307,9 @@ async def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout(
             client.client_pause(60_000, all=False)
             try:
                 adding = asyncio.create_task(backend.add(0, [record("k", "b")]))
-                while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110  (no event tells it)
-                    await asyncio.sleep(0)
+                async with asyncio.timeout(60):
+                    while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110  (no event tells it)
+                        await asyncio.sleep(0)
                 monkeypatch.setattr(loop, "time", lambda: time() + 600)
                 with pytest.raises(BackendUnavailable, match="no answer in time") as caught:
                     await adding

@@ -54,11 +54,12 @@ async def cut_short(server: Server, call: Coroutine[Any, Any, object]) -> object
     """What a call answers whose waits for replicas end as by its timeout: with how many there are then."""
     calling = asyncio.create_task(call)
     with server.client() as client:
-        while not calling.done():
-            for each in client.client_list():
-                if "b" in each["flags"]:
-                    client.client_unblock(each["id"])
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE):
+            while not calling.done():
+                for each in client.client_list():
+                    if "b" in each["flags"]:
+                        client.client_unblock(each["id"])
+                await asyncio.sleep(0.01)
     return await calling
 
 

@@ -765,7 +765,6 @@ async def is_carried_over(
     assert place.versions(Layout(2)) == [b"retired"] * 2
 
 
-@pytest.mark.processes
 async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_end_by_another_process(
     server: Server,
 ) -> None:
@@ -784,7 +783,6 @@ async def test_a_change_that_is_killed_between_any_two_steps_is_brought_to_its_e
     assert moment > 10
 
 
-@pytest.mark.processes
 async def test_two_processes_that_make_the_same_change_at_once_both_end_well(server: Server) -> None:
     moment, awaits = 0, 1
     while moment <= awaits:

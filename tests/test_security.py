@@ -759,7 +759,7 @@ async def test_plain_and_encrypted_do_not_mix(certificates: Certificates, ends: 
     with running_server("--port", str(plain), "--bind", "127.0.0.1") as server:
         error = await refused(secure(plain, ssl_ca_certs=certificates.trusted), namespace, timeout=1)
         assert "(does it speak TLS? Else give redis://)" in str(error)
-        async with DigestEngine(server.url, namespace=namespace, timeout=1) as engine:
+        async with DigestEngine(server.url, namespace=namespace, timeout=60) as engine:
             await engine.add("k", 1)
             server.stop()
             with pytest.raises(BackendUnavailable, match=r"^(?!.*TLS)"):

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from engines import patiently
 from redis.asyncio.sentinel import Sentinel
 from replicas import SERVICE, follow, follows, freeze, port_of, replicated, role_of, until, watched
 from servers import rules
@@ -159,8 +160,8 @@ async def test_a_sentinel_that_is_dead_or_hangs_changes_nothing(namespace: str, 
         trio.sentinels[0].send_signal(end)
         for _ in range(2):
             async with DigestEngine(trio.url, namespace=namespace, timeout=6) as engine:
-                await engine.add("key", 1)
-                assert await engine.peek("key") is not None
+                await patiently(lambda: engine.add("key", 1, record_id="a"))
+                await patiently(lambda: engine.peek("key"))
 
 
 async def test_a_sentinel_that_names_a_replica_is_asked_after_the_others(namespace: str) -> None:

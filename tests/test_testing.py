@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 import redis
-from engines import Inbox, delivering, now, policy, virtual_time
+from engines import Inbox, delivering, now, patiently, policy, virtual_time
 from fastapi import FastAPI
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -697,10 +697,7 @@ async def test_adds_at_once_on_a_server_stay_in_order() -> None:
 async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
     mail = engine(timeout=1)
     async with TestEngine(mail, server=True) as t:
-        while True:  # however slow the machine is, for which a second may be short
-            with suppress(BackendUnavailable):
-                await mail.add("a", 1, record_id="a")
-                break
+        await patiently(lambda: mail.add("a", 1, record_id="a"))
         backend: Any = await mail._backend()
         to_server: Any = redis.Redis  # whose types are of no help here
         with to_server.from_url(backend.url) as client:

@@ -92,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a word stands that may be another."""
+    """Place of a word that may become another."""
 
     row: int
     column: int

@@ -62,7 +62,12 @@ def copy(folder: Path, source: Path = ROOT) -> None:
 def run_tests(folder: Path, tests: Sequence[str], time_limit: float, stopped: Event | None = None) -> Run:
     """Run pytest until a test fails, the time is over, or it is stopped; nothing that it started goes on after it."""
     # what the tests start must find this copy too, and not what is installed
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "AIODIGEST_TEST_CHANGED": "1",
+    }
     options = ("-x", "-q", "-p", "no:cacheprovider", UNSHRUNK)
     command = [sys.executable, "-m", "pytest", *options, *tests]
     stopped, began = stopped or Event(), time.monotonic()

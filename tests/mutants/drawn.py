@@ -22,7 +22,7 @@ from types import FrameType
 
 from changes import SCRIPTS, WORKER, Change, draw, read_equivalents
 from copies import ROOT, Run, copy, run_tests
-from progress import Progress, digest
+from progress import Progress, fingerprint
 
 QUICK = ("-n", "auto", "--dist", "worksteal", "--quick")
 ALL = ("-n", "auto", "--dist", "worksteal")
@@ -184,8 +184,8 @@ def main() -> int:
             same = read_equivalents(original, (original / "tests/mutants/equivalent.toml").read_text(encoding="utf-8"))
         except ValueError as error:
             sys.exit(f"equivalent.toml: {error}")
-        code = digest(original, *SCRIPTS, *WORKER)
-        tests = digest(original, "aiodigest/**/*", "tests/**/*", "pyproject.toml")
+        code = fingerprint(original, *SCRIPTS, *WORKER)
+        tests = fingerprint(original, "aiodigest/**/*", "tests/**/*", "pyproject.toml")
         progress = Progress(ROOT / f".mutants/seed-{seed}.json", code, tests)
         return play(Trial(original, progress), drawn, same, seed)
 

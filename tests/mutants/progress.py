@@ -16,8 +16,8 @@ class Fate:
     killed: str = ""
 
 
-def digest(root: Path, *patterns: str) -> str:
-    """A digest of the files below a folder that decide what becomes of a change.
+def fingerprint(root: Path, *patterns: str) -> str:
+    """A fingerprint of the files below a folder that decide what becomes of a change.
 
     Those of this folder do not: what was listed as changing nothing meanwhile makes nobody try the others again.
     """
@@ -30,7 +30,7 @@ def digest(root: Path, *patterns: str) -> str:
 
 
 class Progress:
-    """The fates of changes to code whose digest is ``code``, and how long the tests take on the code as it is.
+    """The fates of changes to code whose fingerprint is ``code``, and how long the tests take on the code as it is.
 
     Both of other code are forgotten. Of other ``tests`` (or of another project around the code) a change that was
     killed stays so, and what it has passed is forgotten.

@@ -31,7 +31,7 @@ SIMULATED = (
     "slots.py",
 )
 SEEDS = int(os.environ.get("AIODIGEST_TEST_SEEDS", "1000"))
-TIME_LIMIT = 120  # seconds a test: one that hangs shows nothing, and should have a deadline of its own
+TIME_LIMIT = 300  # seconds a test: one that hangs shows nothing, and should have a deadline of its own
 
 
 @dataclass(frozen=True)
