@@ -57,7 +57,7 @@ class Files:
         self.parts: dict[str, Identity] = {}
 
     def clear_socket(self) -> None:
-        """Remove a socket that an earlier server of this path may still listen at: it would answer for the one that starts."""
+        """Remove a socket at which an earlier server may still listen: it would answer for the one that starts."""
         with suppress(OSError):
             os.unlink(self.server_socket)
 

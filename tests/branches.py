@@ -45,7 +45,7 @@ return answer
 
 
 def conditions(text: str) -> Iterator[tuple[int, int]]:
-    """Give the beginning and the end of each condition of a script; none holds another, nor a long string or comment."""
+    """Give where each condition of a script begins and ends; none holds another, nor a long string or comment."""
     begin, awaited = 0, ""
     for token in TOKEN.finditer(text):
         word = token[0]

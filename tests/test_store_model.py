@@ -585,7 +585,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(early=st.sampled_from((0, 0, 0, 1)), kind=st.sampled_from(("due", "due", "due", "end", "letter", "day")))
     def something_comes_due(self, early: int, kind: str) -> None:
-        """Move the clock to the millisecond at which a timeline is due, records or a letter end, or the day of attempts is over."""
+        """Move the clock to the millisecond at which something is due or ends: records, a letter, the day of retries."""
         machine, now = self.machine, self.clock.now
         times = {
             "due": [*machine.waiting.values(), *machine.leased.values(), machine.hold_ms],
