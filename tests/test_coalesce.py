@@ -303,6 +303,27 @@ async def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch
         await asyncio.gather(*first, *tasks, return_exceptions=True)
 
 
+@pytest.mark.parametrize(
+    ("size", "seconds", "is_in"), [(300, 1.5, False), (300, 2.5, True), (0, 0.5, False), (0, 1.5, True)]
+)
+@virtual_time
+async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
+    monkeypatch: pytest.MonkeyPatch, size: int, seconds: float, is_in: bool
+) -> None:
+    for name, value in {"QUEUE_ITEMS": 4, "QUEUE_BYTES": 1000, "BATCH_ITEMS": 1, "BATCH_BYTES": 300}.items():
+        monkeypatch.setattr(coalesce, name, value)
+    async with coalescing(Wire(pace=1)) as coalescer:
+        full = [asyncio.create_task(coalescer.submit(item, size)) for item in range(4)]
+        await settle()
+        late = asyncio.create_task(coalescer.submit(9, 1))
+        await asyncio.sleep(seconds)
+        drain = asyncio.create_task(coalescer.drain())  # which refuses those that wait for room
+        [answer] = await asyncio.gather(late, return_exceptions=True)
+        assert (answer == 18) is is_in
+        assert await asyncio.gather(*full) == [0, 2, 4, 6]
+        await drain
+
+
 @virtual_time
 async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coalesce, "QUEUE_ITEMS", 2)

@@ -510,6 +510,21 @@ async def test_one_shard_s_failure_does_not_stop_another() -> None:
 
 
 @virtual_time
+async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_its_slots_to_others() -> None:
+    inbox, backend = Inbox(), WatchedBackend(shards=2)
+    backend.take_down("close")
+    backend.down_shards = {0}
+    [sick], [well] = keys_in(backend, 0), keys_in(backend, 1)
+    async with delivering(inbox, backend, policy=policy(), concurrency=1) as (engine, _):
+        for key in (sick, well):
+            await engine.add(key, 1)
+            await inbox.digest(1 + len(inbox.digests))
+        assert [digest.key for digest in inbox.digests] == [sick, well]
+        backend.bring_up()
+        await inbox.outcome(2)
+
+
+@virtual_time
 async def test_a_worker_whose_server_was_away_renews_before_it_claims_and_recovers_nothing_of_its_own() -> None:
     inbox, backend = Inbox(lasting(1000)), WatchedBackend()
     await backend.put("key", 1)
@@ -803,6 +818,29 @@ async def test_the_next_part_of_a_digest_has_a_lease_of_full_length_though_the_o
         backend.gates.pop("renew").set()
     assert [seen.result for seen in inbox.seen] == ["delivered", "delivered"]
     assert inbox.values == [[1], [2]]
+
+
+@virtual_time
+async def test_the_next_part_of_a_digest_is_cut_a_lease_after_the_one_before_was_closed() -> None:
+    cut: list[float] = []
+
+    async def late(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cut.append(now())
+
+    terms = policy(max_size=1)
+    inbox, backend = Inbox(lasting(10), late), WatchedBackend()
+    await backend.put("key", 1, 2, policy=terms)
+    async with delivering(inbox, backend, policy=terms, drain_timeout=0):
+        await inbox.digest()
+        backend.gates = {call: asyncio.Event() for call in ("claim", "renew")}  # by which it would hear of its end
+        await inbox.digest(2)
+        await asyncio.sleep(2 * LEASE)
+        for gate in backend.gates.values():
+            gate.set()
+    assert cut[0] == pytest.approx(10 + LEASE, abs=1)
 
 
 @virtual_time

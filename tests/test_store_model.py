@@ -585,7 +585,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(early=st.sampled_from((0, 0, 0, 1)), kind=st.sampled_from(("due", "due", "due", "end", "letter", "day")))
     def something_comes_due(self, early: int, kind: str) -> None:
-        """Move the clock to the millisecond at which something is due or ends: records, a letter, the day of retries."""
+        """Move the clock to the millisecond at which something is due or ends: records, letters, a day of retries."""
         machine, now = self.machine, self.clock.now
         times = {
             "due": [*machine.waiting.values(), *machine.leased.values(), machine.hold_ms],
@@ -747,22 +747,26 @@ class Stores(RuleBasedStateMachine):
                 st.one_of(st.none(), small),
                 st.booleans(),
                 policies,
-                st.none() | st.just([]) | picks,
+                st.sampled_from((None, None, "all", "none")) | picks,
                 delays,
             ),
             min_size=1,
             max_size=3,
         ),
     )
-    def close(self, picked: Sequence[tuple[str, int, int | None, bool, Policy, Sequence[int] | None, int]]) -> None:
+    def close(
+        self, picked: Sequence[tuple[str, int, int | None, bool, Policy, Sequence[int] | str | None, int]]
+    ) -> None:
         closes: list[Close] = []
         for hold, number, taken, counts, policy, buried, cool in picked:
             lease = self.lease(hold, number)
             if taken is None:
                 taken = min(lease.part or lease.size, lease.size)
             letters: list[Letter] = []
-            if buried is not None:
-                letters = [Letter("some", self.ids_of(lease, buried)) if buried else Letter("all")]
+            if isinstance(buried, str):
+                letters = [Letter(buried, None if buried == "all" else [])]
+            elif buried is not None:
+                letters = [Letter("some", self.ids_of(lease, buried))]
             delivered, old = self.ended(lease, taken, letters[0].ids if letters else ())
             limits = policy.terms.limits
             closes.append(Close(lease, taken, delivered, cool, limits, LEASE, old, counts or bool(cool), letters))
