@@ -1,1 +1,1 @@
-"""The command ``aiodigest``. It uses the public names of aiodigest, as anybody's program would."""
+"""The command ``aiodigest``. It uses only aiodigest's public names, like anybody's program."""

@@ -1,4 +1,4 @@
-"""What commands that look at a store have in common: the question, the confirmation, the answer as a table or JSON."""
+"""Parts shared by commands that look at a store: the question, the confirmation, the answer as a table or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ERROR_WIDTH = 80
 
 
 def ask(address: Address, question: Callable[[DigestEngine], Awaitable[T]]) -> T:
-    """What an engine that is opened for this one question answers."""
+    """Open an engine for this one question, and return its answer."""
 
     async def answer() -> T:
         async with address.engine() as engine:
@@ -34,13 +34,13 @@ def ask(address: Address, question: Callable[[DigestEngine], Awaitable[T]]) -> T
 
 
 def confirm(yes: bool, question: str) -> None:
-    """Ask, if there is a terminal to ask on; Abort is raised if the answer is no."""
+    """Ask, if there is a terminal to ask on; raises Abort if the answer is no."""
     if not yes and is_terminal(sys.stdin):
         typer.confirm(question, abort=True, err=True)
 
 
 def done(success: bool, in_json: bool, facts: dict[str, Any], done: str, failed: str, name: str) -> None:
-    """Tell what became of ``name``: that it is ``done``; or else raise InvalidState(``failed``)."""
+    """Say that ``name`` was ``done``; if it was not, raise InvalidState(``failed``)."""
     if in_json:
         print(as_json(facts))
     if not success:
@@ -50,13 +50,13 @@ def done(success: bool, in_json: bool, facts: dict[str, Any], done: str, failed:
 
 
 def print_lines(objects: Iterable[dict[str, Any]]) -> None:
-    """JSON, an object a line."""
+    """Print JSON, an object a line."""
     for one in objects:
         print(as_json(one))
 
 
 def console() -> Console:
-    """Standard output, in colours if it is a terminal and NO_COLOR is not set. Raises AiodigestError if closed."""
+    """Return standard output, coloured if it is a terminal and NO_COLOR is not set. Raises AiodigestError if closed."""
     from rich.console import Console
 
     if sys.stdout is None:
@@ -65,7 +65,7 @@ def console() -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Cells are text from strangers: no markup, no control characters."""
+    """Print a table. Cells are text from strangers: no markup, no control characters."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The commands by their names, and the exit code of each end."""
+"""The commands by name, and the exit code for each way they end."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """See ABOUT; without a command this is the help."""
+    """Show the help, if there is no command; see ABOUT."""
     help_without_command(context)
 
 
 @runtime_checkable
 class Complaint(Protocol):
-    """What the command line library raises about its arguments, wherever it keeps the class of it."""
+    """An argument error of the command line library, wherever the library keeps its class."""
 
     exit_code: int
     ctx: typer.Context | None
@@ -72,7 +72,7 @@ class Complaint(Protocol):
 
 
 def fill_closed() -> None:
-    """See that nothing else becomes the standard streams, where the caller has closed them: uvloop ends the process."""
+    """Open /dev/null for closed standard streams: if another file became one of them, uvloop would end the process."""
     for file in (0, 1, 2):
         try:
             os.fstat(file)
@@ -81,7 +81,7 @@ def fill_closed() -> None:
 
 
 def run() -> int:
-    """Run the command line; what goes wrong is one line on standard error."""
+    """Run the command line; an error prints one line on standard error."""
     fill_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -1,4 +1,4 @@
-"""``aiodigest bench``: how quick adds and deliveries are on the user's own server."""
+"""``aiodigest bench``: the speed of adds and deliveries on the user's own server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Seconds: TypeAlias = Annotated[float, typer.Option(min=1, max=600, metavar="SECO
 def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
     """Measure adds and deliveries on a server, beside a bare round trip to it.
 
-    All is done in a namespace of its own, which is removed at the end, and when it is interrupted. The removal looks
+    It works in a namespace of its own, which it removes at the end, or when interrupted. The removal looks
     through all keys of the server, and takes as long as that does.
     """
     figures = play(_benched(url, seconds, timeout))
@@ -41,7 +41,7 @@ def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in
 
 
 async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
-    """The figures; None if it was interrupted."""
+    """Return the figures; None if it was interrupted."""
     namespace = f"bench-{token_hex(8)}"
 
     def engine() -> DigestEngine[str]:

@@ -1,4 +1,4 @@
-"""``aiodigest dead``: the digests that could not be delivered, from outside."""
+"""``aiodigest dead``: digests that could not be delivered, seen from outside."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def dead_replay(
 ) -> None:
     """Put the records of a dead letter, or of --all, back into their timelines.
 
-    A timeline whose digest is under delivery or waits for a retry cannot take any: with --all its letters are tried
-    again for some seconds, and what then stays is told. Ctrl-C ends it between two letters.
+    A timeline whose digest is under delivery or waits for a retry cannot take any. With --all its letters are tried
+    again for some seconds; any then left are reported. Ctrl-C ends it between two letters.
     """
     address = Address(url, namespace, timeout)
     if _is_for_all(letter_id, every):
@@ -143,7 +143,7 @@ def _is_for_all(letter_id: str | None, every: bool) -> bool:
 
 
 def _sweep(address: Address, verb: str, participle: str, act: Act, yes: bool, in_json: bool) -> None:
-    """Do something with all dead letters, and tell how many were ``participle``, such as "replayed"."""
+    """Do something with all dead letters, and say how many were ``participle``, such as "replayed"."""
     letters = ask(address, all_buried)
     if not letters:
         say(f"namespace {address.namespace!r} has no dead letters")
@@ -185,7 +185,7 @@ async def _discarded(engine: DigestEngine, letter: Buried) -> dict[str, Any] | N
 
 
 async def _letter(engine: DigestEngine, letter_id: str) -> DeadLetter[JSON]:
-    """The dead letter of that id, or else the only one whose id begins so."""
+    """Return the dead letter of that id, or else the only one whose id starts with it."""
     letter = await engine.dead_letter(letter_id)
     if letter is not None:
         return letter

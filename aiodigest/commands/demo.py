@@ -1,4 +1,4 @@
-"""``aiodigest demo``: twenty seconds that show what aiodigest does."""
+"""``aiodigest demo``: aiodigest at work, in twenty seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10.0  # seconds for what waits after the last event
 
 
 class Stage(Protocol):
-    """Where the demo is shown; ``at`` is in seconds from its beginning."""
+    """The display of the demo; ``at`` is in seconds from its start."""
 
     def begin(self) -> None: ...
     def remark(self, at: float, text: str) -> None: ...
@@ -52,7 +52,7 @@ async def _play(url: str, in_json: bool) -> None:
 
 
 class Demo:
-    """Plays the story, and shows what goes in and what comes out."""
+    """Plays the story, and shows each event and each digest."""
 
     def __init__(self, url: str, stage: Stage) -> None:
         self._stage = stage
@@ -69,7 +69,7 @@ class Demo:
         return asyncio.get_running_loop().time() - self._started
 
     async def play(self) -> None:
-        """The whole demo."""
+        """Play the whole demo."""
         self._stage.begin()
         async with self._engine.delivering():
             self._started = asyncio.get_running_loop().time()
@@ -88,7 +88,7 @@ class Demo:
         await self._engine.add(event.channel, event.text)
 
     async def _wait_for_the_rest(self) -> None:
-        """Until nothing is held; on a very slow machine less, which the sums then show."""
+        """Wait until nothing is held. A very slow machine may run out of time, and the sums then show it."""
         last = self._now + PATIENCE
         while self._now < last:
             stats = await self._engine.stats()

@@ -9,7 +9,7 @@ CI, SHOP, ON_CALL = "#builds", "#shop", "#on-call"
 
 
 class Event(NamedTuple):
-    """Something that happens ``at`` so many seconds, and whom it is for."""
+    """An event; it happens ``at`` seconds from the start, in a person's or team's ``channel``."""
 
     at: float
     channel: str
@@ -17,7 +17,7 @@ class Event(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """What the reader should look at now."""
+    """A hint for the reader, on what to look at now."""
 
     at: float
     text: str
@@ -31,7 +31,7 @@ ORDERS = (("A-1042", "59.90"), ("A-1043", "12.00"), ("A-1044", "249.00"), ("A-10
 
 
 def story() -> list[Event | Remark]:
-    """All of it, in order."""
+    """Return all of it, in order."""
     return sorted(_all(), key=lambda scene: scene.at)
 
 

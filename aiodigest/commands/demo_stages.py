@@ -1,4 +1,4 @@
-"""Where ``aiodigest demo`` is shown: on a terminal in colours, or as JSON."""
+"""The displays of ``aiodigest demo``: a terminal in colours, or JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Output(Console):
 
 
 class Screen:
-    """For people."""
+    """A display for people."""
 
     def __init__(self, leave: Leave) -> None:
         self._screen = Output(leave)
@@ -70,13 +70,13 @@ class Screen:
 
 
 class Lines:
-    """For programs: what happens is an object a line."""
+    """A display for programs: each event is an object on a line."""
 
     def __init__(self, leave: Leave) -> None:
         self._output = Output(leave)
 
     def begin(self) -> None:
-        """Nothing has happened yet."""
+        """Do nothing: nothing has happened yet."""
 
     def remark(self, at: float, text: str) -> None:
         self._print(at, "remark", text=text)

@@ -1,4 +1,4 @@
-"""``aiodigest doctor``: what may go wrong with a server and a namespace, before it does."""
+"""``aiodigest doctor``: problems of a server and a namespace, found before they do harm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NARROW = 20  # columns: less is not kept to
 
 
 def doctor(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
-    """Look for what loses or delays records: settings of the server, its user and replicas, workers, dead letters.
+    """Look for causes of lost or delayed records: settings of the server, its user and replicas, workers, dead letters.
 
     Nothing is changed. The exit code is 1 if there is a problem, and 69 if the server cannot be reached.
     """
@@ -43,7 +43,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _print_indented(screen: Console, text: str, indent: int, mark: str = "", style: str = "") -> None:
-    """Print a text so many columns to the right, with a mark before its first line; the style is the mark's, or its."""
+    """Print a text indented, with a mark before its first line; ``style`` applies to the mark, else to the text."""
     from rich.text import Text
 
     lines = Text(printable(text), "" if mark else style).wrap(screen, max(NARROW, screen.width - indent))

@@ -1,4 +1,4 @@
-"""How a line of NDJSON becomes an entry of an engine. Pure: no I/O, no clock."""
+"""Conversion of a line of NDJSON to an entry of an engine. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LONGEST_LINE = 8 * 1024 * 1024  # bytes; a value may have one MiB, but a line ma
 
 
 class Malformed(ValueError):
-    """A line that cannot be added; the message says why."""
+    """A line that cannot be added; the message gives the reason."""
 
 
 class Unusable(Malformed):
-    """An object without a field that it must have; ``names`` are those that it has."""
+    """An object that lacks a required field; ``names`` are the fields it has."""
 
     def __init__(self, message: str, field: str, value: JSON) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class Unusable(Malformed):
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way to a field of an object: ``payload.sender.login``, ``commits.0.id``."""
+    """The path to a field of an object: ``payload.sender.login``, ``commits.0.id``."""
 
     text: str
 
@@ -39,7 +39,7 @@ class Path:
             raise ValueError(f"{self.text!r} is no field: write name, or name.of.a.nested.one")
 
     def find(self, value: JSON) -> JSON:
-        """The field's value; None if there is none. A name that has dots itself is found too."""
+        """Find the field's value; None if there is none. It also finds a name that has dots itself."""
         return _find(value, self.text)
 
 
@@ -65,14 +65,14 @@ def _find(value: JSON, path: str) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Text with fields in it: ``{event}:{repository}``; or just one field, written without braces."""
+    """A text with fields in it: ``{event}:{repository}``; or just one field, written without braces."""
 
     text: str
     parts: tuple[tuple[str, Path | None], ...]  # literal text, and the field that follows it
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Read a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is none."""
+        """Read a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is not one."""
         if "{" not in text and "}" not in text:
             return cls(text, (("", Path(text)),))
         parts = tuple(_parts(text))
@@ -81,7 +81,7 @@ class Template:
         return cls(text, parts)
 
     def fill(self, value: JSON) -> str:
-        """The template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
+        """Fill the template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
         return "".join(literal + (_text(path, value) if path else "") for literal, path in self.parts)
 
 
@@ -114,14 +114,14 @@ def _text(path: Path, value: JSON) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which fields of a line are its key, its id and its timestamp."""
+    """The fields of a line that are its key, its id and its timestamp."""
 
     group: Template
     id: Template | None = None
     timestamp: Path | None = None
 
     def entry(self, line: bytes) -> Entry[JSON]:
-        """The entry for a line. It always has an id, so that it can be added again. Raises Malformed."""
+        """Make an entry of a line. It always has an id, so that it can be added again. Raises Malformed."""
         if len(line) > LONGEST_LINE:
             raise Malformed(f"the line is longer than {LONGEST_LINE:,} bytes")
         value = _parse(line)
@@ -152,7 +152,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def moment(path: Path, value: JSON) -> datetime | float | None:
-    """The time in a field, naive ones taken as UTC; None, which means the time of arrival, if there is none."""
+    """Return the time in a field, naive ones taken as UTC; None, meaning the time of arrival, if there is none."""
     match path.find(value):
         case None:
             return None

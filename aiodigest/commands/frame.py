@@ -1,4 +1,4 @@
-"""What ``aiodigest top`` shows of a look."""
+"""The display of ``aiodigest top``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in
 
 
 def frame(title: str, look: Look, rates: dict[str, float] | None, lines: int | None, hint: str = "") -> Group:
-    """A look in so many lines; all of it, if None."""
+    """Draw a look in so many lines; all of it, if None."""
     head = _line().append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
     if hint:
         head.append(f"  {hint}", "dim")
@@ -54,7 +54,7 @@ def _happened(stats: Stats, rates: dict[str, float] | None) -> Table:
 
 
 def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
-    """Keys and errors are text from strangers: no markup, no control characters, and cut to fit."""
+    """Draw timelines. Keys and errors are text from strangers: no markup, no control characters, and cut to fit."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("key", min_width=8)
     for name in ("state", "due"):
@@ -78,12 +78,12 @@ def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
 
 
 def _line(text: str = "") -> Text:
-    """Text that is cut where it does not fit."""
+    """Make text that is cut to fit."""
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def fitting(timelines: Sequence[Timeline[JSON]], lines: int) -> list[Timeline[JSON]]:
-    """So many of them, with as many of each state as of the others as long as there are."""
+    """Pick so many timelines, with an equal number of each state while there are enough."""
     columns = [[one for one in timelines if one.state == state] for state in STYLES]
     rows = zip_longest(*columns)
     return [one for row in rows for one in row if one is not None][: max(lines, 0)]

@@ -1,4 +1,4 @@
-"""``aiodigest run --http``: whether it works, and how, for those who ask over HTTP."""
+"""``aiodigest run --http``: health and metrics of the process, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 2  # seconds for requests under way when all else has ended
 
 
 class Address(NamedTuple):
-    """Where to listen; without a host on all addresses of the machine. Port 0 is any that is free."""
+    """An address to listen at; without a host, all addresses of the machine. Port 0 is any free one."""
 
     host: str
     port: int
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """The address that a text names. Raises ValueError if it names none."""
+    """Parse an address. Raises ValueError if the text is not one."""
     match = re.fullmatch(r"(?:\[([0-9a-zA-Z:.%]+)\]|([^\s:\[\]/]*)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > 65_535:
         raise ValueError(f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses")
@@ -43,7 +43,7 @@ def address(text: str) -> Address:
 
 @contextmanager
 def listening(where: Address) -> Generator[Sockets, None, None]:
-    """Sockets that listen at an address. Raises ConfigurationError if one cannot."""
+    """Open sockets that listen at an address. Raises ConfigurationError if one cannot."""
     check_extra()
     sockets: list[socket.socket] = []
     try:
@@ -59,7 +59,7 @@ def listening(where: Address) -> Generator[Sockets, None, None]:
 
 
 def check_extra() -> None:
-    """Raise ConfigurationError if something is missing that this module cannot do without."""
+    """Raise ConfigurationError if a package that this module needs is missing."""
     try:
         for module in ("opentelemetry.exporter.prometheus", "starlette", "uvicorn"):
             import_module(module)
@@ -88,14 +88,14 @@ def _listen(where: Address, sockets: list[socket.socket]) -> None:
 
 
 def named(sockets: Sockets) -> str:
-    """Where they listen, as a URL."""
+    """Return the URL of the sockets' address."""
     host, port, *_ = sockets[0].getsockname()
     return f"http://{Address(host, port)}"
 
 
 @asynccontextmanager
 async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> AsyncGenerator[None, None]:
-    """Answer ``/livez``, ``/healthz`` and ``/metrics`` of engines that have not been entered yet."""
+    """Serve ``/livez``, ``/healthz`` and ``/metrics`` of engines that have not been entered yet."""
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
@@ -136,14 +136,14 @@ def _server(app: Any) -> Any:
 
 
 class _Metrics:
-    """What Prometheus is told: of the engines, and what the app itself has registered with its client."""
+    """The metrics for Prometheus: those of the engines, and any that the app itself has registered with its client."""
 
     def __init__(self, ours: Any) -> None:
         self._ours = ours
         self._collecting: asyncio.Task[list[Metric]] | None = None
 
     def _collect(self) -> list[Metric]:
-        """All of it; what the app tells of engines too, by an exporter of its own, is told once."""
+        """Collect all of it, once, even if the app reports on engines too, through an exporter of its own."""
         from prometheus_client import REGISTRY
 
         found: dict[str, Metric] = {}
@@ -164,7 +164,7 @@ class _Metrics:
 
 
 class _Collected:
-    """As an encoder wants it."""
+    """Metrics as an encoder wants them."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.collect = lambda: iter(metrics)

@@ -16,7 +16,7 @@ STATES: tuple[State, ...] = get_args(State)
 
 
 def state_named(text: str) -> State:
-    """The state of that name. Raises ValueError if there is none."""
+    """Return the state of that name. Raises ValueError if there is none."""
     for state in STATES:
         if state == text:
             return state
@@ -37,7 +37,7 @@ Only: TypeAlias = Annotated[
 
 
 def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
-    """Count timelines by state, dead letters, and what happened since the namespace was made."""
+    """Count timelines by state, dead letters, and events since the namespace was made."""
 
     async def counted(engine: DigestEngine) -> tuple[str, Stats]:
         return engine.url, await engine.stats()
@@ -93,7 +93,7 @@ def show(
     timeout: Timeout = 5.0,
     in_json: AsJson = False,
 ) -> None:
-    """Show a timeline with its records; nothing is delivered by that."""
+    """Show a timeline with its records; that delivers nothing."""
     found = ask(Address(url, namespace, timeout), lambda engine: engine.peek(key))
     if found is None:
         raise InvalidState(f"timeline {key!r} holds no records")

@@ -1,4 +1,4 @@
-"""Lines of standard input and of files, as soon as they are there, and no sooner than they are wanted."""
+"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
 
 class Splitter:
-    """Cuts the chunks of one source into lines. Of a line that is too long it keeps just enough to tell."""
+    """Cuts the chunks of one source into lines. It keeps just enough of an overlong line to tell that it is one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ class Splitter:
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[Line]:
-        """The lines that this chunk completes."""
+        """Return the lines that this chunk completes."""
         first, *others = chunk.split(b"\n")
         self._keep(first)
         lines: list[Line] = []
@@ -45,7 +45,7 @@ class Splitter:
         return lines
 
     def end(self) -> list[Line]:
-        """The last line, if it has no end of its own."""
+        """Return the last line, if it has no end of its own."""
         return [self._line()] if self._rest else []
 
     def _keep(self, piece: bytes) -> None:
@@ -60,7 +60,7 @@ class Splitter:
 class Source:
     """Standard input (no path), or a file; opened when made, so that a wrong name is known before anything starts.
 
-    ``size`` is how many bytes there are to read, or None if only the end will tell, and ``taken`` how many were read.
+    ``size`` is the number of bytes to read, or None if only the end will tell; ``taken`` is the number read.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -76,7 +76,7 @@ class Source:
         self._thread = DaemonThread(f"aiodigest reads {self._name}")
 
     async def lines(self, follow: bool) -> AsyncIterator[list[Line]]:
-        """Lines in batches; with ``follow`` the end of the file is no end."""
+        """Yield lines in batches; with ``follow`` a file's end is not the end."""
         while True:
             chunk = await self._thread.call(os.read, self._file, CHUNK)
             self.taken += len(chunk)
@@ -92,7 +92,7 @@ class Source:
         yield self._splitter.end()
 
     def _changed(self, path: Path) -> bool:
-        """Whether a file read to its end was cut, or another stands in its place; if so, its beginning is next."""
+        """True if a file read to its end was cut, or replaced by another; its beginning is then next."""
         held = os.fstat(self._file)
         try:
             found = os.stat(path)
@@ -112,9 +112,9 @@ class Source:
 
 
 class Intake:
-    """Reads sources one after the other (or all at once, if they are followed), a little ahead of who takes the lines.
+    """Reads sources one after the other (or all at once, if they are followed), a little ahead of the consumer.
 
-    It begins when it is made, inside a running loop.
+    It starts when it is made, inside a running loop.
     """
 
     def __init__(self, sources: Sequence[Source], follow: bool) -> None:
@@ -123,7 +123,7 @@ class Intake:
         self._reading = asyncio.create_task(self._read_all(sources, follow))
 
     async def batches(self) -> AsyncIterator[list[Line]]:
-        """Lines as they come, until the end or ``stop``. Raises OSError if reading failed, after what was read."""
+        """Yield lines as they come, until the end or ``stop``; then raises OSError if reading failed."""
         while (lines := await self._queue.get()) is not None:
             self._room.set()
             yield lines
@@ -132,7 +132,7 @@ class Intake:
             self._reading.result()
 
     def stop(self) -> None:
-        """Read no more: what was read is still given."""
+        """Stop reading: lines already read still come."""
         self._reading.cancel()
 
     async def _read_all(self, sources: Sequence[Source], follow: bool) -> None:
@@ -155,7 +155,7 @@ class Intake:
 
 
 async def _all(readings: Iterable[Coroutine[None, None, None]]) -> None:
-    """Await all until the first fails, and leave none behind. (A TaskGroup would wrap what was raised.)"""
+    """Await all until the first fails, and leave none behind. (A TaskGroup would wrap the error.)"""
     tasks = [asyncio.create_task(reading) for reading in readings]
     try:
         await asyncio.gather(*tasks)
@@ -165,7 +165,7 @@ async def _all(readings: Iterable[Coroutine[None, None, None]]) -> None:
 
 
 def sources(paths: Sequence[Path]) -> list[Source]:
-    """The sources that ``paths`` name; ``-``, or none, is standard input. Raises OSError."""
+    """Open the sources that ``paths`` name; ``-``, or none, is standard input. Raises OSError."""
     if sys.stdin is None and (not paths or Path("-") in paths):
         raise OSError("standard input is closed: give a file")
     return [Source(None if path == Path("-") else path) for path in paths or [Path("-")]]

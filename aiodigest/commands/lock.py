@@ -1,4 +1,4 @@
-"""Where the command keeps what is not in the store, and how it makes sure to be alone."""
+"""The command's own files outside the store, and its lock against a second run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Taken(AiodigestError):
 
 
 def is_embedded(url: str) -> bool:
-    """Whether a URL means a server in a folder of this machine."""
+    """True if a URL means a server in a folder of this machine."""
     return url.startswith("embedded:")
 
 
 def data_folder(url: str) -> Path:
-    """The folder that a URL names, or else the user's; ``AIODIGEST_DATA`` names another one."""
+    """Return the folder that a URL names, or else the user's; ``AIODIGEST_DATA`` names another one."""
     folder = unquote(urlsplit(url).path) if is_embedded(url) else ""
     named = (folder.strip("/") and folder) or os.environ.get("AIODIGEST_DATA")
     return Path(named) if named else user_data_path("aiodigest")
@@ -34,7 +34,7 @@ def data_folder(url: str) -> Path:
 def alone(path: Path, complaint: str) -> Generator[None, None, None]:
     """Hold the lock file ``path``; raises Taken(``complaint``) if another process does, OSError if it cannot be made.
 
-    The system lets go of it when this process ends, however it ends; so the file stays, and means nothing.
+    The system releases the lock when this process ends, however it ends; so the file stays, and means nothing.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,4 +1,4 @@
-"""What is logged while a command runs: lines for people, or JSON for programs."""
+"""Log output while a command runs: lines for people, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiodigest.commands.words import as_json, printable, rfc3339
 
 
 class OneLine(logging.Formatter):
-    """What the engine logs, as this command speaks: a line each, without tracebacks."""
+    """The engine's log, in the command's style: a line each, without tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -20,17 +20,17 @@ class OneLine(logging.Formatter):
 
 
 class Plain(logging.Formatter):
-    """What is logged with its time, traceback and all; but nothing in it steers a terminal."""
+    """Log records with time, traceback and all; but nothing in them can control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
 
 class AsObjects(logging.Formatter):
-    """What is logged as JSON, an object a line.
+    """Log records as JSON, an object a line.
 
-    ``time``, ``level``, ``logger`` and ``message``, then what the line says in fields of its own (``timeline``,
-    ``digest_id``, ``attempt``, ``reason`` ...), and ``error`` and ``traceback`` if there was an exception.
+    ``time``, ``level``, ``logger`` and ``message``, then the line's own fields (``timeline``, ``digest_id``,
+    ``attempt``, ``reason`` ...), and ``error`` and ``traceback`` if there was an exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -52,7 +52,7 @@ ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what ever
 
 
 def _plain(value: object) -> object:
-    """What JSON takes of a value of the log."""
+    """Return a value of the log as JSON takes it."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -69,14 +69,14 @@ def log_lines() -> None:
 
 
 def log_all() -> None:
-    """Show all that the process logs from INFO on, on standard error, with times and tracebacks."""
+    """Show everything the process logs from INFO on, on standard error, with times and tracebacks."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def log_objects() -> None:
-    """Show all that the process logs from INFO on, on standard error, as JSON."""
+    """Show everything the process logs from INFO on, on standard error, as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(AsObjects())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,4 @@
-"""A namespace at one moment, and what happened from one moment to the next. Nothing here draws or prints."""
+"""A namespace at one moment, and its changes from one moment to the next. Nothing here draws or prints."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ async def look_at(engine: DigestEngine) -> Look:
 
 
 def away(error: AiodigestError) -> Look:
-    """A look that met no server, or one that refused."""
+    """Make a look for a server that was away, or that refused."""
     return Look(datetime.now(UTC), asyncio.get_running_loop().time(), Health(False, str(error)))
 
 
 async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
-    """Those that are due earliest; the work is bounded, however many there are.
+    """Return the timelines due earliest; the work is bounded, however many there are.
 
-    A shard has them in this order. Of a namespace of several shards that holds more of them than are looked at, the
-    first shards stand for all.
+    A shard lists them in this order. If a namespace of several shards holds more than this looks at, the first
+    shards stand for all.
     """
     found: list[Timeline[JSON]] = []
     async for timeline in engine.timelines(state):
@@ -59,7 +59,7 @@ async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
 
 
 def rates(before: Look | None, now: Look) -> dict[str, float] | None:
-    """What happened a second between two looks, by the name of its counter; None if one of them saw nothing."""
+    """Return events per second between two looks, by counter; None if one of them saw nothing."""
     if before is None or before.stats is None or now.stats is None or now.clock <= before.clock:
         return None
     passed = now.clock - before.clock
@@ -70,7 +70,7 @@ def rates(before: Look | None, now: Look) -> dict[str, float] | None:
 
 
 def server_time(look: Look) -> datetime:
-    """What the server's clock shows, as far as its own answers tell; else this machine's."""
+    """Return the server's time, as far as its own answers show it; else this machine's."""
     due = look.stats.oldest_due if look.stats is not None else None
     if look.stats is None or due is None:
         return look.time
@@ -80,7 +80,7 @@ def server_time(look: Look) -> datetime:
 
 
 def due_in_words(timeline: Timeline[JSON], now: datetime) -> str:
-    """When a timeline is due, or how long it has been, or when its lease ends."""
+    """Say when a timeline is due, how long it has been, or when its lease ends."""
     left = (timeline.due - now).total_seconds()
     if timeline.state == "leased":
         return f"lease {span(left)}" if left > 0 else "lease over"
@@ -90,7 +90,7 @@ def due_in_words(timeline: Timeline[JSON], now: datetime) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration in at most two units: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``."""
+    """Show a duration in at most two units: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     left = round(seconds)
@@ -102,7 +102,7 @@ def span(seconds: float) -> str:
 
 
 def look_json(look: Look, per_second: dict[str, float] | None) -> dict[str, Any]:
-    """A look for programs."""
+    """Return a look for programs."""
     return {
         "time": moment(look.time),
         "ok": look.health.ok,

@@ -1,4 +1,4 @@
-"""What runs for long: its event loop, which is uvloop's where it is installed, and its garbage."""
+"""The event loop of long-running commands, which is uvloop's where it is installed, and their garbage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def play(work: Coroutine[Any, Any, T]) -> T:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop; None: asyncio does."""
+    """Return the factory of the event loop; None leaves it to asyncio."""
     try:
         import uvloop
     except ImportError:
@@ -29,9 +29,9 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @contextmanager
 def stopped_by(*signals: signal.Signals) -> Generator[asyncio.Event, None, None]:
-    """An event of the running loop that these signals set: work that must not be cut in two looks at it.
+    """Set an event of the running loop on these signals, for work that checks it and must not be cut in two.
 
-    Once set, a second Ctrl-C ends the work wherever it is, as if this were not there.
+    Once it is set, a second Ctrl-C ends the work wherever it is, as if this were not there.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -53,7 +53,7 @@ def stopped_by(*signals: signal.Signals) -> Generator[asyncio.Event, None, None]
 
 
 async def until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """What the work comes to; None if it is cancelled, as it is when ``stop`` is set before."""
+    """Return the result of the work; None if it is cancelled, as it is when ``stop`` is set first."""
     working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -65,6 +65,6 @@ async def until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def settle() -> None:
-    """Have no collection of garbage look again at what a service has loaded, which would stop its loop for 20 ms."""
+    """Exempt everything a service has loaded from garbage collection, which would stop its loop for 20 ms."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What ``aiodigest bench`` measures: each thing for its share of the time."""
+"""The measurements of ``aiodigest bench``, each for its share of the time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAUSE = 0.005  # seconds between two adds whose callbacks are waited for, so tha
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a server and this machine come to: seconds, or how many a second (``adds_...``, ``digests``)."""
+    """The speed of a server and this machine: seconds, or a number per second (``adds_...``, ``digests``)."""
 
     server: str
     round_trip: float
@@ -39,7 +39,7 @@ class Figures:
 async def measure(
     adder: DigestEngine[str], worker: DigestEngine[str], seconds: float, tell: Callable[[int], None]
 ) -> Figures:
-    """All figures, in about so many seconds; ``tell`` is told how many have gone by."""
+    """Measure all figures, in about ``seconds``; ``tell`` is called with the seconds gone by."""
     findings = await adder.examine()
     version = next((finding.message for finding in findings if finding.check == "version"), adder.url)
     trips = [finding.value or 0 for finding in findings if finding.check == "round trip"]
@@ -55,7 +55,7 @@ async def measure(
 
 @contextmanager
 def _ticking(tell: Callable[[int], None]) -> Generator[None, None, None]:
-    """Tell each second that goes by."""
+    """Report each second that goes by."""
     loop = asyncio.get_running_loop()
 
     async def tick() -> None:
@@ -79,7 +79,7 @@ def _key(number: int) -> str:
 
 
 async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
-    """How long adds take that are awaited one after the other."""
+    """Time adds that are awaited one after the other."""
     took: list[float] = []
     ends = perf_counter() + seconds
     while perf_counter() < ends and len(took) < MOST:
@@ -91,7 +91,7 @@ async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
 
 
 async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
-    """How many adds a second come from tasks that each await their own."""
+    """Measure adds per second from tasks that each await their own."""
     added, began = 0, perf_counter()
     ends = began + seconds
 
@@ -113,7 +113,7 @@ async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
 
 
 async def _add_many(engine: DigestEngine[str], seconds: float) -> float:
-    """How many records a second are added by calls of ``add_many``."""
+    """Measure records per second added by calls of ``add_many``."""
     added, began = 0, perf_counter()
     while added == 0 or (perf_counter() < began + seconds and added < MOST):
         await engine.add_many(Entry(_key(number % TASKS), VALUE) for number in range(MANY))
@@ -124,7 +124,7 @@ async def _add_many(engine: DigestEngine[str], seconds: float) -> float:
 
 
 async def _deliver(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> float:
-    """How many digests a second one worker delivers, whose callback does nothing."""
+    """Measure digests per second from one worker, whose callback does nothing."""
     rates: list[float] = []
     ends = perf_counter() + seconds
     while not rates or perf_counter() < ends:
@@ -134,7 +134,7 @@ async def _deliver(adder: DigestEngine[str], worker: DigestEngine[str], seconds:
 
 
 async def _wait(event: asyncio.Event, engine: DigestEngine[str]) -> None:
-    """Wait for what only a worker brings about, which says nothing while the server is away."""
+    """Wait for something that only a worker brings about, which says nothing while the server is away."""
     for _ in range(PATIENCE):
         try:
             async with asyncio.timeout(1):
@@ -160,7 +160,7 @@ async def _deliver_all(adder: DigestEngine[str], worker: DigestEngine[str]) -> f
 
 
 async def _wait_for_callbacks(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> list[float]:
-    """How long it takes from the call of an add to that of the callback, of which the worker hears by the server."""
+    """Time the way from the call of an add to that of the callback; the worker hears of the add from the server."""
     called = asyncio.Event()
     at = 0.0
 

@@ -1,4 +1,4 @@
-"""Options that commands share, and what becomes of errors."""
+"""Options that commands share, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 
 
 def duration(value: str | float) -> float:
-    """``250ms``, ``30s``, ``5m``, ``1h``, ``7d`` or plain seconds, in seconds."""
+    """Read ``250ms``, ``30s``, ``5m``, ``1h``, ``7d`` or plain seconds, in seconds."""
     match = DURATION.fullmatch(str(value).strip())
     if match is None:
         raise typer.BadParameter(f"{value!r} is no duration: write 250ms, 30s, 5m, 1h, 7d, or seconds")
@@ -31,7 +31,7 @@ def duration(value: str | float) -> float:
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser of an option's text, whose ValueError is told as that of the option."""
+    """Make a parser of an option's text; its ValueError is reported as the option's."""
 
     def parser(text: str) -> T:
         try:
@@ -71,7 +71,7 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, one
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the timelines are that a command looks at."""
+    """The location of the timelines that a command looks at."""
 
     url: str
     namespace: str
@@ -80,7 +80,7 @@ class Address:
 
     @asynccontextmanager
     async def engine(self) -> AsyncGenerator[DigestEngine, None]:
-        """An engine that is connected, or else BackendUnavailable is raised, and that takes any JSON value."""
+        """Enter an engine that takes any JSON value; its calls raise BackendUnavailable while the server is away."""
         engine = DigestEngine(
             self.url, namespace=self.namespace, timeout=self.timeout, wait_replicas=self.wait_replicas
         )
@@ -96,7 +96,7 @@ def help_without_command(context: typer.Context) -> None:
 
 
 def exit_code(error: AiodigestError) -> int:
-    """What the shell is told of an error."""
+    """Return the shell's exit code for an error."""
     match error:
         case BackendUnavailable():
             return UNAVAILABLE

@@ -15,7 +15,7 @@ from aiodigest.commands.threads import DaemonThread
 class Output:
     """Writes each digest at once, whole, one after the other. The first write that fails is the last.
 
-    ``failed`` is set then, and ``error`` says why. ``dropped`` counts the records that the digests written have lost
+    ``failed`` is then set, and ``error`` says why. ``dropped`` counts the records that the written digests lost
     to their timelines' capacity.
     """
 
@@ -32,7 +32,7 @@ class Output:
         return sum(self._drops.values())
 
     async def deliver(self, digest: Digest[JSON]) -> None:
-        """The delivery callback; what it could not write is given back, its attempt too."""
+        """Deliver a digest: the callback. A digest it could not write is given back, and so is the attempt."""
         try:
             await self._thread.call(self._write, digest)
         except Exception:
@@ -52,15 +52,15 @@ class Output:
 
 
 def write(file: int, text: bytes) -> None:
-    """Write all of it, by one call unless the system takes less: then there is an end to what a kill can cut in two."""
+    """Write all of it, in one call unless the system takes less: only then can a kill cut it in two."""
     while text:
         text = text[os.write(file, text) :]
 
 
 def prepare(file: int = 1) -> None:
-    """Make sure that standard output is there, and starts on a line of its own. Raises OSError.
+    """Make sure that standard output is open, and starts on a line of its own. Raises OSError.
 
-    A run that was killed may have left half a line at the end of the file that this one appends to.
+    A killed run may have left half a line at the end of the file that this one appends to.
     """
     if sys.stdout is None:  # it is when closed by the caller
         raise OSError("standard output is closed")

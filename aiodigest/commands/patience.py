@@ -14,7 +14,7 @@ PATIENCE = 60.0  # seconds without a server before a pipe that runs gives up
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """What ``call`` answers; made again while the server is away, for up to a minute."""
+    """Return the answer of ``call``; call again while the server is away, for up to a minute."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PATIENCE
     while True:

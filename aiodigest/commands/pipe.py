@@ -46,7 +46,7 @@ LOOK_AGAIN = 0.2  # seconds between looks at how much was read
 
 
 class Format(StrEnum):
-    """How digests are printed."""
+    """The print format of digests."""
 
     text = "text"
     json = "json"
@@ -54,7 +54,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a pipe was asked to do; ``trims`` is whether a group may lose lines to its capacity."""
+    """The settings of a pipe; ``trims`` is True if a group may lose lines to its capacity."""
 
     files: tuple[Path, ...]
     shape: fields.Shape
@@ -169,9 +169,9 @@ def pipe(
     """Group a stream of JSON objects, one a line, and print each group as digests.
 
     The first line of a group is printed at once (after another run of the same command, when --minimum-delay since
-    the group's last digest is over); what follows waits and comes together. At the end of the input all that waits is
-    printed. What was read is kept: after a crash, the same command on the same machine prints it. The same command
-    cannot run twice at once there, unless --namespace tells them apart.
+    the group's last digest is over); later lines wait and come together. At the end of the input all waiting lines are
+    printed. Lines that were read are kept: after a crash, the same command on the same machine prints them. The same
+    command cannot run twice at once there, unless --namespace tells them apart.
     """
     if in_json:
         output = Format.json
@@ -193,7 +193,7 @@ def pipe(
 
 
 def derived_namespace(url: str, files: tuple[Path, ...], shape: fields.Shape, output: Format, policy: Policy) -> str:
-    """A namespace that only the same command has; on a server that others may use, only on the same machine."""
+    """Derive a namespace that only the same command has; on a server that others may use, only on the same machine."""
     place = "" if lock.is_embedded(url) else platform.node()
     names = [shape.group.text, shape.id and shape.id.text, shape.timestamp and shape.timestamp.text]
     meaning = [place, [os.path.abspath(file) for file in files], names, output.value, astuple(policy)]
@@ -201,7 +201,7 @@ def derived_namespace(url: str, files: tuple[Path, ...], shape: fields.Shape, ou
 
 
 def start(settings: Settings) -> int:
-    """Make sure that everything is there and nobody else runs this, and run it."""
+    """Check that everything is there and nobody else runs this, and run it."""
     try:
         inputs = sources(settings.files)
     except OSError as error:
@@ -245,7 +245,7 @@ async def _run(settings: Settings, engine: DigestEngine, inputs: list[Source]) -
 
 @asynccontextmanager
 async def shown(inputs: Sequence[Source], follow: bool) -> AsyncGenerator[None, None]:
-    """Show how much was read of files that have an end; not where digests are printed on a terminal."""
+    """Show how much was read of files with a known end, unless digests are printed on a terminal."""
     sizes = [source.size for source in inputs]
     if follow or None in sizes or os.isatty(1):
         yield

@@ -1,4 +1,4 @@
-"""What ``aiodigest pipe`` does while it runs: lines in, digests out, and nothing left behind at the end."""
+"""The work of ``aiodigest pipe``: lines in, digests out, and nothing left behind at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AT_ONCE = 100  # flushes under way
 
 
 def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, timeout: float) -> DigestEngine:
-    """The engine of a pipe. Standard output never fails and then recovers, so there is nothing to try again later."""
+    """Make the engine of a pipe. Standard output never fails and then recovers, so nothing needs a later try."""
     return DigestEngine(
         url,
         namespace=namespace,
@@ -50,9 +50,9 @@ def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, ti
 
 
 class Pipe:
-    """Feeds lines to an engine, and at their end has it deliver what waits.
+    """Feeds lines to an engine, and at their end has it deliver the waiting ones.
 
-    ``malformed`` counts the lines that were not added; ``unusable`` is the first without a field that it must have,
+    ``malformed`` counts the lines that were not added; ``unusable`` is the first line without a required field,
     as long as no line is usable. ``signal`` is the one that ended the input, if one did.
     """
 
@@ -72,7 +72,7 @@ class Pipe:
         self.signal: int | None = None
 
     async def run(self) -> None:
-        """Until the input has ended and nothing is held, or standard output fails, or a second signal comes.
+        """Run until the input has ended and nothing is held, standard output fails, or a second signal comes.
 
         Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
         """
@@ -144,7 +144,7 @@ class Pipe:
         await self._send(entries[start:])
 
     async def _send(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
-        """Add entries; what the server did not take is added again under the same id, so that nothing comes twice."""
+        """Add entries; any the server did not take are added again under the same id, so that nothing comes twice."""
         left = entries
 
         async def attempt() -> None:
@@ -194,7 +194,7 @@ class Pipe:
 
 
 def verdict(pipe: Pipe, output: Output, namespace: str, strict: bool) -> int:
-    """The exit code of a pipe, and a line for each thing that its user should know."""
+    """Return the exit code of a pipe, and print a line for each thing that its user should know."""
     lost = False
     if pipe.malformed:
         shown = f" (the first {SHOWN} are shown)" if pipe.malformed > SHOWN else ""

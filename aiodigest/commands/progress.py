@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on standard error, gone at the end. Where that is no terminal there is none."""
+"""The progress of long work: a bar on standard error, gone at the end. If that is not a terminal there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiodigest.commands.words import is_terminal
 
 @contextmanager
 def progress_bar(work: str, total: int, *, in_bytes: bool = False) -> Generator[Callable[[int], None], None, None]:
-    """Yields a function that is told how much of ``total`` is done. What is said meanwhile stands above the bar.
+    """Show a bar; yield a function that sets how much of ``total`` is done. Messages meanwhile stand above the bar.
 
     Nothing may be printed on a terminal's standard output meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Digests as people and programs read them."""
+"""Digests in the form that people and programs read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FIELD = 60  # characters of one field of it
 
 
 def json_line(digest: Digest[JSON]) -> bytes:
-    """A digest as a line of NDJSON.
+    """Return a digest as a line of NDJSON.
 
-    Record by record, so that another thread (the event loop, which renews the lease) gets its turn in a large one.
+    It goes record by record, so that another thread (the event loop, which renews the lease) gets its turn.
     """
     records = ",".join(
         as_json({"id": record.id, "timestamp": rfc3339(record.timestamp), "value": record.value})
@@ -32,12 +32,12 @@ def json_line(digest: Digest[JSON]) -> bytes:
 
 
 def text_block(digest: Digest[JSON], ids: bool = True) -> bytes:
-    """A digest for a person: its key, then a line a record, with its id if ``ids`` mean anything."""
+    """Return a digest for a person: its key, then a line a record, with its id if ``ids`` mean anything."""
     return f"{_text(digest, ids).plain}\n".encode()
 
 
 def coloured_block(digest: Digest[JSON], ids: bool = True) -> bytes:
-    """The same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
+    """Return the same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
     from rich.console import Console
 
     file = StringIO()
@@ -64,7 +64,7 @@ def _text(digest: Digest[JSON], ids: bool) -> Text:
 
 
 def summary(value: JSON, length: int = SUMMARY) -> str:
-    """What a person wants to see of a value first: the plain fields of an object, then that there are others."""
+    """Shorten a value to the part a person wants first: an object's plain fields, then a mark for the others."""
     if not isinstance(value, dict):
         return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), length)
     nested = {name: field for name, field in value.items() if isinstance(field, dict | list)}

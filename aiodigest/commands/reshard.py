@@ -1,4 +1,4 @@
-"""``aiodigest reshard``: another number of shards for a namespace that is in use."""
+"""``aiodigest reshard``: another number of shards for a namespace in use."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def reshard(
 ) -> None:
     """Give a namespace another number of shards while it is used, and wait until the old ones are empty.
 
-    The new shards take all adds from the first moment on; what is in the old ones is delivered by its schedule, which
-    may take as long as the longest delay. The command may be broken off: called again, it goes on.
+    The new shards take all adds from the first moment on; records in the old ones are delivered on schedule, which
+    may take as long as the longest delay. You may interrupt the command: called again, it goes on.
     """
     progress = Progress(namespace, shards)
     where = url
@@ -61,7 +61,7 @@ def reshard(
 
 
 async def _watched(address: Address, shards: int, progress: Progress, in_json: bool) -> str:
-    """Watch it to its end; the URL, without its password."""
+    """Watch it to its end; return the URL, without its password."""
     async with address.engine() as engine:
         if not any(stats_json(await engine.stats()).values()):
             where = f"namespace {address.namespace!r} on {engine.url}"
@@ -84,7 +84,7 @@ def _print_look(shards: int, left: Draining, *, done: bool) -> None:
 
 
 class Progress:
-    """What is left to do, on standard error: on a terminal one line that changes, else a line for each change."""
+    """The remaining work, on standard error: on a terminal one line that changes, else a line for each change."""
 
     def __init__(self, namespace: str, shards: int) -> None:
         self._goes_over = f"namespace {namespace!r} goes over to {count(shards, 'shard')}"
@@ -109,7 +109,7 @@ class Progress:
 
     @property
     def is_still(self) -> bool:
-        """Whether nothing has changed for a while, and that was not asked about."""
+        """True if nothing has changed for a while, and the user was not asked about it yet."""
         return self._same >= PATIENCE and not self._has_asked
 
     def ask(self) -> None:
@@ -118,7 +118,7 @@ class Progress:
         say("nothing of this has changed for a while: does a worker (aiodigest run) serve the namespace?")
 
     def clear(self) -> None:
-        """Leave the terminal's line to what is said next."""
+        """Leave the terminal's line to the next message."""
         if self._is_shown:
             self._write(CLEAR)
             self._is_shown = False

@@ -1,4 +1,4 @@
-"""Room in timelines: who adds no faster than digests go out loses nothing to their capacity."""
+"""Room in timelines: a program that adds no faster than digests go out loses nothing to their capacity."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LOOK_AGAIN = 1.0  # seconds: the end of a delivery that nobody was told of
 
 
 class Room:
-    """Counts what each timeline may hold, and has a full one delivered before more is added.
+    """Counts the records each timeline holds, and has a full one delivered before more is added.
 
-    It takes the engine's deliveries on their way to ``deliver``. A count may be too high (of ids that come again, or
-    of records too old to be delivered), never too low. ``repeats`` is whether ids may come again; without a
+    It passes the engine's deliveries on to ``deliver``. A count may be too high (for ids that come again, or
+    records too old to be delivered), never too low. ``repeats`` is True if ids may come again; without a
     ``capacity`` there is room for everything.
     """
 
@@ -38,7 +38,7 @@ class Room:
         engine.observe(self._attempted)
 
     async def deliver(self, digest: Digest[JSON]) -> None:
-        """The delivery callback."""
+        """Pass a digest on: the delivery callback."""
         await self._deliver(digest)
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._subtract(digest.key, len(digest.records))
@@ -57,13 +57,13 @@ class Room:
             del self._held[key]
 
     async def look(self) -> None:
-        """Count what an earlier run has left."""
+        """Count the records left by an earlier run."""
         if self._capacity is not None:
             async for timeline in self._engine.timelines():
                 self._held[timeline.key] = timeline.size
 
     def take(self, key: str) -> bool:
-        """Count a record that will be added; False, and it is not counted, if there is no room for it."""
+        """Count a record about to be added; False, without counting it, if there is no room for it."""
         if self._capacity is None:
             return True
         if self._held[key] >= self._capacity:
@@ -72,7 +72,7 @@ class Room:
         return True
 
     async def make(self, key: str) -> None:
-        """Have a full timeline delivered until half of it is free. All that was counted must have been added."""
+        """Have a full timeline delivered until half of it is free. All records counted must have been added."""
         if self._capacity is None:
             return
         if self._repeats:

@@ -1,4 +1,4 @@
-"""``aiodigest run``: a process whose whole work is to deliver."""
+"""``aiodigest run``: a process whose only work is to deliver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_SHARD = 1023
 
 
 def chosen(text: str) -> frozenset[int]:
-    """The shards that ``3``, ``0-7`` or ``0-3,8`` name. Raises ValueError if the text is none of these."""
+    """Return the shards that ``3``, ``0-7`` or ``0-3,8`` name. Raises ValueError if the text is none of these."""
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
@@ -90,7 +90,7 @@ def run(
 
 
 def find(name: str) -> Engine | Opener:
-    """The engine, or the function that opens one, that ``name`` names. Raises ConfigurationError if it is neither."""
+    """Find the engine called ``name``, or the function that opens one. Raises ConfigurationError if it is neither."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigurationError(f"{name!r} is no MODULE:ENGINE, such as mail:engine")
@@ -108,7 +108,7 @@ def find(name: str) -> Engine | Opener:
 
 
 def is_engine(found: object) -> TypeIs[Engine]:
-    """Whether something is an engine, of whatever values."""
+    """True if something is an engine, whatever its values."""
     return isinstance(found, DigestEngine)
 
 
@@ -120,7 +120,7 @@ def _imported(module: str) -> object:
 
 
 def told(error: BaseException) -> str:
-    """An error in one line, with the place in the user's program where it was raised, if it was there."""
+    """Show an error in one line, with the place in the user's program where it was raised, if it was there."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return f"{type(error).__name__}: {error}{place}"
@@ -132,9 +132,9 @@ async def serve(
     sockets: Sockets = (),
     announce: Callable[[str], object] = say,
 ) -> None:
-    """Open all engines, then deliver (only these shards, if any are given) until a signal; say so by ``announce``.
+    """Open all engines, announce it by ``announce``, and deliver (only these shards, if any are given) until a signal.
 
-    If one engine cannot go on, none does. Who asks at the sockets how they are is answered until all are closed.
+    If one engine cannot go on, none does. The sockets answer questions about the engines until all are closed.
     """
     async with AsyncExitStack() as last, AsyncExitStack() as stack:
         engines = [(name, await _opened(stack, name, one)) for name, one in found]

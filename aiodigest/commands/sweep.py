@@ -1,4 +1,4 @@
-"""All dead letters of a namespace, one after the other: what an operator does after an incident."""
+"""A sweep of a namespace's dead letters, one after the other: an operator's work after an incident."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOK_AGAIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Buried:
-    """What is kept in mind of a dead letter, whose records may be many."""
+    """A dead letter without its records, which may be many."""
 
     id: str
     key: str
@@ -34,17 +34,17 @@ Act: TypeAlias = Callable[[DigestEngine, Buried], Awaitable[dict[str, Any] | Non
 
 
 async def all_buried(engine: DigestEngine) -> list[Buried]:
-    """The dead letters that there are now, the newest first."""
+    """Return the current dead letters, the newest first."""
     found = [Buried(one.id, one.key, one.buried_at, len(one.records)) async for one in engine.dead_letters()]
     return sorted(found, key=lambda letter: letter.buried_at, reverse=True)
 
 
 class Sweep:
-    """Does something with each of these dead letters, in their order; Ctrl-C comes between two of them.
+    """Does something with each of these dead letters, in order; Ctrl-C comes between two of them.
 
-    ``act`` answers what JSON tells of a letter, or None if somebody else had done away with it. While it raises
-    InvalidState or LimitExceeded the timeline cannot take its letter: the timeline's other letters wait too, since
-    their order means something. What then waits in vain for five seconds stays.
+    ``act`` returns the letter's facts for JSON, or None if somebody else has removed the letter. While it raises
+    InvalidState or LimitExceeded, the timeline cannot take its letter: the timeline's other letters wait too, since
+    their order matters. Letters that then wait in vain for five seconds stay.
     """
 
     def __init__(self, letters: Sequence[Buried], act: Act, in_json: bool) -> None:
@@ -58,7 +58,7 @@ class Sweep:
         self.is_interrupted = False
 
     async def run(self, engine: DigestEngine, work: str) -> None:
-        """Until nothing is left that can be done. Raises BackendUnavailable."""
+        """Work until nothing more can be done. Raises BackendUnavailable."""
         loop = asyncio.get_running_loop()
         with stopped_by(signal.SIGINT) as stop, self._bar(work) as show:
             last = loop.time() + PATIENCE
@@ -75,7 +75,7 @@ class Sweep:
             self.is_interrupted = stop.is_set()
 
     async def _round(self, engine: DigestEngine, stop: asyncio.Event, show: Callable[[int], None]) -> list[Buried]:
-        """Try each once: those that are left."""
+        """Try each letter once; return those that are left."""
         left: list[Buried] = []
         blocked: set[str] = set()
         for letter in self.left:

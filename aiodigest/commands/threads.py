@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class DaemonThread:
-    """A thread that makes the calls it is given, one at a time.
+    """A thread that runs calls, one at a time.
 
-    Unlike an executor's threads it never keeps the process: nobody can end a read of a silent terminal, or a write
-    to a reader that is asleep.
+    Unlike an executor's threads it never keeps the process alive: nobody can end a read of a silent terminal, or a
+    write to a reader that is asleep.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class DaemonThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns or raises. A cancelled call goes on in the thread, and is heard no more."""
+        """Return or raise as ``function`` does. A cancelled call goes on in the thread, and its result is lost."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 

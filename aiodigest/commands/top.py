@@ -1,4 +1,4 @@
-"""``aiodigest top``: what a namespace does, look by look."""
+"""``aiodigest top``: the activity of a namespace, look by look."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Show: TypeAlias = Callable[[Look, dict[str, float] | None, str], None]
 
 
 def pace(text: str) -> float:
-    """The time between two looks."""
+    """Read the time between two looks."""
     seconds = duration(text)
     if seconds < SHORTEST:
         raise typer.BadParameter(f"{text!r} is too short: at least 100ms")
@@ -55,10 +55,10 @@ def top(
     timeout: Timeout = 5.0,
     in_json: AsJson = False,
 ) -> None:
-    """Watch a namespace: what it holds, what happens in it a second, and the timelines that are due earliest.
+    """Watch a namespace: its contents, its events per second, and the timelines that are due earliest.
 
-    On a terminal it goes on until q or Ctrl-C, also while the server is away; else it looks once. Adds cannot be
-    counted: the server knows only what became of them.
+    On a terminal it goes on until q or Ctrl-C, even while the server is away; otherwise it looks once. Adds cannot
+    be counted: the server knows only what became of them.
     """
     lives = not in_json and is_terminal(sys.stdout)
     address = Address(url, namespace, timeout)
@@ -68,8 +68,8 @@ def top(
 class Watch:
     """Looks at a namespace every ``interval`` seconds, ``looks`` times or (None) until it is stopped.
 
-    While the server is away (or, once it has answered, refuses) it shows that, and goes on; but a look that is the
-    only one raises what it met.
+    While the server is away (or, having answered before, refuses) it shows that, and goes on; but a single look
+    raises its error.
     """
 
     def __init__(self, address: Address, interval: float, looks: int | None) -> None:
@@ -78,7 +78,7 @@ class Watch:
         self._looks = looks
 
     async def run(self, lives: bool, in_json: bool) -> None:
-        """Until the last look is shown, or q, Ctrl-C or SIGTERM."""
+        """Run until the last look is shown, or q, Ctrl-C or SIGTERM."""
         with stopped_by(signal.SIGINT, signal.SIGTERM) as stop, ExitStack() as stack:
             show = print_look if in_json else stack.enter_context(screen(lives))
             if lives:
@@ -109,13 +109,13 @@ class Watch:
 
 
 def print_look(look: Look, per_second: dict[str, float] | None, title: str) -> None:
-    """A look as a line of JSON."""
+    """Print a look as a line of JSON."""
     print(as_json(look_json(look, per_second)), flush=True)  # it is read while the command runs
 
 
 @contextmanager
 def screen(lives: bool) -> Generator[Show, None, None]:
-    """Shows one look in the place of the other, on a screen that is gone at the end; or one below the other."""
+    """Show each look in the place of the last, on a screen that is gone at the end; or one below the other."""
     from rich.live import Live
 
     from aiodigest.commands.frame import frame
@@ -132,7 +132,7 @@ def screen(lives: bool) -> Generator[Show, None, None]:
 
 @contextmanager
 def ended_by_q(stop: asyncio.Event) -> Generator[None, None, None]:
-    """Hear the key q, if standard input is a terminal: it gives what is typed at once and does not show it."""
+    """Listen for the key q, if standard input is a terminal: it delivers keys at once and does not echo them."""
     if not is_terminal(sys.stdin):
         yield
         return

@@ -16,22 +16,22 @@ RAW_WIDTH = 100
 
 
 def moment(time: datetime | None) -> str | None:
-    """A time for JSON."""
+    """Show a time for JSON."""
     return None if time is None else rfc3339(time)
 
 
 def shown(time: datetime | None) -> str:
-    """A time for people."""
+    """Show a time for people."""
     return "-" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def stats_json(stats: Stats) -> dict[str, Any]:
-    """What a namespace holds, and what happened in it."""
+    """Return a namespace's contents, and the events in it."""
     return {**asdict(stats), "oldest_due": moment(stats.oldest_due)}
 
 
 def timeline_json(timeline: Timeline[JSON], records: Sequence[Record[JSON | bytes]] | None = None) -> dict[str, Any]:
-    """A timeline, with its records if they are given."""
+    """Return a timeline, with its records if they are given."""
     facts: dict[str, Any] = {
         "key": timeline.key,
         "state": timeline.state,
@@ -48,7 +48,7 @@ def timeline_json(timeline: Timeline[JSON], records: Sequence[Record[JSON | byte
 
 
 def letter_json(letter: DeadLetter[JSON], records: Sequence[Record[JSON | bytes]] | None = None) -> dict[str, Any]:
-    """A dead letter, with its records if they are given."""
+    """Return a dead letter, with its records if they are given."""
     facts: dict[str, Any] = {
         "id": letter.id,
         "key": letter.key,
@@ -62,7 +62,7 @@ def letter_json(letter: DeadLetter[JSON], records: Sequence[Record[JSON | bytes]
 
 
 def record_json(record: Record[JSON | bytes]) -> dict[str, Any]:
-    """A record; bytes that are no JSON of an engine's stand in base64 under ``raw`` instead of ``value``."""
+    """Return a record; bytes that are not an engine's JSON stand in base64 under ``raw`` instead of ``value``."""
     facts: dict[str, Any] = {"id": record.id, "timestamp": moment(record.timestamp)}
     if isinstance(record.value, bytes):
         return {**facts, "raw": base64.b64encode(record.value).decode()}
@@ -70,7 +70,7 @@ def record_json(record: Record[JSON | bytes]) -> dict[str, Any]:
 
 
 def record_rows(records: Sequence[Record[JSON | bytes]]) -> list[tuple[str, str, str]]:
-    """Id, time and value of records, for people."""
+    """Return id, time and value of records, for people."""
     return [(record.id, shown(record.timestamp), _value(record.value)) for record in records]
 
 

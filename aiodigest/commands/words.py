@@ -1,4 +1,4 @@
-"""Text from strangers (keys, values, errors) on its way to people: nothing in it can play with a terminal."""
+"""Text from strangers (keys, values, errors), made safe for people: nothing in it can play with a terminal."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import TextIO
 
 
 def printable(text: str) -> str:
-    """The text in one line: what is no visible character or space stands as its escape (``\\x1b``, ``\\u202e``)."""
+    """Return the text in one line: anything but visible characters and spaces is escaped (``\\x1b``, ``\\u202e``)."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, length: int) -> str:
-    """The printable text, cut at ``length`` characters."""
+    """Return the printable text, cut at ``length`` characters."""
     text = printable(text[: length + 1])
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def say(text: str) -> None:
-    """One line on standard error, whether anybody listens or not."""
+    """Print one line on standard error, even if nobody is listening."""
     if sys.stderr is not None:  # it is None when closed by the caller
         with suppress(OSError, ValueError):
             print(f"aiodigest: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a standard stream is one; it is None when closed by the caller."""
+    """True if a standard stream is a terminal; it is None when closed by the caller."""
     return stream is not None and stream.isatty()
 
 
 def count(number: int, noun: str) -> str:
-    """``1 record``, ``2 records``."""
+    """Format a number with its noun: ``1 record``, ``2 records``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def rfc3339(moment: datetime) -> str:
-    """An aware UTC time as RFC 3339 has it."""
+    """Format an aware UTC time as RFC 3339."""
     return moment.isoformat().replace("+00:00", "Z")
 
 
 def as_json(value: object) -> str:
-    """JSON in one line of plain ASCII: no program that splits lines, and no terminal, finds anything else in it."""
+    """Format JSON as one line of plain ASCII, safe for terminals and for programs that split lines."""
     return json.dumps(value, separators=(",", ":"))
