@@ -1,4 +1,4 @@
-"""What callers give, checked before anything is stored, in the form that the store takes."""
+"""Arguments from callers, checked before anything is stored, in the form that the store takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MADE_UP = 32  # bytes of an id that the engine makes up
 
 
 def whole(value: int, what: str, least: int, most: int | None = None) -> int:
-    """A whole number of at least ``least``, and of at most ``most`` if that is given."""
+    """Return a whole number of at least ``least``, and at most ``most`` if given."""
     fits = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not fits or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
@@ -32,13 +32,13 @@ def whole(value: int, what: str, least: int, most: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large what callers give may be; what is larger is refused, and nothing of it is stored.
+    """Limits on the size of arguments; anything larger is refused, and nothing of it is stored.
 
     Parameters
     ----------
     value : int, default 1 MiB, at most 64 MiB
-        Bytes of an encoded value. ``JSONCodec`` has a bound of its own, on the JSON before it is compressed and after
-        it is decompressed: the engine's own codec takes as much as this, and never less than 1 MiB.
+        Bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON before compression and after
+        decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
     name : int, default 1024, from 32 to 65,535
         Bytes of UTF-8 of a key or a record id.
     records : int, default 100,000, at most 10,000,000
@@ -64,7 +64,7 @@ DEFAULT = Bounds()
 
 
 def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
-    """A key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
+    """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
     if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
         raise InvalidArgument(f"{what} must be a str, not {shown(value)}")
     try:
@@ -84,7 +84,7 @@ def _offset(timestamp: datetime) -> timedelta | None:
 
 
 def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
-    """An aware datetime or epoch seconds as microseconds of the epoch."""
+    """Convert an aware datetime or epoch seconds to microseconds since the epoch."""
     if isinstance(timestamp, datetime):
         if _offset(timestamp) is None:
             raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {shown(timestamp)}")
@@ -102,7 +102,7 @@ def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
 
 
 def moment(micros: int, what: str = "timestamp") -> datetime:
-    """Microseconds of the epoch as an aware datetime."""
+    """Convert microseconds since the epoch to an aware datetime."""
     try:
         return EPOCH + timedelta(microseconds=micros)
     except OverflowError:
@@ -111,7 +111,7 @@ def moment(micros: int, what: str = "timestamp") -> datetime:
 
 
 def nearest(ms: int) -> datetime:
-    """A time that the store tells; one beyond all calendars, which another program wrote, as far as they go."""
+    """Convert a time from the store; one beyond the calendar, which another program wrote, becomes the nearest."""
     return moment(max(FIRST_MS, min(ms, LAST_MS)) * 1000)
 
 
@@ -122,7 +122,7 @@ def pack_entry(
     most: int = DEFAULT.value,
     context: bytes = b"",
 ) -> bytes:
-    """A record as a log entry; its encoded value may take ``most`` bytes."""
+    """Pack a record as a log entry; its encoded value may take up to ``most`` bytes."""
     if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
         raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
     if len(value) > most:
@@ -131,7 +131,7 @@ def pack_entry(
 
 
 def taken(entries: Iterable[Item], most: int) -> list[Item]:
-    """The entries of an ``add_many``; of too many no more than one over is taken."""
+    """Return the entries of an ``add_many``; takes no more than one over the limit before it refuses."""
     try:
         source = iter(entries)
     except TypeError:
@@ -143,13 +143,13 @@ def taken(entries: Iterable[Item], most: int) -> list[Item]:
 
 
 def require(fits: bool, what: str, allowed: str, given: object) -> None:
-    """Refuse an argument of a type that callers who check theirs cannot give."""
+    """Refuse an argument of the wrong type, which callers who run a type checker cannot pass."""
     if not fits:
         raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
 
 
 def duration(value: float | timedelta, what: str, least: float = 0.0) -> float:
-    """A duration in seconds, of at least ``least``."""
+    """Return a duration in seconds, of at least ``least``."""
     number = seconds(value, what)
     if number < least:
         raise InvalidArgument(f"{what} must be at least {least:g} s, not {shown(value)}")

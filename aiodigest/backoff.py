@@ -1,4 +1,4 @@
-"""How long to wait before the next digest or attempt, and when a whole consumer should rest. Pure: no I/O, no clock."""
+"""Waits before the next digest or attempt, and rests of a whole consumer. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from aiodigest.errors import InvalidArgument, shown
 
 Strategy: TypeAlias = Callable[[int], float]
-"""From a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
+"""Maps a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
 
 Uniform: TypeAlias = Callable[[float, float], float]
-"""Draws between two bounds, like :func:`random.uniform`; ``random.Random(seed).uniform`` is one for tests."""
+"""Draws between two bounds, like :func:`random.uniform`; in tests, use ``random.Random(seed).uniform``."""
 
 _TEN_YEARS = 315_360_000
 
 
 @runtime_checkable
 class Jittered(Protocol):
-    """A strategy that draws its wait, and says between which two bounds (seconds)."""
+    """A strategy that draws its wait, and gives the two bounds of the draw (seconds)."""
 
     def __call__(self, n: int, /) -> float: ...
 
@@ -30,9 +30,9 @@ class Jittered(Protocol):
 
 
 def seconds(value: float | timedelta, name: str, *, positive: bool = False) -> float:
-    """The duration ``value``, given in seconds or as a timedelta, in seconds.
+    """Return the duration ``value``, given in seconds or as a timedelta, in seconds.
 
-    Raises `InvalidArgument`, which calls it ``name``, unless it is from 0 (or above 0, if ``positive``) to ten years.
+    Raises `InvalidArgument`, which names it ``name``, unless it is from 0 (or above 0, if ``positive``) to ten years.
     """
     match value:
         case timedelta():
@@ -51,8 +51,8 @@ def seconds(value: float | timedelta, name: str, *, positive: bool = False) -> f
 
 
 def longest(strategy: Strategy, n: int) -> float:
-    """The longest wait (seconds) that ``strategy`` may answer for ``n``: the top of its window if it is `Jittered`,
-    its answer if not."""
+    """Return the longest wait (seconds) that ``strategy`` may give for ``n``: the top of the window if it is
+    `Jittered`, else its answer."""
     return strategy.window(n)[1] if isinstance(strategy, Jittered) else strategy(n)
 
 
@@ -79,10 +79,10 @@ class IterationBackoff:
 
 @dataclass(frozen=True, slots=True, init=False)
 class IntervalBackoff:
-    """The waits that ``intervals`` has, in seconds by their counts, and ``default`` (seconds too) for every other.
+    """Looks waits up in ``intervals``, in seconds by count; any other count gets ``default`` (seconds too).
 
     ``IntervalBackoff({0: 30, 1: 300}, default=900)`` is the interval strategy of Sentry's digests (October 2015).
-    Raises `InvalidArgument` if a key is no whole number from 0, or a wait no duration.
+    Raises `InvalidArgument` if a key is not a whole number from 0, or a wait is not a duration.
     """
 
     intervals: Mapping[int, float] = field(hash=False)
@@ -107,7 +107,7 @@ class DecorrelatedJitter:
     """Waits drawn uniformly from ``[base, min(cap, base * 3**n)]`` seconds; n = 0 counts as 1.
 
     This is decorrelated jitter (Brooker, "Exponential Backoff And Jitter", 2015) made stateless: the previous wait is
-    replaced by the most that it could have been. With the defaults, ``base=1`` and ``cap=60``, the windows are [1, 3],
+    replaced by the longest it could have been. With the defaults, ``base=1`` and ``cap=60``, the windows are [1, 3],
     [1, 9], [1, 27], then [1, 60]. ``random`` is the source of the draw. Raises `InvalidArgument` unless
     0 < base <= cap.
     """
@@ -129,13 +129,13 @@ class DecorrelatedJitter:
         return self.random(*self.window(n))
 
     def window(self, n: int, /) -> tuple[float, float]:
-        """The shortest and the longest wait for ``n``."""
+        """Return the shortest and the longest wait for ``n``."""
         return self.base, min(self.cap, self.base * _power(3, max(n, 1)))
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class BackoffMode:
-    """When a process whose deliveries fail should take a rest: the settings of `ConsumerBackoff`.
+    """Settings of `ConsumerBackoff`: they say when a process whose deliveries fail should rest, and for how long.
 
     It begins after ``threshold`` failures in a row of distinct timelines (default 5; 1 is NSQ's rule). At level n the
     rest lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1 and 120), the formula of NSQ's
@@ -153,20 +153,20 @@ class BackoffMode:
         object.__setattr__(self, "maximum", seconds(maximum, "maximum"))
 
     def wait(self, level: int) -> float:
-        """The rest at ``level`` in seconds, before jitter."""
+        """Return the rest at ``level`` in seconds, before jitter."""
         return min(self.multiplier * _power(2, level), self.maximum)
 
 
 class ConsumerBackoff:
     """Backoff mode of one process, after NSQ's consumer: pause, let one delivery through, step up or down.
 
-    A failure raises the level, up to where the wait is ``maximum``, and pauses; a success lowers it and pauses for
-    the wait of the lower level, or at zero returns to full concurrency. Only deliveries that started after the latest
-    pause count: the others tell of the trouble that is known already. Outcomes that say nothing of the receiver
+    A failure raises the level, up to the one whose wait is ``maximum``, and pauses. A success lowers it, and pauses for
+    the wait of the lower level, or returns to full concurrency at zero. Only deliveries that started after the latest
+    pause count: the others report trouble that is already known. Outcomes that say nothing about the receiver
     (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`) are not reported, and let the next delivery through.
 
-    A pause is drawn from the upper half of its wait, so that processes do not return at once, and none returns after
-    no rest at all. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
+    A pause is drawn from the upper half of its wait, so that processes do not all return at once, and none returns
+    without a rest. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
     """
 
     def __init__(self, mode: BackoffMode, random: Uniform = uniform) -> None:
@@ -178,22 +178,22 @@ class ConsumerBackoff:
 
     @property
     def level(self) -> int:
-        """How deep in backoff mode: 0 is full concurrency."""
+        """The depth of backoff mode: 0 is full concurrency."""
         return self._level
 
     @property
     def resumes_at(self) -> float | None:
-        """When the latest pause ends, or ended if one delivery is let through; None at full concurrency."""
+        """The end of the latest pause, past if one delivery is let through; None at full concurrency."""
         return self._pause_end if self._level else None
 
     def allowed(self, now: float, concurrency: int) -> int:
-        """How many deliveries may be in flight: none in a pause, then one, and ``concurrency`` out of backoff mode."""
+        """Return how many deliveries may be in flight: none in a pause, then one; ``concurrency`` at level 0."""
         if not self._level:
             return concurrency
         return 0 if now < self._pause_end else 1
 
     def failed(self, key: str, now: float, *, started: float | None = None) -> None:
-        """A delivery of timeline ``key`` that began at ``started`` (default ``now``) failed."""
+        """Report that a delivery of ``key``, begun at ``started`` (default ``now``), failed."""
         if not self._mode.maximum or not self._counts(now, started):
             return
         if self._level:
@@ -205,7 +205,7 @@ class ConsumerBackoff:
             self._pause(1, now)
 
     def succeeded(self, key: str, now: float, *, started: float | None = None) -> None:
-        """A delivery of timeline ``key`` that began at ``started`` (default ``now``) succeeded; any key counts."""
+        """Report that a delivery of ``key``, begun at ``started`` (default ``now``), succeeded; any key counts."""
         if not self._counts(now, started):
             return
         self._failing.clear()

@@ -1,4 +1,4 @@
-"""Values to bytes and back. The first byte is the version of the format, so that what is stored stays readable."""
+"""Values to bytes and back. The first byte is the format's version, so that stored values stay readable."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _ZSTD = b"\x02"
 
 
 class Codec(Protocol[T]):
-    """How values of one type are stored. Both methods raise `CodecError` for what they cannot convert."""
+    """A way to store values of one type. Both methods raise `CodecError` for anything they cannot convert."""
 
     def encode(self, value: T, /) -> bytes:
-        """The bytes of ``value``."""
+        """Encode ``value`` as bytes."""
         ...
 
     def decode(self, data: bytes, /) -> T:
-        """The value of ``data``, which ``encode`` made, perhaps long ago and in another version of a program."""
+        """Decode ``data``, which ``encode`` may have made long ago, in another version of a program."""
         ...
 
 
 class JSONCodec(Generic[T]):
     """Stores values as JSON by pydantic, compressed with zstd when they are large.
 
-    What is encoded comes back equal, or is refused. A value must be of its type already: nothing is coerced, so "5" is
-    no int and a dict is no model. Fields are stored under their names, whatever their aliases. What pydantic leaves
-    out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
+    An encoded value comes back equal, or is refused. A value must already be of its type: nothing is coerced, so "5" is
+    not an int and a dict is not a model. Fields are stored under their names, whatever their aliases. Anything pydantic
+    leaves out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
 
     Parameters
     ----------
     value_type : type[T], union or TypeAdapter[T], default JSON (any JSON value)
-        What pydantic knows: a model, a dataclass, a TypedDict, a plain type. mypy takes a union only as a TypeAdapter.
+        Any type pydantic knows: model, dataclass, TypedDict, plain type. mypy takes a union only as a TypeAdapter.
     compress_above : int, default 1024
         JSON of more bytes than this is compressed, if that makes it smaller.
     max_size : int, default 1 MiB, at most 512 MiB
-        The most bytes of JSON, before compression, that are encoded, or decompressed: lowered, it makes stored values
-        that are larger unreadable.
+        The most bytes of JSON, before compression, to encode or to decompress. A lower value makes larger stored
+        values unreadable.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class JSONCodec(Generic[T]):
             raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
 
     def encode(self, value: T, /) -> bytes:
-        """The bytes of ``value``.
+        """Encode ``value`` as bytes.
 
         Raises `InvalidArgument` if it is not of the type, `LimitExceeded` if it is too large, and `CodecError` if JSON
         cannot hold it: nan and infinity (unless the model's ``ser_json_inf_nan`` says how), bytes that are not UTF-8
@@ -99,7 +99,7 @@ class JSONCodec(Generic[T]):
         return _PLAIN + data
 
     def decode(self, data: bytes, /) -> T:
-        """The value of ``data``. Raises `CodecError`, whose message does not quote the value, if it is not one."""
+        """Decode ``data``. Raises `CodecError`, whose message does not quote the value, if it does not decode."""
         version, body = data[:1], data[1:]
         if version == _ZSTD:
             body = _decompress(body, self._max_size)

@@ -1,4 +1,4 @@
-"""``DigestEngine``: what users hold."""
+"""``DigestEngine``: the class that users work with."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class DigestEngine(Management[T]):
 
     One engine is one namespace, one type of value and one callback. The constructor does no I/O; ``async with
     engine`` connects, ``async with engine.delivering()`` also delivers in the background, and ``await engine.run()``
-    is a service until SIGTERM or SIGINT. None of them needs the server to be there yet. An engine can be entered
-    again after it was left, also from another event loop.
+    is a service until SIGTERM or SIGINT. None of them needs the server to be up yet. After leaving an engine you can
+    enter it again, even from another event loop.
 
     In its methods ``key`` names a timeline, and ``letter_id`` a dead letter. What is awaited may raise InvalidArgument
     (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
-    within the engine's ``timeout``; if there is more that it raises, its own text says so.
+    within the engine's ``timeout``; each method's own docstring names any other error it raises.
 
     Parameters
     ----------
@@ -66,33 +66,33 @@ class DigestEngine(Management[T]):
     namespace : str
         Letters, digits, ``_``, ``.`` and ``-``, at most 64: keeps engines on one server apart.
     value_type : type, union or TypeAdapter, default JSON (any JSON value)
-        What values are checked against when added, and what callbacks get.
+        Values are checked against it when added, and callbacks get values of it.
     codec : Codec, default JSONCodec(value_type)
-        How values are stored.
+        Encodes values for the store, and decodes them.
     policy : Policy, or a plain or async function from a key to a Policy, default Policy()
-        When a timeline is due. A function is called once an add and once a claimed digest; it may take ``timeout``,
-        and for a digest ``delivery_timeout``.
+        Sets when a timeline is due. A function is called once an add and once a claimed digest; it may take
+        ``timeout``, and for a digest ``delivery_timeout``.
     retry : RetryPolicy, default RetryPolicy()
-        How often a digest whose callback raised is tried again.
+        Sets how often to retry a digest whose callback raised.
     backoff_mode : BackoffMode, default BackoffMode()
-        When this process takes a rest, since deliveries of distinct timelines fail in a row.
+        Sets when this process rests because deliveries of distinct timelines keep failing.
     shards : int or None, default None
-        How many schedules the namespace has; None takes what is there, or 1 if it is new. A cluster needs several,
-        such as 16, to use all of its primaries.
+        The number of schedules in the namespace; None takes the existing number, or 1 if the namespace is new.
+        A cluster needs several, such as 16, to use all of its primaries.
     concurrency : int, default 64
-        Deliveries under way at the most, in this process.
+        The most deliveries under way at once, in this process.
     lease_timeout : seconds, default 60
-        How long a worker's claim lasts unless it is renewed, which happens at a third of it.
+        The length of a worker's claim, unless it is renewed, which happens at a third of it.
     delivery_timeout : seconds, default 300
         A callback that takes longer is cancelled; its outcome counts as unknown.
     drain_timeout : seconds, default 20
-        How long leaving waits for deliveries under way.
+        The time that leaving waits for deliveries under way.
     timeout : seconds, default 5
         For one call to the server, and for an add from its call to its answer.
     wait_replicas : int, default 0
-        An add returns only when so many replicas have it.
+        An add returns only once this many replicas have it.
     bounds : Bounds, default Bounds(value=1_048_576, name=1024, records=100_000)
-        How large values, keys and ids, and one ``add_many`` may be.
+        The largest values, keys and ids, and the most records of one ``add_many``.
 
     Raises
     ------
@@ -155,14 +155,14 @@ class DigestEngine(Management[T]):
 
     @property
     def url(self) -> str:
-        """Where the engine stores, without the password."""
+        """The URL of the store, without the password."""
         return self._store.url
 
     @property
     def activity(self) -> Activity:
-        """What this engine does in this process: a look at a few numbers, without a call to the server.
+        """The current work of this engine in this process: a few numbers, read without a call to the server.
 
-        Of an engine that is not entered but used by ``sync``, ``unavailable`` is about that.
+        If the engine is not entered but used by ``sync``, ``unavailable`` describes the calls of ``sync``.
         """
         sessions = (self._session, self._sync_session)
         now = next((session.activity for session in sessions if session and not session.is_over), Activity())
@@ -170,10 +170,10 @@ class DigestEngine(Management[T]):
 
     @property
     def sync(self) -> Sync[T]:
-        """The same adds for threads without an event loop (Django, Celery, scripts), which block until all is stored.
+        """The same adds for threads without an event loop (Django, Celery, scripts); they block until all is stored.
 
-        ``engine.sync.add(...)`` and ``engine.sync.add_many(...)`` need no entered engine, and may be used from any
-        number of threads at once, also after a fork. With a running event loop they raise ConfigurationError.
+        ``engine.sync.add(...)`` and ``engine.sync.add_many(...)`` do not need an entered engine. Any number of threads
+        may call them at once, even after a fork. With a running event loop they raise ConfigurationError.
         """
         return self._sync or Sync(self)
 
@@ -185,8 +185,8 @@ class DigestEngine(Management[T]):
     def deliver(self, callback: Callback[T]) -> Callback[T]:
         """Register ``callback``, an async function of a digest (a decorator; it is returned unchanged).
 
-        Returning means delivered, and raising that the digest is to be tried again; ``RetryAfter``, ``Reject`` and
-        ``PartialFailure`` say more. Raises ConfigurationError for a second one.
+        Returning means delivered, and raising means to try the digest again; ``RetryAfter``, ``Reject`` and
+        ``PartialFailure`` say more. Raises ConfigurationError for a second callback.
         """
         if self._callback is not None:
             raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
@@ -195,9 +195,9 @@ class DigestEngine(Management[T]):
         return callback
 
     def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
-        """Register ``observer``, to be told of each attempt to deliver from now on, beside those that are registered.
+        """Register ``observer``, to be told of each attempt to deliver from now on, in addition to earlier observers.
 
-        A decorator; the function is returned unchanged. It is no async function, and must not block or raise.
+        A decorator; it returns the function unchanged. An observer is not async, and must not block or raise.
         """
         require(can_observe(observer), "an observer", "a function that is not async", observer)
         self._observers.append(observer)
@@ -222,7 +222,7 @@ class DigestEngine(Management[T]):
     ) -> AsyncGenerator[Self, None]:
         """Enter the engine, and deliver in the background until it is left: to ``callback``, or to the registered one.
 
-        ``shards`` restricts this process to some of the namespace's, which count from 0; others must serve the rest.
+        ``shards`` restricts this process to some of the namespace's, numbered from 0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
         Raises ConfigurationError if there is no callback, or the engine is entered already.
         """
@@ -260,9 +260,9 @@ class DigestEngine(Management[T]):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        """Deliver during the life of an ASGI app: ``FastAPI(lifespan=engine.lifespan)``; ``app`` is not looked at.
+        """Deliver during the life of an ASGI app: ``FastAPI(lifespan=engine.lifespan)``; ``app`` is ignored.
 
-        Raises what ``delivering`` does, so that the app does not start.
+        Raises the errors of ``delivering``, so that the app does not start.
         """
         async with self.delivering():
             yield
@@ -347,11 +347,11 @@ class DigestEngine(Management[T]):
         return ready
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
-        """Add ``entries``, a few hundred a call to the server; the answer of ``add`` for each, in order.
+        """Add ``entries``, a few hundred a call to the server; return the answer of ``add`` for each, in order.
 
         Raises PartialAdd, whose ``results`` has an answer or an error for each entry, if any failed: one bad entry
-        fails alone. Once the server is unavailable, what was not sent fails as not stored. Raises LimitExceeded, and
-        stores nothing, if there are more than ``bounds.records``; of an iterable no more than one over is taken.
+        fails alone. Once the server is unavailable, unsent entries fail as not stored. Raises LimitExceeded, and stores
+        nothing, if there are more than ``bounds.records``; it takes at most one entry over that from an iterable.
         """
         session = self._entered()
         given = taken(entries, self._bounds.records)

@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 
 def shown(value: object, form: Callable[[object], str] = repr) -> str:
-    """A value as a message quotes it: never long, whatever it is and whatever its own ``form`` does."""
+    """Quote a value for a message: never long, whatever the value and whatever its own ``form`` does."""
     try:
         text = form(value)
     except Exception:  # an object of the caller's, or an integer of more digits than Python prints
@@ -17,19 +17,19 @@ def shown(value: object, form: Callable[[object], str] = repr) -> str:
 
 
 class AiodigestError(Exception):
-    """The base of every error that aiodigest raises."""
+    """Base class of every error that aiodigest raises."""
 
 
 class ConfigurationError(AiodigestError):
-    """The engine is set up or used in a way that cannot work; the message names the mend."""
+    """The engine is set up or used in a way that cannot work; the message names the fix."""
 
 
 class InvalidArgument(AiodigestError, ValueError):
-    """An argument is not allowed; the message says what is, and what was given. Nothing was stored."""
+    """An argument is not allowed; the message says which values are, and quotes the argument. Nothing was stored."""
 
 
 class InvalidState(AiodigestError):
-    """The timeline or dead letter is not in a state in which this can be done. Nothing was changed."""
+    """The timeline or dead letter is not in a state that allows this. Nothing was changed."""
 
 
 class LeaseLost(AiodigestError):
@@ -37,7 +37,7 @@ class LeaseLost(AiodigestError):
 
 
 class LimitExceeded(AiodigestError):
-    """A value, a call or a timeline would be larger than its limit. Nothing was stored."""
+    """A value, a call or a timeline would exceed its limit. Nothing was stored."""
 
 
 class CodecError(AiodigestError):
@@ -47,8 +47,8 @@ class CodecError(AiodigestError):
 class BackendUnavailable(AiodigestError):
     """The server could not be reached, or refuses writes at the moment; the ``message`` says why.
 
-    ``record_id`` is the record of a failed add, else None. ``stored`` says what is known of it: ``"no"``, or
-    ``"unknown"`` when the call was sent and its answer was lost. Adding again under that id is harmless while
+    ``record_id`` is the record of a failed add, else None. ``stored`` says if it was stored: ``"no"``, or
+    ``"unknown"`` if the call was sent and its answer was lost. Adding again under that id is harmless while
     the record waits; if it was delivered meanwhile, it comes again.
     """
 
@@ -59,7 +59,7 @@ class BackendUnavailable(AiodigestError):
 
 
 class PartialAdd(AiodigestError):
-    """Some entries of an ``add_many`` failed; ``results`` has an answer or an error for each, in order."""
+    """Entries of an ``add_many`` failed; ``results`` has an answer or an error for each, in order."""
 
     def __init__(self, results: Sequence[bool | AiodigestError]) -> None:
         self.results: list[bool | AiodigestError] = list(results)
@@ -68,11 +68,11 @@ class PartialAdd(AiodigestError):
 
 
 class DeliverySignal(Exception):
-    """The base of what a callback raises to end its delivery in a way of its own; none is an error."""
+    """Base class of the signals that a callback raises to end its delivery in its own way; none is an error."""
 
 
 class RetryAfter(DeliverySignal):
-    """Deliver this digest again after ``delay`` (seconds or a timedelta, from now; a second at least); the attempt is
+    """Deliver this digest again after ``delay`` (seconds or a timedelta, from now; at least a second). The attempt is
     given back, for at most 24 hours a digest. With ``pause`` this process claims nothing meanwhile."""
 
     def __init__(self, delay: float | timedelta, pause: bool = False) -> None:
@@ -92,7 +92,7 @@ class Reject(DeliverySignal):
 class PartialFailure(DeliverySignal):
     """The records in ``failed`` (record id to reason, or just ids) stay for the retry; the others were delivered.
 
-    If it names an id that the digest does not hold, all stay.
+    If it names an id that is not in the digest, all records stay.
     """
 
     def __init__(self, failed: Mapping[str, str] | Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Looking at timelines and dead letters, and moving them by hand: what an engine offers beside adding."""
+"""Methods to look at timelines and dead letters, and to move them by hand: an engine's work besides adding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Management(Generic[T]):
         return await self._entered().backend()
 
     async def _timeline(self, key: str) -> Backend:
-        """The store, for a key that may be one."""
+        """Check a key, and return the store."""
         name(key, "key", self._bounds.name)
         return await self._backend()
 
@@ -68,21 +68,21 @@ class Management(Generic[T]):
         return await self._policies.of(key, self._timeout)
 
     async def flush(self, key: str) -> bool:
-        """Make a timeline due now, or at the end of the delivery under way; whether it holds records."""
+        """Make a timeline due now, or at the end of the delivery under way; True if it holds records."""
         session, backend = self._entered(), await self._timeline(key)
         flushed = await backend.flush(key)
         session.poke(backend.shard_of(key))
         return flushed
 
     async def delete(self, key: str) -> bool:
-        """Drop a timeline with its records and its cool-down; whether it held records.
+        """Drop a timeline with its records and its cool-down; True if it held records.
 
-        A delivery under way is cancelled when its lease is renewed next.
+        A delivery under way is cancelled at the next renewal of its lease.
         """
         return await (await self._timeline(key)).delete(key)
 
     async def remove(self, key: str, record_id: str) -> bool:
-        """Drop the record ``record_id``; whether it went. One under delivery, or whose outcome is unknown, stays."""
+        """Drop the record ``record_id``; True if dropped. One under delivery, or of unknown outcome, stays."""
         backend = await self._timeline(key)
         record = name(record_id, "record_id", self._bounds.name)
         policy = await self._policy(key)
@@ -94,10 +94,10 @@ class Management(Generic[T]):
         """Move the due time of a waiting timeline, and return it.
 
         To ``at`` (an aware datetime or epoch seconds, on the server's clock), or to ``delay`` (seconds or a timedelta)
-        from now; with neither, to what the policy says today. It never comes before the cool-down's end, nor later
+        from now; with neither, to the current policy's time. It never comes before the cool-down's end, nor later
         than ``maximum_delay`` after the last digest. In a retry wait, ``at`` and ``delay`` move the next try.
 
-        Raises InvalidState if the timeline is not waiting, or waits for a retry and neither is given.
+        Raises InvalidState if the timeline is not waiting, or if it waits for a retry and neither is given.
         """
         session, backend = self._entered(), await self._timeline(key)
         if at is not None and delay is not None:
@@ -121,7 +121,7 @@ class Management(Generic[T]):
                 return nearest(min(moved))
 
     async def peek(self, key: str) -> Timeline[T] | None:
-        """A timeline with its records, without delivering them; None if it holds none."""
+        """Return a timeline with its records, without delivering them; None if it holds none."""
         backend = await self._timeline(key)
         window = await backend.look(key)
         if window is None:
@@ -129,10 +129,10 @@ class Management(Generic[T]):
         return self._view(window, await self._records(await backend.entries(key)))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
-        """The timelines, the earliest due of each shard and state first; without records.
+        """Yield the timelines, the earliest due of each shard and state first; without records.
 
-        ``state`` is "waiting", "ready" or "leased", or by default None: those of all. A timeline whose state or due
-        time changes meanwhile may be missed, or come again. Each other one comes once, whatever is deleted meanwhile.
+        ``state`` is "waiting", "ready" or "leased", or by default None: all of them. A timeline whose state or due
+        time changes meanwhile may be missed, or come again. Every other one comes once, whatever is deleted meanwhile.
         """
         states: tuple[State, ...] = get_args(State)
         if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -144,7 +144,7 @@ class Management(Generic[T]):
                     yield self._view(window)
 
     async def stats(self) -> Stats:
-        """Timelines by state, dead letters, and counters of what happened."""
+        """Return timelines by state, dead letters, and counters of events."""
         counts = await (await self._backend()).counts()
         oldest = counts.get("oldest_due_ms")
         numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name not in TIMES}
@@ -152,11 +152,11 @@ class Management(Generic[T]):
         return Stats(**numbers, oldest_due=due, overdue=counts.get("overdue_ms", 0) / 1000)
 
     async def health(self, *, overdue: float | timedelta = OVERDUE) -> Health:
-        """Whether the server answers, and no timeline has been due for more than ``overdue`` (seconds or a timedelta).
+        """Check that the server answers, and no timeline has been due for over ``overdue`` (seconds or a timedelta).
 
-        By default that is a minute. It raises nothing but InvalidArgument: that the server is away is its answer,
+        By default that is a minute. It raises nothing but InvalidArgument: if the server is away, its answer says so,
         within the engine's ``timeout``. A timeline is overdue while no worker claims it: there is none, or too few, or
-        they are in backoff mode, or rest since a callback asked for it. An engine whose background task a fault has
+        they are in backoff mode, or rest because a callback asked for it. An engine whose background task a fault has
         ended is not healthy either.
         """
         bound = duration(overdue, "overdue")
@@ -174,7 +174,7 @@ class Management(Generic[T]):
         return stats.health(bound)
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
-        """All dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""
+        """Yield all dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""
         backend = await self._backend()
         for shard in _shards_of(backend):
             async for letter_id in _paged(partial(backend.letters, shard)):
@@ -183,7 +183,7 @@ class Management(Generic[T]):
                     yield await self._letter(letter)
 
     async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
-        """A dead letter, or None if there is none of that id."""
+        """Return a dead letter, or None if no letter has that id."""
         name(letter_id, "the id of a dead letter")
         letter = await (await self._backend()).letter(letter_id)
         return None if letter is None else await self._letter(letter)
@@ -192,8 +192,8 @@ class Management(Generic[T]):
         """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
 
         True if its timeline is due now. Of several letters of one timeline, replay the newest first: each goes before
-        what is there. Raises InvalidState if there is no such letter, or its timeline has a digest under delivery or
-        in a retry wait, and LimitExceeded if it would grow over its capacity: the letter stays.
+        the records already there. Raises InvalidState if there is no such letter, or its timeline has a digest under
+        delivery or in a retry wait, and LimitExceeded if it would outgrow its capacity: the letter stays.
         """
         name(letter_id, "the id of a dead letter")
         session, backend = self._entered(), await self._backend()
@@ -206,45 +206,45 @@ class Management(Generic[T]):
         return ready
 
     async def discard(self, letter_id: str) -> bool:
-        """Drop a dead letter; whether there was one."""
+        """Drop a dead letter; True if there was one."""
         name(letter_id, "the id of a dead letter")
         return await (await self._backend()).discard(letter_id)
 
     async def examine(self) -> list[Finding]:
-        """What is to be said of the servers and of the namespace: what each check found, and what to do about it.
+        """Check the servers and the namespace: return each check's findings, with remedies.
 
         Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
-        scripts, the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and a
-        namespace that was never used is not made. What the user may not ask is a note, which names the command that
-        would be needed. It takes some thirty calls to each server. Replicas that sentinels or a cluster may make the
-        next primary are asked whether they know the user, if the primary tells of them (``INFO``).
+        scripts, and the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and
+        a namespace that was never used is not created. If the user may not ask something, a note names the missing
+        command. It takes some thirty calls to each server. Replicas that sentinels or a cluster may promote are asked
+        if they know the user, provided that the primary lists them (``INFO``).
         """
         return await (await self._backend()).examine()
 
     async def erase(self) -> int:
-        """Drop the namespace with all that it holds, its counters too; how many keys went.
+        """Drop the namespace with all its contents, counters included; return the number of keys dropped.
 
-        It looks through all keys of the servers (``SCAN``), a thousand a call. For the end of a namespace that nobody
-        uses any more: a process that still does begins it anew.
+        It looks through all keys of the servers (``SCAN``), a thousand a call. Use it to end a namespace that nobody
+        uses any more: a process that still uses it starts it anew.
 
         Raises ConfigurationError, and drops nothing, if the user may not ``SCAN``.
         """
         return await (await self._backend()).erase()
 
     async def _try_erase(self) -> None:
-        """Raise what ``erase`` would, before anything is in the namespace. It is a call to each server."""
+        """Raise the errors of ``erase``, before anything is in the namespace. It takes a call to each server."""
         await (await self._backend()).try_erase()
 
     async def reshard(self, shards: int) -> AsyncIterator[Draining]:
-        """Give the namespace ``shards`` shards, from 1 to 1024, while it is used; yields what is left to do.
+        """Give the namespace ``shards`` shards, from 1 to 1024, while it is in use; yield the work left to do.
 
-        The new shards take all adds from the first moment on, and the timelines of the old ones are delivered by their
-        schedule. A process that runs takes over the new number at its next call. Once the old shards are empty, which
+        The new shards take all adds from the first moment on, and the timelines of the old ones are delivered on their
+        schedule. A running process takes over the new number at its next call. Once the old shards are empty, which
         may take as long as the longest delay or retry, they are removed, and this ends; until then it yields about
-        once a second. It may be broken off at any time: called again, with the same number, it goes on.
+        once a second. You may interrupt it at any time: called again, with the same number, it goes on.
 
-        Meanwhile a timeline may be in an old and a new shard, with a digest in each, and the cool-down of the old one
-        is not known to the new one.
+        Meanwhile a timeline may be in an old and a new shard, with a digest in each, and the new one does not know
+        the old one's cool-down.
 
         Raises InvalidState while a change to another number is under way.
         """
@@ -287,16 +287,16 @@ class Management(Generic[T]):
 
 
 def _movable(windows: Sequence[Window]) -> list[int]:
-    """The iterations of what a policy can move of a timeline: one, but for the time of a change of the shards.
+    """Return the iterations at which a policy can move a timeline: one, except while resharding.
 
-    If nothing can be moved, that of the first: the store then says why.
+    If nothing can be moved, return the first one's: the store then gives the reason.
     """
     waiting = {window.iteration for window in windows if window.state == "waiting" and not window.digest_id}
     return sorted(waiting) or [windows[0].iteration]
 
 
 async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) -> AsyncIterator[Item]:
-    """What is on all pages that ``read`` gives, one after another."""
+    """Yield the items on all pages from ``read``, one after another."""
     page = await read(PAGE, None)
     while True:
         for item in page.items:
@@ -307,7 +307,7 @@ async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) 
 
 
 def _shards_of(backend: Backend) -> Iterator[int]:
-    """All shards, those too that a call to one of them has told of."""
+    """Yield all shards, including any that a call to one of them reveals."""
     shard = 0
     while shard < backend.shards:
         yield shard

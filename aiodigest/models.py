@@ -1,6 +1,6 @@
-"""What users hold: records and digests, and views of what the store keeps. All are frozen.
+"""Objects for users: records and digests, and views of the store's contents. All are frozen.
 
-The generic ones have no slots: with them Python 3.11 refuses ``Digest[int](...)``.
+The generic ones have no slots: Python 3.11 refuses ``Digest[int](...)`` with them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Record(Generic[T]):
     id : str
         Names the record in its timeline: a later add under the same id replaces it while it waits.
     value : T
-        What was added.
+        The value that was added.
     timestamp : datetime
-        Aware, in UTC: that of the add, or else the server's time of its arrival. Orders records and never schedules.
+        Aware, in UTC: the time given to the add, else the server's time of arrival. Orders records and never schedules.
     """
 
     id: str
@@ -75,23 +75,23 @@ class Record(Generic[T]):
 
 @dataclass(frozen=True)
 class Digest(Generic[T]):
-    """The records of one delivery. A test can make one of a key and records alone.
+    """The records of one delivery. A test can make one from just a key and records.
 
     Attributes
     ----------
     key : str
-        The timeline's.
+        The timeline's key.
     records : Sequence[Record[T]]
         Ordered by timestamp, then by arrival.
     id : str, default made up
-        Names these very contents: a digest that is delivered again because its outcome is unknown comes with the same
-        id, so that a receiver can use it as an idempotency key.
+        Names exactly these contents: a digest that is delivered again because its outcome is unknown comes with the
+        same id, so that a receiver can use it as an idempotency key.
     attempt : int, default 1
-        Which try this is to deliver it.
+        The number of this try to deliver it.
     dropped : int, default 0
-        How many records the timeline's capacity trimmed since the last digest.
+        The number of records that the timeline's capacity trimmed since the last digest.
     iteration : int, default 1
-        How many digests in a row of this timeline there are with this one.
+        The number of digests in a row of this timeline, including this one.
     """
 
     key: str
@@ -109,11 +109,11 @@ class Entry(Generic[T]):
     Attributes
     ----------
     key : str
-        The timeline's.
+        The timeline's key.
     value : T
-        What is added.
+        The value to add.
     record_id : str or None, default None (made up)
-        Replaces the value that is held under it.
+        Replaces the value held under it.
     timestamp : datetime, float or None, default None (the server's time of arrival)
         An aware datetime, or epoch seconds.
     """
@@ -131,28 +131,28 @@ class Timeline(Generic[T]):
     Attributes
     ----------
     key : str
-        What it was added under.
+        The key it was added under.
     state : State
         "waiting", "ready" or "leased".
     due : datetime
-        When it is due (waiting), was due (ready), or when its lease ends (leased).
+        The time it is due (waiting), was due (ready), or its lease ends (leased).
     size : int, default 0
         Entries held: a record that was added again counts once for each add until a digest is opened.
     attempt : int, default 0
-        The tries of the digest under delivery or in a retry wait; 0 means that there is none.
+        The tries of the digest under delivery or in a retry wait; 0 if there is none.
     iteration : int, default 0
         Digests in a row so far.
     dropped : int, default 0
         Records that capacity trimmed since the last digest.
     cool_until : datetime or None, default None
-        When the latest cool-down ends or ended.
+        The end of the latest cool-down, which may be past.
     digest_id : str or None, default None
         The digest under delivery or in a retry wait.
     last_error : str or None, default None
-        What its latest attempt failed with.
+        The error of its latest attempt.
     records : Sequence[Record[T | bytes]], default ()
-        Filled by ``peek`` alone: what is under delivery, then what came since. A value that cannot be decoded stands
-        as its raw bytes.
+        Filled by ``peek`` alone: records under delivery, then those that came since. A value that cannot be decoded
+        is given as its raw bytes.
     """
 
     key: str
@@ -175,19 +175,19 @@ class DeadLetter(Generic[T]):
     Attributes
     ----------
     id : str
-        What ``replay`` and ``discard`` take.
+        The id for ``replay`` and ``discard``.
     key : str
-        The timeline's.
+        The timeline's key.
     reason : str
-        That of a ``Reject``, the error of the last attempt, or why a value could not be decoded.
+        The text of a ``Reject``, the error of the last attempt, or the reason a value could not be decoded.
     buried_at : datetime
         By the server's clock.
     attempt : int
-        How many tries there were.
+        The number of tries.
     digest_id : str
-        The digest's that could not be delivered.
+        The id of the digest that could not be delivered.
     records : Sequence[Record[T | bytes]]
-        A value that cannot be decoded stands as its raw bytes.
+        A value that cannot be decoded is given as its raw bytes.
     """
 
     id: str
@@ -201,27 +201,27 @@ class DeadLetter(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What came of one attempt to deliver a digest, for those who watch, told once the store knows.
+    """The outcome of one attempt to deliver a digest, reported to observers once the store knows.
 
-    An attempt that was cut short, or whose end the store could not be told, is not told.
+    An attempt that was cut short, or whose end the store could not be told, is not reported.
 
     Attributes
     ----------
     key : str
-        The timeline's.
+        The timeline's key.
     digest_id : str
-        The digest's.
+        The digest's id.
     attempt : int
-        Which try it was, from 1.
+        The number of the try, from 1.
     result : str
         "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``) or
         "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter; "empty" (``max_age``
         left nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then
         (it comes, or came, again); "deleted" if its timeline was deleted under delivery.
     records : int
-        How many the callback delivered, whatever the result.
+        The number of records the callback delivered, whatever the result.
     lateness : float
-        Seconds from its due time to the beginning of the attempt.
+        Seconds from its due time to the start of the attempt.
     duration : float
         Seconds that the attempt took.
     """
@@ -237,7 +237,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """What the old shards of a namespace still hold while it gets another number of them.
+    """The contents of a namespace's old shards while it moves to another number of them.
 
     Attributes
     ----------
@@ -255,7 +255,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Timelines by state, dead letters, and what happened since the namespace was made.
+    """Timelines by state, dead letters, and counts of events since the namespace was made.
 
     Attributes
     ----------
@@ -273,7 +273,7 @@ class Stats:
     oldest_due : datetime or None, default None
         The earliest due time of a timeline that waits or is ready.
     overdue : float, default 0.0
-        For how many seconds that one has been due by the server's clock; 0 if it is not.
+        Seconds for which that timeline has been due, by the server's clock; 0 if it is not due.
     """
 
     waiting: int = 0
@@ -291,7 +291,7 @@ class Stats:
     overdue: float = 0.0
 
     def health(self, overdue: float = OVERDUE) -> Health:
-        """Whether no timeline has been due for more than ``overdue`` seconds, by default 60."""
+        """Return the health: good if no timeline has been due for more than ``overdue`` seconds, by default 60."""
         if self.overdue > overdue:
             reason = f"a timeline has been due for {self.overdue:,.0f} s, and nobody has claimed it"
             return Health(False, reason, self.overdue)
@@ -300,7 +300,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one engine does in this process.
+    """The current work of one engine in this process.
 
     Attributes
     ----------
@@ -309,12 +309,12 @@ class Activity:
     delivering : int, default 0
         Deliveries under way.
     backoff_level : int, default 0
-        How deep its worker is in backoff mode; 0 is not at all.
+        The depth of backoff mode in its worker; 0 means full concurrency.
     unavailable : bool, default False
-        Whether its latest calls to the server failed.
+        True if its latest calls to the server failed.
     fault : str, default ""
-        Which fault of aiodigest has ended its background task, if one has: it delivers no more until the process is
-        restarted.
+        The fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process
+        is restarted.
     """
 
     adds: int = 0
@@ -326,20 +326,20 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check of ``DigestEngine.examine`` found.
+    """The finding of one check of ``DigestEngine.examine``.
 
     Attributes
     ----------
     check : str
-        Which one; the reference has a table of them. It may have several findings, one for each server or matter.
+        Its name; the reference has a table of them. A check may have several findings, one for each server or matter.
     level : str
         "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they are).
     message : str
-        What was found, for people: the words may be others in the next version.
+        The finding, for people: the wording may change in the next version.
     remedy : str, default ""
-        What to do about it, a command or a setting where there is one.
+        The fix: a command or a setting where there is one.
     value : float or None, default None
-        What was measured, in the unit that the table has for the check, if it measures anything.
+        The measured value, in the unit that the table has for the check, if it measures anything.
     """
 
     check: Check
@@ -351,16 +351,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether digests go out as they should.
+    """The health of deliveries.
 
     Attributes
     ----------
     ok : bool
-        Whether the server answers, and no timeline has been due for too long.
+        True if the server answers, and no timeline has been due for too long.
     reason : str, default ""
-        Why not.
+        The reason if it is not ok.
     overdue : float, default 0.0
-        For how many seconds the earliest due timeline has been due, by the server's clock.
+        Seconds for which the earliest due timeline has been due, by the server's clock.
     """
 
     ok: bool

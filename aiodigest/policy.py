@@ -1,4 +1,4 @@
-"""When a timeline is due and how large it may grow (Policy); how often a failed digest is tried (RetryPolicy)."""
+"""Due times and size limits of a timeline (Policy), and tries of a failed digest (RetryPolicy)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CAPACITY = 10_000
 
 
 class Limits(NamedTuple):
-    """How large a timeline may grow and how long it may stay, in what the store counts in; 0 means none."""
+    """Limits on a timeline's size and on its time in the store, in the store's units; 0 means none."""
 
     capacity: int
     max_size: int
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a policy means for one transition in the store, in whole milliseconds."""
+    """A policy's terms for one transition in the store, in whole milliseconds."""
 
     initial_ms: int
     increment_ms: int
@@ -35,13 +35,13 @@ class Terms(NamedTuple):
 
 
 def milliseconds(delay: float) -> int:
-    """Seconds as the whole milliseconds that the store counts in."""
+    """Convert seconds to the whole milliseconds that the store counts in."""
     return round(delay * 1000)
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a digest whose callback raised is tried before it becomes a dead letter, and how far apart.
+    """The tries of a digest whose callback raised, before it becomes a dead letter, and the waits between them.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ class RetryPolicy:
             raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {shown(self.backoff)}")
 
     def delay_ms(self, attempt: int) -> int:
-        """Milliseconds from the failure of ``attempt`` to the next try; what a strategy returns is checked here."""
+        """Return the milliseconds from the failure of ``attempt`` to the next try; checks the strategy's answer."""
         return milliseconds(seconds(self.backoff(attempt), f"the retry delay after attempt {attempt}"))
 
     @cached_property
     def span(self) -> float:
         """The longest time, in seconds, from the first attempt's failure to the last attempt.
 
-        Raises InvalidArgument if the strategy raises, or returns what is no duration.
+        Raises InvalidArgument if the strategy raises, or returns something that is not a duration.
         """
         try:
             delays = [longest(self.backoff, attempt) for attempt in range(1, self.max_attempts)]
@@ -78,7 +78,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Policy:
-    """When a timeline is due and how large it may grow. Durations are seconds or timedeltas.
+    """The rules for when a timeline is due and how large it may grow. Durations are seconds or timedeltas.
 
     Parameters
     ----------
@@ -88,13 +88,13 @@ class Policy:
         From the close of the last digest: the cool-down. A strategy is called with the number of the digest (in a
         row, 1 first) and is clamped to ``maximum_delay``.
     increment_delay : seconds, default 30
-        Each add to a waiting timeline pushes its due time by this much.
+        Each add to a waiting timeline pushes its due time back by this much.
     maximum_delay : seconds, default 1800
         From the last digest, or else from the add that opened the window: no due time is later.
     max_size : int or None, default None
-        This many distinct records are due at once, and no digest holds more.
+        A timeline with this many distinct records is due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000
-        The newest this many distinct records are kept, by arrival; what is dropped is counted.
+        The most distinct records kept, the newest by arrival; dropped ones are counted.
     max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
     ttl : seconds, default 7 days
@@ -138,7 +138,7 @@ class Policy:
     def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
         """Raise InvalidArgument if records could expire while their digest is delivered or tried again.
 
-        Which takes as long as all tries of ``retry``, or one of ``delivery_timeout`` seconds.
+        Delivery takes as long as all tries of ``retry``, or one of ``delivery_timeout`` seconds.
         """
         self._ttl_above(retry.span, "the whole retry span")
         self._ttl_above(delivery_timeout, "delivery_timeout")
@@ -149,7 +149,7 @@ class Policy:
             raise InvalidArgument(f"ttl must be longer than {what} ({bound:g} s); it is {ttl:g} s")
 
     def cool_ms(self, iteration: int) -> int:
-        """The cool-down after the digest numbered ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
+        """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
         return self._cooled(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._cool_ms
 
     def _cooled(self, delay: float | timedelta) -> int:
@@ -161,7 +161,7 @@ class Policy:
 
     @cached_property
     def terms(self) -> Terms:
-        """This policy in the store's units."""
+        """The policy in the store's units."""
 
         def whole(delay: float | timedelta, name: str) -> int:
             return milliseconds(seconds(delay, name))
@@ -190,10 +190,10 @@ class Policies:
         self.limits = base.terms.limits
 
     async def of(self, key: str, timeout: float | None = None) -> Policy:
-        """The policy of a timeline.
+        """Return the policy of a timeline.
 
-        Raises whatever the function raises, InvalidArgument for what is no Policy, and ConfigurationError if it takes
-        longer than ``timeout`` seconds (None: it may take for ever).
+        Raises any error of the function, InvalidArgument for a result that is not a Policy, and ConfigurationError if
+        it takes longer than ``timeout`` seconds (None: it may take forever).
         """
         if isinstance(self._source, Policy):
             return self._source
@@ -216,7 +216,7 @@ class Policies:
             raise  # its own
 
     def own(self, policy: Policy) -> bool:
-        """Whether a timeline must keep its limits, since a claim would bring others."""
+        """True if a timeline must keep its own limits, because a claim would bring others."""
         return policy is not self.fixed and policy.terms.limits != self.limits
 
 

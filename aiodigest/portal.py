@@ -1,13 +1,13 @@
-"""``engine.sync``: adds from threads without an event loop, by one thread of the process that has one.
+"""``engine.sync``: adds from threads without an event loop, through the one thread of the process that has one.
 
-It is called the portal, starts with the first add, and serves all engines, each with a session of its own beside the
-one in which it may be entered at the same time. Nothing is buffered, so the process may end at any time.
+That thread is called the portal. It starts with the first add, and serves all engines, each with a session of its own
+beside the one in which it may be entered at the same time. Nothing is buffered, so the process may end at any time.
 
-A forked child gets a portal of its own. That of its parent is kept there, but never used again: what is in it shares
-sockets and a selector with the parent, and to close them would write to the parent's.
+A forked child gets a portal of its own. It keeps its parent's portal, but never uses it again: that one shares sockets
+and a selector with the parent, and closing them would write to the parent's.
 
-Why not anyio's ``start_blocking_portal``: a child that ends collects its generator, which then waits for ever for a
-thread that only the parent has; Ctrl-C while it starts waits for a thread that nobody stops.
+Why not anyio's ``start_blocking_portal``? A child that ends collects its generator, which then waits forever for a
+thread that only the parent has; and Ctrl-C during its start waits for a thread that nobody stops.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRACE = 1.0  # seconds for calls under way and for closing connections, at the e
 
 
 class Adding(Protocol[Given]):
-    """What of an engine serves ``engine.sync``."""
+    """The part of an engine that ``engine.sync`` uses."""
 
     _bounds: Bounds
     _store: Store
@@ -56,19 +56,19 @@ class Adding(Protocol[Given]):
 
 
 class Sync(Generic[T]):
-    """The adds of an engine for threads without an event loop: views of Django, tasks of Celery, scripts.
+    """The adds of an engine for threads without an event loop: Django views, Celery tasks, scripts.
 
     The engine need not be entered: the first add connects, and a process may end, or fork, at any time. Any number of
     threads may add at once; their adds go out together, as those of tasks do. The engine's policy function and codec
-    are called in another thread, in which an event loop runs: they must not block it.
+    are called in another thread, which runs an event loop: they must not block it.
 
-    Beside what the methods of the engine raise, each raises ConfigurationError in a thread with a running event loop,
-    which it would block.
+    In addition to the errors of the engine's methods, each raises ConfigurationError in a thread with a running
+    event loop, which it would block.
 
     Parameters
     ----------
     engine : DigestEngine
-        Whose it is; nobody needs to make one, since every engine has it as ``engine.sync``.
+        The engine it adds to; there is no need to make one, since every engine has it as ``engine.sync``.
     """
 
     def __init__(self, engine: Adding[T]) -> None:
@@ -80,7 +80,7 @@ class Sync(Generic[T]):
         """``DigestEngine.add``, with the same arguments, answer and errors; blocks until the record is stored.
 
         That is within the engine's ``timeout``, or it raises BackendUnavailable; with a running event loop in this
-        thread it raises ConfigurationError. If the waiting is interrupted, as by Ctrl-C, the record may be stored.
+        thread it raises ConfigurationError. If the wait is interrupted, as by Ctrl-C, the record may be stored.
         """
         engine = self._engine
         return self._run("add", lambda: engine.add(key, value, record_id=record_id, timestamp=timestamp))
@@ -88,7 +88,7 @@ class Sync(Generic[T]):
     def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """``DigestEngine.add_many``, with the same arguments, answers and errors; blocks until all are stored.
 
-        The entries are taken in the thread that calls, so that a generator may query a database. Raises
+        The entries are read in the calling thread, so a generator may query a database. Raises
         ConfigurationError with a running event loop in this thread.
         """
         engine = self._engine
@@ -105,13 +105,13 @@ class Sync(Generic[T]):
         return self._carry_out(work)
 
     def _carry_out(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Do that where the engine has a session; a test has that elsewhere."""
+        """Do the work in the engine's session; a test has that elsewhere."""
         return _current().call(self._engine, work)
 
 
 class Helpers(ThreadPoolExecutor):
     """Threads that look up host names. Python starts no more of them once the main thread has ended, while others may
-    still add: from then on they are looked up here."""
+    still add: from then on ``submit`` looks them up itself."""
 
     def submit(
         self, fn: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -128,7 +128,7 @@ class Helpers(ThreadPoolExecutor):
 
 
 class Portal:
-    """A thread of this process with an event loop, and the sessions of engines there."""
+    """A thread of this process with an event loop, and the sessions of engines in it."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -140,7 +140,7 @@ class Portal:
         self._tasks: set[asyncio.Task[Any]] = set()  # calls under way, and sessions that are being left
 
     def call(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Carry out a call in the loop, with a session of the engine, and wait for its answer."""
+        """Run a call in the loop, with a session of the engine, and wait for its answer."""
         answer: Future[Answer] = Future()
         try:
             if self._submit(answer, engine, work):
@@ -155,7 +155,7 @@ class Portal:
     def _submit(
         self, answer: Future[Answer], engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> bool:
-        """Have a call carried out, unless the process is ending."""
+        """Submit a call to the loop, unless the process is ending."""
 
         def begin() -> None:
             task = self._note(loop.create_task(self._serve(engine, work)))
@@ -170,7 +170,7 @@ class Portal:
             return True
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop, once its thread is started. A signal handler that adds may do the same in the middle of this."""
+        """Return the loop, once its thread is started. A signal handler that adds may interrupt this with the same."""
         try:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
@@ -242,7 +242,7 @@ class Portal:
 
 
 def _settle(answer: Future[Answer], task: asyncio.Task[Answer]) -> None:
-    """Tell the thread that waits, if it still does, how its call has ended."""
+    """Tell the waiting thread, if it still waits, how its call ended."""
     if answer.set_running_or_notify_cancel():
         try:
             answer.set_result(task.result())

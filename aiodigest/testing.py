@@ -1,4 +1,4 @@
-"""``TestEngine``: an engine of yours in your own tests, without a server and without waiting."""
+"""``TestEngine``: your engine in your own tests, without a server and without waiting."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ CHAIN = 1_000, 100  # deliveries at one instant: so many, and so many for each t
 
 
 class TestEngine(Generic[T]):
-    """An engine of yours under test: in memory, with a clock that only the test moves, and without a worker.
+    """Puts an engine of yours under test: in memory, with a clock that only the test moves, and without a worker.
 
     Inside ``async with TestEngine(mail) as t:`` (or ``with``, which needs no event loop) your own engine is entered,
     and never connects to its URL. It keeps its callback, policy, value type, codec, retries, bounds and observers. The
-    app under test may enter it once more, to no effect but that ``delivering(callback)`` names a callback. Nothing is
+    app under test may enter it once more; the only effect is that ``delivering(callback)`` names a callback. Nothing is
     delivered until ``advance``. After leaving, the engine is as it was before, and the test's records are gone;
-    ``delivered`` and ``attempts`` stay until this is entered again, which begins a test anew.
+    ``delivered`` and ``attempts`` stay until this is entered again, which starts a new test.
 
     In memory an engine serves any event loop, one thread at a time. There is no consumer backoff mode, and no lease
-    ends. What callbacks await takes real time, in which the test's clock stands still; the engine's
-    ``delivery_timeout`` counts real seconds.
+    ends. Callbacks that wait take real time, while the test's clock stands still; the engine's ``delivery_timeout``
+    counts real seconds.
 
     Parameters
     ----------
     engine : DigestEngine
         Not entered, and in no other test.
     server : bool, default False
-        Whether to work on a real server: an embedded one of its own, in a temporary folder, for ``async with`` alone.
+        True to work on a real server: an embedded one of its own, in a temporary folder, for ``async with`` alone.
         It can be used in that event loop only.
     start : datetime or None, default None (the real time of entering)
-        What the test's clock shows at first; aware, and after 1970.
+        The first time on the test's clock; aware, and after 1970.
     clock : TestEngine or None, default None
-        One that is entered and whose clock this one shares: ``advance`` of either moves both.
+        An entered test whose clock this one shares: ``advance`` of either moves both.
 
     Raises
     ------
@@ -64,10 +64,10 @@ class TestEngine(Generic[T]):
     __test__ = False  # it is no test of pytest's
 
     delivered: list[Digest[T]]
-    """The digests that were delivered, in order; of a ``PartialFailure`` only with the records that were."""
+    """The digests that were delivered, in order; a ``PartialFailure`` leaves only the records that were delivered."""
 
     attempts: list[Delivery]
-    """What observers are told, of every attempt in order; by the test's clock none takes any time."""
+    """The reports to observers, of every attempt in order; by the test's clock none takes any time."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class TestEngine(Generic[T]):
 
     @property
     def now(self) -> datetime:
-        """The time of the test's clock, in UTC; in a callback, when its digest was due.
+        """The time of the test's clock, in UTC; in a callback, the time its digest was due.
 
         Raises ConfigurationError before the test engine is entered.
         """
@@ -117,13 +117,13 @@ class TestEngine(Generic[T]):
         minutes: float = 0,
         seconds: float = 0,
     ) -> None:
-        """Move the test's clock, and deliver what comes due on the way, each digest at its own due time.
+        """Move the test's clock, and deliver everything that comes due on the way, each digest at its own due time.
 
         ``span``, or ``days``, ``hours``, ``minutes`` and ``seconds``, are those of a timedelta (in whole milliseconds);
-        without any, what is due now is delivered. What is due at one time is delivered at once, up to the engine's
+        without any, digests due now are delivered. Digests due at one time are delivered at once, up to the engine's
         ``concurrency``; retries and later digests that come due within the span are delivered too. When this returns,
         the callbacks have ended and the clock shows the end of the span. A callback that raises fails as it does in
-        production, and is no error of this method.
+        production, and is not an error of this method.
 
         Raises
         ------
@@ -146,8 +146,8 @@ class TestEngine(Generic[T]):
     def fail_next(self, error: BaseException, times: int = 1) -> None:
         """Let the next attempts to deliver, ``times`` of them, raise ``error`` instead of calling the callback.
 
-        Any exception, also ``RetryAfter``, ``Reject`` or ``PartialFailure``. Raises InvalidArgument if it is none, or
-        ``times`` is not at least 1.
+        ``error`` is any exception, even ``RetryAfter``, ``Reject`` or ``PartialFailure``. Raises InvalidArgument if it
+        is not an exception, or ``times`` is not at least 1.
         """
         require(isinstance(error, BaseException), "error", "an exception, such as ConnectionError()", error)  # pyright: ignore[reportUnnecessaryIsInstance]
         self._failures += [error] * whole(times, "times", 1, 1_000_000)
@@ -222,7 +222,7 @@ class TestEngine(Generic[T]):
     # Delivering
 
     async def _due(self) -> tuple[int | None, int]:
-        """When something is due next, and how many timelines wait or are due."""
+        """Return the next due time, and the number of timelines that wait or are due."""
         counts = await (await self._store()).counts()
         due = counts.get("oldest_due_ms")
         return None if due is None else max(due, self._paused_ms), counts["waiting"] + counts["ready"]
@@ -237,7 +237,7 @@ class TestEngine(Generic[T]):
         return claims.leases
 
     async def _deliver(self, lease: Lease, now: int) -> None:
-        """Deliver a digest, all its parts, as a worker does."""
+        """Deliver a digest, in all its parts, as a worker does."""
         session, backend = self._entered(), await self._store()
         dispatcher = self._engine._dispatcher(self._call)
         session.delivering += 1
@@ -309,7 +309,7 @@ class _Clock:
             self._moves = False
 
     async def _claimed(self, now: int) -> Sequence[tuple[TestEngine[Any], Lease]]:
-        """What all tests have to deliver; who is cancelled meanwhile gives it back, since no lease ends."""
+        """Claim everything that all tests have to deliver; a cancelled claim gives it back, since no lease ends."""
 
         async def claim() -> list[tuple[TestEngine[Any], Lease]]:
             return [(test, lease) for test in self.tests for lease in await test._claim(now)]
@@ -323,7 +323,7 @@ class _Clock:
             raise
 
     async def _deliver(self, most: int) -> None:
-        """Deliver all that is due now, what that makes due too; at most about ``most`` digests."""
+        """Deliver everything due now, including deliveries that those cause; at most about ``most`` digests."""
         now, count = self.ms, 0
         while batch := await self._claimed(now):
             try:

@@ -1,4 +1,4 @@
-"""The instruments of metrics, and what is observed when they are collected; see ``opentelemetry``."""
+"""The instruments of metrics, and their observations at each collection; see ``opentelemetry``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILURES = ("failed", "partial", "deferred", "timeout", "rejected", "buried", "l
 
 
 class Figures:
-    """What the server says of each namespace: asked once a collection, however many instruments are collected."""
+    """The server's figures for each namespace: asked once a collection, however many instruments it reads."""
 
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
@@ -30,7 +30,7 @@ class Figures:
         self._told: set[str] = set()  # the instruments that know the latest
 
     def of(self, instrument: str, options: CallbackOptions) -> Mapping[str, Stats]:
-        """The latest, by namespace; an instrument that asks a second time is in another collection."""
+        """Return the latest figures by namespace; a second question from one instrument means another collection."""
         if not self._told or instrument in self._told:
             self._latest = self._asked(options.timeout_millis / 2000)
             self._told.clear()
@@ -38,7 +38,7 @@ class Figures:
         return self._latest
 
     def _asked(self, most: float) -> dict[str, Stats]:
-        """The answers that come within ``most`` seconds, of all servers at once."""
+        """Ask all servers at once, and return the answers that come within ``most`` seconds."""
         began, found = monotonic(), dict[str, Stats]()
         asked: dict[str, tuple[float, Future[Stats]]] = {}
         for engine in self._engines():
@@ -66,7 +66,7 @@ class Figures:
 
 
 class Metrics:
-    """The instruments of all engines that are measured by one provider, since an instrument can be made once."""
+    """The instruments of all engines measured by one provider, since each instrument can be made only once."""
 
     def __init__(self, provider: MeterProvider) -> None:
         self._provider = provider
@@ -107,11 +107,11 @@ class Metrics:
         )
 
     def serves(self, provider: MeterProvider) -> bool:
-        """Whether measurements end in this provider, which may have been set after they began."""
+        """True if measurements end up in this provider, which may have been set after they began."""
         return provider is self._provider or (self._is_global and provider is get_meter_provider())
 
     def take(self, engine: Engine) -> None:
-        """Measure an engine too."""
+        """Measure another engine."""
         if any(engine is one for one in self._living()):
             raise ConfigurationError(f"engine {engine.namespace!r} is measured by this provider already")
         self._engines.append(ref(engine))
@@ -144,7 +144,7 @@ class Metrics:
         return self._now(lambda activity: int(activity.unavailable), max)
 
     def _now(self, read: Callable[[Activity], int], join: Callable[[int, int], int]) -> Iterable[Observation]:
-        """What the engines do; of those of one namespace, taken together."""
+        """Observe the engines; those of one namespace are taken together."""
         values: dict[str, int] = {}
         for engine in self._living():
             value, name = read(engine.activity), engine.namespace
@@ -174,7 +174,7 @@ _made: WeakSet[Metrics] = WeakSet()
 
 
 def of(provider: MeterProvider | None) -> Metrics:
-    """The instruments of a provider, or of the process's own."""
+    """Return the instruments of a provider, or of the process's own."""
     chosen = provider if provider is not None else get_meter_provider()
     metrics = next((metrics for metrics in _made if metrics.serves(chosen)), None) or Metrics(chosen)
     _made.add(metrics)

@@ -1,4 +1,4 @@
-"""A span for each attempt to deliver, linked to those that added its records; see ``opentelemetry``."""
+"""A span for each attempt to deliver, linked to the spans that added its records; see ``opentelemetry``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERRORS = ("failed", "timeout", "buried")
 
 
 def tracing(namespace: str, provider: TracerProvider | None) -> Tracing:
-    """The spans of an engine, for a provider, or for the process's own."""
+    """Return an engine's spans, for a provider or for the process's own."""
     return _Traces(trace.get_tracer("aiodigest", __version__, provider), namespace)
 
 
@@ -76,7 +76,7 @@ def _unpacked(context: bytes) -> SpanContext:
 
 
 class _Attempt:
-    """A span that is current for a while. Whatever goes wrong with it, the delivery goes on."""
+    """A span that is current for a while. If anything goes wrong with it, the delivery still goes on."""
 
     def __init__(self, digest: Digest[Any], begin: Callable[[], Span]) -> None:
         self._facts = {"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt}
@@ -97,7 +97,7 @@ class _Attempt:
         self._end("cancelled")
 
     def _end(self, outcome: Outcome, reason: str = "", error: BaseException | None = None) -> None:
-        """Say what came of the attempt, and end its span, unless that is done."""
+        """Record the attempt's outcome and end its span, unless that is done."""
         span, self._span = self._span, None
         if span is None:
             return

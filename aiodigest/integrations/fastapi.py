@@ -1,4 +1,4 @@
-"""For apps on FastAPI: an engine as a dependency, health routes, and an answer for when the server is away."""
+"""Support for FastAPI apps: an engine as a dependency, health routes, and an answer while the server is away."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COME_AGAIN = "5"  # seconds: a failover takes about as long
 
 @dataclass(frozen=True)
 class _Dependency(Generic[T]):
-    """What ``dependency`` returns: equal for the same engine, so that an override is found."""
+    """The value of ``dependency``: equal for the same engine, so that an override is found."""
 
     engine: DigestEngine[T]
 
@@ -42,38 +42,38 @@ class _Dependency(Generic[T]):
 
 
 def dependency(engine: DigestEngine[T]) -> Callable[[], Awaitable[DigestEngine[T]]]:
-    """The dependency whose value is ``engine``.
+    """Return the dependency whose value is ``engine``.
 
     ``Mail = Annotated[DigestEngine[Comment], Depends(dependency(mail))]`` is the type of an endpoint's parameter, which
-    then gets ``mail``, and checkers know its values. What is returned for one engine is equal each time: a test puts
-    another in its place by ``app.dependency_overrides[dependency(mail)] = dependency(other)``. It does not enter the
-    engine: that is for the app's lifespan to do, or for the test.
+    then gets ``mail``, and type checkers know its values. Each call for one engine returns an equal dependency: a test
+    replaces it with ``app.dependency_overrides[dependency(mail)] = dependency(other)``. A dependency does not enter the
+    engine: the app's lifespan does that, or the test.
     """
     return _Dependency(engine)
 
 
 def health_router(*engines: DigestEngine[Any], overdue: float | timedelta = 60) -> APIRouter:
-    """A router with GET ``/livez`` and ``/healthz``, which are those of ``health_routes``.
+    """Make a router with GET ``/livez`` and ``/healthz``, the routes of ``health_routes``.
 
     ``app.include_router(health_router(mail))``, with a ``prefix`` if wanted. Dependencies of the app or of the router,
-    such as a login, do not apply to them, and the OpenAPI schema leaves them out.
+    such as a login, do not apply to these routes, and the OpenAPI schema leaves them out.
 
-    Raises InvalidArgument if there is no engine, if two are of one namespace, or if ``overdue`` (seconds or a
-    timedelta, by the server's clock) is no duration.
+    Raises InvalidArgument if there is no engine, if two share a namespace, or if ``overdue`` (seconds or a
+    timedelta, by the server's clock) is not a duration.
     """
     return APIRouter(routes=[*health_routes(*engines, overdue=overdue)])
 
 
 async def answer_unavailable(request: Request, error: Exception) -> JSONResponse:
-    """The answer to a ``request`` that found no server: 503, with ``Retry-After`` (5 seconds).
+    """Answer a ``request`` that found no server: 503, with ``Retry-After`` (5 seconds).
 
-    ``app.add_exception_handler(BackendUnavailable, answer_unavailable)``, and of an app that calls ``add_many``
-    ``app.add_exception_handler(PartialAdd, answer_unavailable)`` too. The JSON body has a ``detail`` for people, and
-    of an add ``stored`` ("no" or "unknown") and ``record_id``: to add again under that id is harmless while the record
-    waits. Of a PartialAdd ``stored`` is "no" if that is so of all entries, and ``record_id`` is null. Why the server is
-    away, and where it is, is not for clients to know: that is logged, as a warning.
+    ``app.add_exception_handler(BackendUnavailable, answer_unavailable)``; an app that calls ``add_many`` also needs
+    ``app.add_exception_handler(PartialAdd, answer_unavailable)``. The JSON body has a ``detail`` for people, and
+    for an add ``stored`` ("no" or "unknown") and ``record_id``: adding again under that id is harmless while the record
+    waits. For a PartialAdd ``stored`` is "no" if that holds for all entries, and ``record_id`` is null. Clients do not
+    learn why the server is away, or where it is: that is logged, as a warning.
 
-    Raises ``error`` as it is if it is no BackendUnavailable, and no PartialAdd all of whose errors are.
+    Raises ``error`` unchanged if it is neither a BackendUnavailable, nor a PartialAdd all of whose errors are.
     """
     match error:
         case BackendUnavailable():

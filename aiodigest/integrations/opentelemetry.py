@@ -1,4 +1,4 @@
-"""Metrics of an engine, and a span for each attempt to deliver, by the OpenTelemetry API (``aiodigest[otel]``)."""
+"""Metrics of an engine, and a span for each attempt to deliver, with the OpenTelemetry API (``aiodigest[otel]``)."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def instrument(
     meter_provider: MeterProvider | None = None,
     tracer_provider: TracerProvider | None = None,
 ) -> None:
-    """Give the metrics of ``engine`` to OpenTelemetry, and a span for each attempt to deliver a digest.
+    """Send the metrics of ``engine`` to OpenTelemetry, and a span for each attempt to deliver a digest.
 
-    The providers are those that are set for the process, now or later, unless ``meter_provider`` and
-    ``tracer_provider`` say others. Call it once, before the engine is entered.
+    The providers are those set for the process, now or later, unless ``meter_provider`` and
+    ``tracer_provider`` name others. Call it once, before entering the engine.
 
     Metrics have the attribute ``namespace``, and never a key. ``aiodigest.adds``, ``aiodigest.deliveries``,
     ``aiodigest.delivery.failures`` (by ``reason``), ``aiodigest.delivery.duration`` and ``aiodigest.delivery.lateness``
     (seconds), ``aiodigest.backoff_level`` and ``aiodigest.backend_unavailable`` (1 or 0) are of this process.
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
     ``aiodigest.records.buried`` (in dead letters, where they can be replayed) and ``aiodigest.oldest_overdue``
-    (seconds) are the namespace's: each process tells the same, so take their maximum and not their sum. For these the
-    server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow; if
-    it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
-    own event loop cannot wait for it, and has the figures of the one before.
+    (seconds) belong to the namespace: each process reports the same, so take their maximum and not their sum. For these
+    the server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow;
+    if it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
+    own event loop cannot wait for the answer, and has the figures of the previous one.
 
     A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to at most 128 of the spans in
     which its records were added, if these are recorded. It is current while the callback runs. Its attribute
-    ``aiodigest.outcome`` is the result that observers are told (``Delivery``): delivered, partial, deferred, rejected,
-    failed, timeout or buried, of which the last three are errors; or cancelled, of an attempt that was cut short. The
-    store answers "lost" or "deleted" after the span has ended. The key is no attribute, since it is often somebody's
-    address: a callback that wants it sets it on the current span.
+    ``aiodigest.outcome`` is the result reported to observers (``Delivery``): delivered, partial, deferred, rejected,
+    failed, timeout or buried, the last three of which are errors; or cancelled, for an attempt that was cut short. The
+    store answers "lost" or "deleted" after the span has ended. The key is not an attribute, since it is often
+    somebody's address: a callback that wants it sets it on the current span.
 
     Raises
     ------
     ConfigurationError
-        If the engine is instrumented, or entered.
+        If the engine is already instrumented, or entered.
     """
     if engine._tracing is not None:
         raise ConfigurationError(f"engine {engine.namespace!r} is instrumented already")
@@ -59,7 +59,7 @@ def instrument(
 
 
 def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None = None) -> None:
-    """The metrics of ``instrument`` for ``engine``, without its spans; once for each ``meter_provider``.
+    """Send the metrics of ``instrument`` for ``engine``, without its spans; once for each ``meter_provider``.
 
     Raises ConfigurationError if the provider has them already, or the engine is entered.
     """

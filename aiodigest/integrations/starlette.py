@@ -1,4 +1,4 @@
-"""Health of an app on Starlette: whether to restart its process, and whether to send it requests."""
+"""Health of a Starlette app: whether to restart its process, and whether to send it requests."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["health_routes"]
 
 
 def health_routes(*engines: DigestEngine[Any], overdue: float | timedelta = 60) -> list[Route]:
-    """Routes for ``Starlette(routes=...)``, that tell whoever runs the app how its engines are.
+    """Make routes for ``Starlette(routes=...)`` that report the health of engines to the platform that runs the app.
 
     GET ``/livez`` asks whether to restart the process, and answers 200 as long as the event loop turns. It never calls
-    a server, so that an outage restarts nothing. It is 503 only if a fault has ended an engine's background task.
+    a server, so an outage restarts nothing. It is 503 only if a fault has ended an engine's background task.
 
     GET ``/healthz`` asks all engines at once whether their servers answer, within each engine's ``timeout``, and
     whether no timeline has been due for more than ``overdue`` (seconds or a timedelta, by the server's clock). It is
-    503 if one says no, and also for an engine that is not entered.
+    503 if one says no, and also if an engine is not entered.
 
     Both answer JSON that names engines by their namespaces, and never a key or a password:
     ``{"ok": false, "engines": {"mail": {"ok": false, "reason": "...", "overdue": 0.0}}}``, ``/livez`` without
     ``overdue``. Reasons may name hosts: keep the routes from strangers.
 
-    Raises InvalidArgument if there is no engine, if two are of one namespace, or if ``overdue`` is no duration.
+    Raises InvalidArgument if there is no engine, if two share a namespace, or if ``overdue`` is not a duration.
     """
     namespaces = [engine.namespace for engine in engines]
     require(len(set(namespaces)) == len(namespaces) > 0, "engines", "one or more, of distinct namespaces", namespaces)
