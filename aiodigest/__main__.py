@@ -6,7 +6,7 @@ from aiodigest._interrupt import INTERRUPTED, loaded
 
 
 def main() -> None:
-    """Run the command line. What it is made of (typer, rich) is an extra, which need not be installed."""
+    """Run the command line. Its libraries (typer, rich) are an extra, which may not be installed."""
     try:
         try:
             from aiodigest.commands.app import run

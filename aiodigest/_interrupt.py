@@ -1,7 +1,7 @@
-"""Ctrl-C while the command ``aiodigest`` is still being loaded: it ends at once and says nothing.
+"""Ctrl-C while the command ``aiodigest`` is still loading: the command ends at once and prints nothing.
 
-The package imports this first. Loading the rest takes half a second, in which a ``KeyboardInterrupt`` would come out as
-a traceback of the import machinery. In any other program than the command this does nothing.
+The package imports this first. Loading the rest takes half a second; without this, a ``KeyboardInterrupt`` in that time
+would print a traceback of the import machinery. In any program other than the command this does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 def is_command(arguments: list[str], original: list[str]) -> bool:
-    """Whether this is the command: ``-m`` stands there only while ``python -m`` looks for what it is to run."""
+    """True if this is the command. ``-m`` stands there only while ``python -m`` looks for the module to run."""
     if arguments[:1] == ["-m"]:
         return original[original.index("-m") + 1 :][:1] in (["aiodigest"], ["aiodigest.__main__"])
     return bool(arguments) and PurePath(arguments[0]).name in ("aiodigest", "aiodigest.exe")
@@ -27,7 +27,7 @@ def end(_number: int, _frame: FrameType | None) -> None:
 
 
 def loaded() -> None:
-    """The command can deal with it from now on."""
+    """Restore the usual Ctrl-C: from now on the command can handle it."""
     if signal.getsignal(signal.SIGINT) is end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

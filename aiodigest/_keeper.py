@@ -1,14 +1,14 @@
-"""The keeper: a small program that owns one embedded server, and is gone when the last user of the server is.
+"""The keeper: a small program that owns one embedded server, and ends when the server's last user has gone.
 
-``embedded.py`` runs this file in a bare interpreter, because what ends with the last of several processes must be a
-process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it however the
-user ends. The keeper tells each user in lines how the server is: ``starting PID``, ``up PID`` or ``down REASON``.
+``embedded.py`` runs this file in a bare interpreter, because anything that ends with the last of several processes
+must be a process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it
+however the user ends. The keeper sends each user lines of status: ``starting PID``, ``up PID`` or ``down REASON``.
 
-It works in the data folder itself, and not at the path of it, where there may be another folder one day. It looks
-whether that has happened, or whether somebody deleted what the server cannot be found or started without: then it
-kills the server, so that no more is acknowledged, and ends. The users launch another keeper.
+It works in the data folder itself and not by its path, where another folder may appear one day. It keeps checking for
+that, and for deleted files without which the server cannot be found or started. If either happens, it kills the server,
+so that nothing more is acknowledged, and ends. The users launch another keeper.
 
-Arguments: server binary, data folder, folder of the sockets, descriptor of the locked file, descriptor of the door.
+Arguments: server binary, data folder, sockets folder, descriptor of the lock file, descriptor of the door.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PROBE = b"EVAL \"redis.call('set', KEYS[1], 1) return redis.call('del', KEYS[1])
 
 
 def load_prctl() -> Callable[[int, int], int] | None:
-    """The call that binds the server's life to the keeper's. It exists on Linux; elsewhere the next user sends an
-    orphaned server away. It is bound to the *thread* that makes the child: the keeper has only one."""
+    """Return the call that ties the server's life to the keeper's. It exists on Linux; elsewhere the next user ends
+    an orphaned server. It ties the server to the *thread* that forks it: the keeper has only one."""
     if sys.platform != "linux":
         return None
     with suppress(ImportError, OSError, AttributeError):
@@ -119,7 +119,7 @@ class Keeper:
         self.selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(4096))
 
     def on_signal(self, number: int, _frame: object) -> None:
-        """The selector wakes up in any case; a server that ended is seen by ``reap``."""
+        """Note a SIGTERM. The selector wakes up in any case, and ``reap`` notices a server that has ended."""
         if number == signal.SIGTERM:
             self.dismissed = True
 
@@ -160,7 +160,7 @@ class Keeper:
             self.departed.append(user)
 
     def release_departed(self) -> None:
-        """A user who leaves waits for the end of its connection: now, or once the server that it used last is gone."""
+        """Close the connections of users who left. They wait for it: now, or once the server they used last is gone."""
         for user in self.departed:
             user.close()
         self.departed.clear()
@@ -239,8 +239,8 @@ class Keeper:
         self.selector.register(output, selectors.EVENT_READ, self.read_output)
 
     def become_server(self, keeper: int, printed: int) -> NoReturn:
-        """In the new process. SIGXFSZ stays ignored, as Python has it: so a file-size limit is an error that the
-        server can log. The lock is left open: it is held exactly as long as the keeper or the server lives."""
+        """Run the server in the new process. SIGXFSZ stays ignored, as Python sets it, so that the server can log a
+        file-size limit as an error. The lock stays open: it is held for as long as the keeper or the server lives."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -304,7 +304,7 @@ class Keeper:
         self.publish(f"down {reason}")
 
     def reason(self, status: int) -> str:
-        """Why the server ended: how, and its last warnings (lines of the level ``#``), or else its last lines."""
+        """Explain how the server ended, with its last warnings (lines of level ``#``), else its last lines."""
         code = os.waitstatus_to_exitcode(status)
         ended = f"exit status {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
@@ -342,7 +342,7 @@ class Keeper:
     # The end
 
     def leave(self) -> None:
-        """End the server, then what leads to it. Users who come meanwhile find the door closed, and the lock held
+        """End the server, then remove its sockets. Users who arrive meanwhile find the door closed, and the lock held
         until this process ends."""
         self.door.close()
         if self.server is not None:

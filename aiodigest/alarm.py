@@ -10,9 +10,9 @@ GRAIN = 0.01  # seconds: what is due so soon is due now, so that thousands are l
 
 
 class Alarm:
-    """Goes off at the earliest of the times it was set to, and is then set to none.
+    """A timer for the earliest of the times it was set to; once it goes off, it is set to none.
 
-    It keeps that time itself: what uvloop gives for one that is very near, or past, has no ``when``.
+    It keeps that time itself: the handle that uvloop returns for a time very near, or past, has no ``when``.
     """
 
     def __init__(self, ring: Callable[[], None]) -> None:
@@ -21,7 +21,7 @@ class Alarm:
         self._handle: asyncio.Handle | None = None
 
     def set(self, at: float) -> None:
-        """Go off at a time of the event loop's clock, unless it will sooner."""
+        """Go off at a time of the event loop's clock, unless a sooner one is set."""
         if at < self._at:
             self.cancel()
             self._at, self._handle = at, asyncio.get_running_loop().call_at(at, self._go_off)

@@ -1,7 +1,7 @@
-"""What the scheduler and the engine ask of a store, and the words in which it answers.
+"""The store's interface for the scheduler and the engine, and the types of its answers.
 
-Times are integer milliseconds of the server's clock. Calls on a shard's timelines take several at once, so that a
-store can answer them in one round trip; each item has an answer of its own, in order, and one that fails, fails alone.
+Times are integer milliseconds of the server's clock. Calls on a shard's timelines take several items at once, so that a
+store can answer them in one round trip. Each item has its own answer, in order; a failing item fails alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MOVES = 200  # timelines that one script makes ready, of those that wait and of 
 
 
 class Retired(AiodigestError):
-    """A shard is part of a layout that the namespace has no more; nothing was done. Another one has its timelines."""
+    """A shard belongs to a layout the namespace no longer has; nothing was done. Another one has its timelines."""
 
 
 class Add(NamedTuple):
-    """A record to append; ``own`` says that its timeline has other limits than its engine's default."""
+    """A record to append; ``own`` says that its timeline's limits differ from its engine's default."""
 
     key: str
     entry: bytes
@@ -41,10 +41,10 @@ class Add(NamedTuple):
 
 @dataclass(slots=True)  # frozen, the making of one would take three times as long
 class Lease:
-    """The right to deliver one digest, until the lease's end on the server's clock. Nobody changes one.
+    """The right to deliver one digest, until the lease ends on the server's clock. Immutable.
 
-    ``entries`` are the first of the ``size`` entries under delivery; the others are paged with ``Backend.read``.
-    ``part`` (0: no bound) is how many of them one digest may hold, and those older than ``cut_ms`` (0: none) are
+    ``entries`` are the first of the ``size`` entries under delivery; page the others with ``Backend.read``.
+    ``part`` (0: no bound) is how many of them one digest may hold. Entries older than ``cut_ms`` (0: none) are
     left out. ``due_ms`` is when the timeline was due.
     """
 
@@ -64,10 +64,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The answer of a claim: leases, what to sleep on, and what was met on the way.
+    """The answer to a claim: leases, how long to sleep, and problems met on the way.
 
-    ``wait_ms`` is how long until something is due (0: there is more now; None: nothing is held). ``broken`` names
-    timelines whose keys could not be read, set aside for one lease; ``expired`` pairs a key with the number of its
+    ``wait_ms`` is the time until something is due (0: there is more now; None: nothing is held). ``broken`` names
+    timelines whose keys could not be read, set aside for one lease. ``expired`` pairs a key with the number of its
     records that outlived their ttl.
     """
 
@@ -80,14 +80,14 @@ class Claims:
 
 
 class Letter(NamedTuple):
-    """Records to set aside as a dead letter: those with these ids, or all of the part (None)."""
+    """Records to set aside as a dead letter: the ones with these ids, or the whole part (None)."""
 
     reason: str
     ids: Sequence[bytes] | None = None
 
 
 class Close(NamedTuple):
-    """A delivery that ended for good: of the first ``taken`` entries, what is in no letter was delivered.
+    """A delivery that ended for good: of the first ``taken`` entries, those in no letter were delivered.
 
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down.
     """
@@ -104,7 +104,7 @@ class Close(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """``part``: ``left`` entries remain under the same lease, as ``digest_id``; ``deleted``: the timeline was."""
+    """A close's answer. ``part``: ``left`` entries keep the lease, as ``digest_id``; ``deleted``: the timeline was."""
 
     status: Literal["closed", "part", "deleted", "lost"]
     digest_id: str = ""
@@ -112,9 +112,9 @@ class Closed(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` and is tried again.
+    """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` before the next try.
 
-    ``failed`` are the ids that stay of the first ``taken`` entries (None: all). ``give_back`` returns the attempt.
+    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). ``give_back`` returns the attempt.
     """
 
     lease: Lease
@@ -130,10 +130,10 @@ class Retry(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Where ``reschedule`` moves a waiting timeline.
+    """A target for ``reschedule`` of a waiting timeline.
 
-    ``at_ms``, or ``delay_ms`` from now; or neither: from the terms, with the ``gap_ms`` that the policy gives after
-    ``iteration``, if that is still the timeline's.
+    Give ``at_ms``, or ``delay_ms`` from now. With neither, the terms decide, with the ``gap_ms`` that the policy gives
+    after ``iteration``, if the timeline is still at that iteration.
     """
 
     terms: Terms
@@ -160,7 +160,7 @@ class Window(NamedTuple):
 
 
 class Bookmark(NamedTuple):
-    """Where a page of a schedule or of dead letters has ended, and the time after which nothing is listed."""
+    """The place where a page of a schedule or of dead letters ended, and the time after which nothing is listed."""
 
     time: bytes
     name: bytes
@@ -168,7 +168,7 @@ class Bookmark(NamedTuple):
 
 
 class Page(NamedTuple, Generic[T]):
-    """Some of what a shard holds, and where the next page begins; None if there was nothing more."""
+    """A page of a shard's contents, and its end, where the next page begins; None if there was no more."""
 
     items: Sequence[T] = ()
     end: Bookmark | None = None
@@ -176,7 +176,7 @@ class Page(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RawLetter:
-    """A dead letter as the store keeps it."""
+    """A dead letter as stored."""
 
     id: str
     key: str
@@ -190,39 +190,39 @@ class RawLetter:
 class Backend(Protocol):
     """A store of timelines. Each transition happens whole or not at all.
 
-    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless. One that is
-    given a shard may raise ``Retired``.
+    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless. A method that
+    takes a shard may raise ``Retired``.
     """
 
     @property
     def shards(self) -> int:
-        """How many schedules there are; known once connected. There may be more of them later, never fewer."""
+        """The number of schedules, known once connected. It may grow later, but never shrinks."""
         ...
 
     def lives(self, shard: int) -> bool:
-        """Whether a shard takes adds, or may still hold something."""
+        """True if a shard takes adds, or may still hold something."""
         return True
 
     @property
     def changes(self) -> int:
-        """Another number than before if the shards are others than before."""
+        """A number that changes whenever the shards do."""
         return self.shards
 
     @property
     def takers(self) -> int:
-        """How many of the shards take adds."""
+        """The number of shards that take adds."""
         return self.shards
 
     def number_of(self, shard: int) -> int | None:
-        """A shard's number in the namespace's layout; None: that has changed, and the shard is being drained."""
+        """Return a shard's number in the namespace's layout; None: that has changed, and the shard is being drained."""
         return shard
 
     def shard_of(self, key: str) -> int:
-        """The shard that takes the records of a timeline."""
+        """Return the shard that takes a timeline's records."""
         ...
 
     async def connect(self) -> None:
-        """Look the layout up; ``ConfigurationError`` if it is another's."""
+        """Look up the layout; ``ConfigurationError`` if it does not fit the engine."""
         ...
 
     async def aclose(self) -> None:
@@ -234,15 +234,15 @@ class Backend(Protocol):
         ...
 
     async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-        """Recover ended leases, promote what is due, and open up to ``slots`` digests, oldest due first."""
+        """Recover ended leases, promote due timelines, and open up to ``slots`` digests, oldest due first."""
         ...
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        """A page of the entries under delivery; ``LeaseLost`` if the lease is another's."""
+        """Return a page of the entries under delivery; ``LeaseLost`` if another worker has the lease."""
         ...
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
-        """Extend leases to ``lease_ms`` from now; False for one that is lost. With none: there is a worker."""
+        """Extend leases to ``lease_ms`` from now; False for a lost one. An empty call says that there is a worker."""
         ...
 
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
@@ -258,11 +258,11 @@ class Backend(Protocol):
         ...
 
     async def wait(self, shard: int, bell: str) -> str:
-        """Return when the shard's doorbell has rung since ``bell``, or after a while; its last ring."""
+        """Wait until the shard's doorbell has rung since ``bell``, or for a while; return its last ring."""
         ...
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        """Promote what is due by the deadline (None: now), up to 200 a shard; the keys with their due times."""
+        """Promote what is due by the deadline (None: now), up to 200 a shard; return the keys with their due times."""
         ...
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
@@ -278,8 +278,8 @@ class Backend(Protocol):
         """Open a ready timeline, and close it on leaving; ``InvalidState`` if it is not ready.
 
         The lease is not renewed. An exception inside keeps every record: the timeline is ready again, and its
-        digest comes with the same id. What is over ``max_size`` is left ready, and what ``max_age`` leaves out is
-        counted.
+        digest comes back with the same id. Records over ``max_size`` stay ready, and records left out by ``max_age``
+        are counted.
         """
         shard, limits = self.shard_of(key), policy.terms.limits
         lease = await self.open(shard, key, lease_ms, limits)
@@ -310,77 +310,77 @@ class Backend(Protocol):
             await self.release(shard, [rest], started=False)
 
     async def delete(self, key: str) -> bool:
-        """Drop a timeline, its cool-down included; whether it held records."""
+        """Drop a timeline, its cool-down included; True if it held records."""
         ...
 
     async def flush(self, key: str) -> bool:
-        """Make a timeline ready now, or after the delivery under way; whether it holds records."""
+        """Make a timeline ready now, or after the delivery under way; True if it holds records."""
         ...
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        """Drop a record that is not under delivery; whether one went."""
+        """Drop a record that is not under delivery; True if one was dropped."""
         ...
 
     async def reschedule(self, key: str, move: Move) -> int | None:
-        """Move the due time of a waiting timeline; the new one, or None if it has none of this ``iteration``."""
+        """Move the due time of a waiting timeline; return the new one, or None if none waits at this ``iteration``."""
         ...
 
     async def look(self, key: str) -> Window | None:
-        """A timeline, or None if it holds no records (its iteration is 0 then)."""
+        """Return a timeline, or None if it holds no records (its iteration is 0 then)."""
         ...
 
     async def windows(self, key: str) -> list[Window]:
-        """The same, the earliest due first: one of each shard that holds some, while their number is changed."""
+        """Return a timeline, earliest due first: one for each shard that holds records of it, while resharding."""
         window = await self.look(key)
         return [] if window is None else [window]
 
     async def entries(self, key: str) -> list[bytes]:
-        """All entries of a timeline: under delivery first, then what came since."""
+        """Return all entries of a timeline: first those under delivery, then those that came since."""
         ...
 
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
-        """Up to ``count`` timelines of a state, the earliest due first.
+        """Return up to ``count`` timelines of a state, the earliest due first.
 
-        ``after`` is where the page before has ended. What stays where it is comes once, whatever leaves meanwhile;
-        what is placed later than all that there was at the first page does not come.
+        ``after`` is the end of the previous page. A timeline that keeps its place comes once, even if others leave
+        meanwhile. A timeline placed later than everything there at the first page does not come.
         """
         ...
 
     async def counts(self) -> dict[str, int]:
-        """Set sizes and counters, summed over the shards, under the names of ``models.Stats``.
+        """Return set sizes and counters, summed over the shards, under the names of ``models.Stats``.
 
-        ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) are those of the earliest due
+        ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) describe the earliest due
         timeline that waits or is ready.
         """
         ...
 
     async def reshard(self, shards: int) -> bool:
-        """Let so many shards take the adds; False if they do already, and nothing is left to drain."""
+        """Let ``shards`` shards take the adds; False if they already do, and nothing is left to drain."""
         if shards != self.shards:
             raise ConfigurationError(f"this store keeps its number of shards, {self.shards}")
         return False
 
     async def drain(self) -> dict[str, int]:
-        """Bring the end of the old shards nearer; what they hold, by state. Nothing: they are no more."""
+        """Bring the end of the old shards nearer; return what they hold, by state. An empty answer: they are gone."""
         return {}
 
     async def examine(self) -> list[Finding]:
-        """What is to be said of the servers, and of what the namespace holds there; changes nothing."""
+        """Check the servers, and the namespace's contents there; changes nothing."""
         return []
 
     async def erase(self) -> int:
-        """Drop the namespace with all that it holds; how many keys went."""
+        """Drop the namespace with all its contents; return the number of keys dropped."""
         ...
 
     async def try_erase(self) -> None:
-        """``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
+        """Raise ``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
 
     async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        """Ids of up to ``count`` dead letters, the oldest first, paged as timelines are."""
+        """Return ids of up to ``count`` dead letters, the oldest first, paged as timelines are."""
         ...
 
     async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
-        """A dead letter, or None if there is none, or not in that shard."""
+        """Return a dead letter, or None if there is none, or none in that shard."""
         ...
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
@@ -388,5 +388,5 @@ class Backend(Protocol):
         ...
 
     async def discard(self, letter_id: str) -> bool:
-        """Drop a dead letter; whether there was one."""
+        """Drop a dead letter; True if there was one."""
         ...

@@ -1,7 +1,7 @@
-"""The primaries of a cluster: which of them has a key's slot, and connections to each.
+"""The primaries of a cluster: which one has a key's slot, and connections to each.
 
-Of redis-py's cluster client only the settings are used. It repeats whatever fails, a script that adds too; it follows
-``ASK``, and the new home of half a slot knows nothing of the other half; and it has no bound for all of a call.
+Only the settings of redis-py's cluster client are used. That client repeats every failed call, even a script that adds.
+It follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it does not bound a whole call.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
 
 
 class ClusterLink:
-    """Connections to the primaries of a cluster, for one event loop; each call goes to the one that has its key's slot.
+    """Connections to the primaries of a cluster, for one event loop; each call goes to the primary with its key's slot.
 
-    A call that a node refuses since the slot has moved goes once more, to where the slot is now. After any other
-    failure of a primary the nodes are asked anew who has what, before the next call that would go to it.
+    A call refused because the slot has moved goes once more, to the slot's new primary. After any other failure of a
+    primary, the next call that would go to it first asks the nodes again for the slots.
     """
 
     def __init__(self, target: Target, timeout: float) -> None:
@@ -82,20 +82,20 @@ class ClusterLink:
 
     @property
     def primaries(self) -> Sequence[Link]:
-        """Those of which it is known that they have slots."""
+        """The primaries that are known to have slots."""
         return [self._link(address) for address in dict.fromkeys(self._slots) if address is not None]
 
     async def find_primaries(self) -> Sequence[Link]:
-        """Those that have slots as the nodes tell now: for what looks at all of them, and is led by no key."""
+        """Ask the nodes which primaries have slots now: for calls to all of them, without a key."""
         await self._ask_nodes(asyncio.get_running_loop().time() + self._timeout)
         return self.primaries
 
     def place_of(self, key: str) -> Address | None:
-        """The primary of a key, as far as that is known."""
+        """Return the primary of a key, if known."""
         return self._slots[slot_of(key)]
 
     async def hang_up(self, key: str) -> None:
-        """Leave the primary of a key, which is none any more."""
+        """Drop a key's primary, which is no longer a primary."""
         address = self._slots[slot_of(key)]
         if address in self._links:
             self._suspects.add(address)
@@ -125,7 +125,7 @@ class ClusterLink:
     # Who has what
 
     async def _primary(self, slot: int, until: float) -> Address:
-        """The primary of a slot; the nodes are asked if that is not known, or was wrong."""
+        """Return the primary of a slot; ask the nodes if it is unknown, or was wrong."""
         address = self._slots[slot]
         if address is None or address in self._suspects or slot in self._halves:
             await self._ask_nodes(until)
@@ -137,7 +137,7 @@ class ClusterLink:
         return address
 
     async def _ask_nodes(self, until: float) -> None:
-        """Ask the nodes who has what, with others who want to know it now."""
+        """Ask the nodes for the slots, together with other callers who want to know now."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(retrieve)
@@ -152,7 +152,7 @@ class ClusterLink:
         self._known = [node, *(known for known in self._known if known != node)]
 
     async def _ask(self) -> None:
-        """Learn from a node who has which slots. Those that failed are asked last, and the others in turn."""
+        """Learn from a node which slots each primary has. Nodes that failed are asked last, the others in turn."""
         share = max(self._timeout / (len(self._known) + 1), SHORTEST)
         problems: list[str] = []
         refusals = Counter[str]()
@@ -200,11 +200,11 @@ class ClusterLink:
             await link.retire()
 
     async def _find_halves(self, slots: Sequence[Address | None], patience: float) -> frozenset[int]:
-        """Slots that are on their way to another primary, as those say which get them.
+        """Find slots that are moving to another primary, as the receiving primaries report them.
 
-        Who has such a slot knows it too, but before Valkey 8 not a replica that has taken over from it: it would serve
-        half of the keys as if they were all. So it matters only when something has changed hands. Who may not ask
-        (``CLUSTER NODES``) relies on it that no primary is lost while its slots move.
+        The primary that gives a slot away knows too, but before Valkey 8 a replica that takes over from it does not:
+        it would serve half of the keys as if they were all. So this matters only after something has changed hands.
+        A user who may not ask (``CLUSTER NODES``) depends on no primary being lost while its slots move.
         """
         until = asyncio.get_running_loop().time() + patience
 
@@ -219,7 +219,7 @@ class ClusterLink:
         return frozenset[int]().union(*await asyncio.gather(*map(arriving, primaries)))
 
     def _seen(self, address: Address) -> Address:
-        """Where a node is from here, if it knows itself under another address."""
+        """Return a node's address as seen from here, if the node knows itself under another one."""
         return self.target.remap(address) if self.target.remap else address
 
 
@@ -228,7 +228,7 @@ def slot_of(key: str) -> int:
 
 
 def _address(server: Sequence[object], told_by: Address) -> Address:
-    """The address of a node. One that does not tell its host may tell an address; else it is on the same host."""
+    """Return a node's address. A node that gives no host may give an IP address; else it is on the same host."""
     host, port = cast("bytes | None", server[0]), cast("int", server[1])
     if host and host != b"?":
         return host.decode(), port

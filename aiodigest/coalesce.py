@@ -23,7 +23,7 @@ LEFT = "the engine was left before this was sent"
 
 
 def batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
-    """Cut items into what one call may carry."""
+    """Cut items into batches that one call may carry."""
     start = total = 0
     for index, item in enumerate(items):
         if index > start and (index - start == BATCH_ITEMS or total + size(item) > BATCH_BYTES):
@@ -49,7 +49,7 @@ class Job(Generic[Item, Answer]):
 
 
 class Queue(Generic[Item, Answer]):
-    """Items that are sent in order, one call at a time."""
+    """A queue of items, sent in order, one call at a time."""
 
     def __init__(self) -> None:
         self.waiting: deque[Job[Item, Answer]] = deque()
@@ -58,13 +58,13 @@ class Queue(Generic[Item, Answer]):
 
 
 class Coalescer(Generic[Item, Answer]):
-    """A bounded number of items, sent in so many queues: each in order, and one call at a time.
+    """Sends a bounded number of items through several queues: each in order, and one call at a time.
 
-    ``share`` is how many divide the room among them.
+    ``share`` is the number of coalescers that divide the room among them.
 
-    ``send`` answers each item with a result or an error. An item that is cancelled before it is sent is withdrawn.
-    An item that has no answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
-    was sent; when there is no room, ``submit`` waits for some within that time.
+    ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
+    An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
+    was sent. Without room, ``submit`` waits for some within that time.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Coalescer(Generic[Item, Answer]):
         self._ended = False
 
     async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
-        """Queue an item and return its answer; ``since`` is when its time began, if it was before now."""
+        """Queue an item and return its answer; ``since`` is when its time began, if earlier than now."""
         loop = asyncio.get_running_loop()
         deadline = (loop.time() if since is None else since) + self._timeout
         if not self._room.is_set():
@@ -119,7 +119,7 @@ class Coalescer(Generic[Item, Answer]):
             raise BackendUnavailable(message, stored="no") from None
 
     async def run(self) -> None:
-        """Send what is queued until cancelled; what is then unsent fails as not stored."""
+        """Send queued items until cancelled; anything then unsent fails as not stored."""
         try:
             async with asyncio.TaskGroup() as group:
                 for queue in self._queues:
@@ -141,7 +141,7 @@ class Coalescer(Generic[Item, Answer]):
                 queue.flight = []
 
     async def drain(self) -> None:
-        """Refuse what comes from now on, and return when nothing is queued or in flight."""
+        """Refuse new items, and return when nothing is queued or in flight."""
         self._ended = True
         self._room.set()
         while pending := [job.answer for job in self._unanswered()]:
@@ -149,7 +149,7 @@ class Coalescer(Generic[Item, Answer]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing in it waits for an answer."""
+        """True if nothing waits for an answer."""
         return not self._unanswered()
 
     def _unanswered(self) -> list[Job[Item, Answer]]:
@@ -187,7 +187,7 @@ class Coalescer(Generic[Item, Answer]):
                 job.answer.set_result(answer)
 
     def _expire(self) -> None:
-        """Fail what has waited too long."""
+        """Fail items that have waited too long."""
         now = asyncio.get_running_loop().time()
         late = f"no answer within {self._timeout:g} s"
         for queue in self._queues:

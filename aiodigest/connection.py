@@ -1,4 +1,4 @@
-"""How a Redis or Valkey server is spoken to: a few connections, and script calls."""
+"""Connections to a Redis or Valkey server: a few of them, and script calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OLDEST = (6, 2)
 
 
 class LayoutMismatch(Exception):
-    """A script met another layout than its caller's, and did nothing."""
+    """A script found a layout other than its caller's, and did nothing."""
 
     def __init__(self, stored: str) -> None:
         super().__init__(stored)
@@ -34,7 +34,7 @@ class LayoutMismatch(Exception):
 
 
 class Moved(Exception):
-    """A node of a cluster did nothing, since the slot of the key is another one's."""
+    """A cluster node did nothing, because the key's slot belongs to another node."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
@@ -42,9 +42,9 @@ class Moved(Exception):
 
 
 class Link:
-    """A few connections to one server, for one event loop; made when they are needed. Errors of redis-py end here.
+    """A few connections to one server, for one event loop; made on demand. Errors of redis-py end here.
 
-    A key that is given to a call only tells which server of a cluster is meant: see ``ClusterLink``.
+    A key passed to a call only picks a server of a cluster: see ``ClusterLink``.
     """
 
     def __init__(self, target: Target, timeout: float) -> None:
@@ -61,7 +61,7 @@ class Link:
         self._waiters = asyncio.Semaphore(WAITERS)
 
     def _open(self) -> asyncio.Semaphore:
-        """The room for calls; BackendUnavailable once the link is closed."""
+        """Return the semaphore that bounds calls; BackendUnavailable once the link is closed."""
         if self._room is None:
             raise BackendUnavailable(f"the connections to {self.target.url} are closed")
         return self._room
@@ -84,11 +84,11 @@ class Link:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls are under way."""
+        """True while calls are under way."""
         return bool(self._busy)
 
     async def retire(self) -> None:
-        """Close what no call is under way on; those that are have their answers first, within their time."""
+        """Close connections without calls under way; the others get their answers first, within their time."""
         self._retired = True
         await self.hang_up()
         for wire in list(self._listening):
@@ -104,10 +104,10 @@ class Link:
         replicas: int = 0,
         until: float | None = None,
     ) -> object:
-        """Run a script, and wait until so many replicas have what it wrote.
+        """Run a script, and wait until ``replicas`` replicas have its writes.
 
-        ``repeat`` says that doing so twice is harmless: then a dead connection is replaced once. ``until`` is when it
-        gives up, by the loop's clock; None: after a timeout.
+        ``repeat`` says that running it twice is harmless: then a dead connection is replaced once. ``until`` is when to
+        give up, by the loop's clock; None: after a timeout.
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
@@ -126,9 +126,9 @@ class Link:
         replicas: int = 0,
         until: float | None = None,
     ) -> object:
-        """Send a command and read its reply on one connection, which is dropped if either is not whole.
+        """Send a command and read its reply on one connection, which is dropped if either is incomplete.
 
-        All of it, the wait for a connection too, takes one timeout at the most.
+        All of it, including the wait for a connection, takes at most one timeout.
         """
         until, sent = until or asyncio.get_running_loop().time() + self._timeout, False
         try:
@@ -187,7 +187,7 @@ class Link:
             )
 
     async def hang_up(self, key: str = "") -> None:
-        """Close the connections that nobody uses: what is behind them is dead, or no primary any more."""
+        """Close connections that nobody is using: their server is dead, or no longer a primary."""
         if self.target.sentinels is not None:
             self.target.sentinels.doubt()
         wires = [wire for wire, _ in (*self._idle, *self._ears.values())]
@@ -197,7 +197,7 @@ class Link:
             await drop(wire)
 
     async def _take(self) -> tuple[Wire, bool]:
-        """An idle connection that is still alive, or a new one, and whether it is new. Nothing has been sent yet."""
+        """Return a live idle connection, or a new one, and True if it is new. Nothing has been sent yet."""
         while self._idle:
             wire, _ = self._idle.pop()
             if await self._is_sound(wire):
@@ -205,7 +205,7 @@ class Link:
         return await self._connected(), True
 
     async def _is_sound(self, wire: Wire) -> bool:
-        """Whether an idle connection is still alive; it is in use then, and else dropped."""
+        """True if an idle connection is still alive, and then in use; a dead one is dropped."""
         self._busy.add(wire)
         stale = True
         try:
@@ -216,7 +216,7 @@ class Link:
         return not stale
 
     async def _connected(self) -> Wire:
-        """A new connection. The caller bounds the time, and explains what redis-py raises."""
+        """Open a new connection. The caller bounds the time, and explains errors of redis-py."""
         self._server = self.target  # it is not the last one's fault if no sentinel names another
         self._server = server = await self.target.primary(self._timeout)
         wire = server.connection(self._timeout)
@@ -246,7 +246,7 @@ class Link:
         await drop(wire)
 
     async def listen(self, stream: str, last: str) -> str:
-        """The id of a stream's entry after ``last``, or that after a while; may be cancelled at any time."""
+        """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
         self._open()
         try:
             wire = await self._ear(stream)
@@ -274,7 +274,7 @@ class Link:
         return told[0][1][0][0].decode() if told else last
 
     async def _ear(self, stream: str) -> Wire:
-        """The connection on which a stream was listened to before, or a new one."""
+        """Return the connection that listened to a stream before, or a new one."""
         kept = self._ears.pop(stream, None)
         if kept is not None and await self._is_sound(kept[0]):
             return kept[0]
@@ -282,9 +282,9 @@ class Link:
             return await self._connected()
 
     async def check_version(self, key: str) -> None:
-        """Refuse a server that is too old, and a node of a cluster given as a single server.
+        """Refuse a server that is too old, and a cluster node given as a single server.
 
-        Where the user may not ask, nothing is checked.
+        If the user may not ask, nothing is checked.
         """
         try:
             info = await self.command(key, "INFO", "server")
@@ -300,15 +300,15 @@ class Link:
 
 
 def wrote(reply: object) -> bool:
-    """Whether a script's answer is a number, or has that of an item that was stored, and not only texts of errors."""
+    """True if a script's answer is a number, or holds one for an item that was stored, not only error texts."""
     statuses = cast("list[object]", reply) if isinstance(reply, list) else [reply]
     return any(isinstance(status, int) for status in statuses)
 
 
 async def converse(wire: Wire, name: str, command: Sequence[Argument], source: str = "") -> object:
-    """One command and its reply; a script that the server does not know is sent whole.
+    """Send one command and return its reply; a script unknown to the server is sent whole.
 
-    ``name`` is that of the script, or the command's own. InvalidResponse is raised for a reply that it never gives.
+    ``name`` is the script's, or the command's own. Raises InvalidResponse for a reply that it never gives.
     """
     await send(wire, *command)
     try:
@@ -322,7 +322,7 @@ async def converse(wire: Wire, name: str, command: Sequence[Argument], source: s
 
 
 async def is_stale(wire: Wire) -> bool:
-    """Whether the server has closed an idle connection, or something is left to read on it."""
+    """True if the server has closed an idle connection, or left something to read on it."""
     try:
         return not wire.is_connected or await wire.can_read()
     except (exceptions.RedisError, OSError):

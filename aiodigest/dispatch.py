@@ -1,4 +1,4 @@
-"""One attempt to deliver a digest: its records, its callback, and what is to be reported of it to the store."""
+"""A single attempt to deliver a digest: its records, its callback, and its report to the store."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended.
+    """The end of an attempt.
 
-    ``report`` is for the store; ``records`` were delivered. ``success`` is what it says of the receiver, if anything;
-    ``pause`` is for how many seconds to claim nothing.
+    ``report`` is for the store; ``records`` counts those delivered. ``success`` is its verdict on the receiver, if any;
+    ``pause`` is the time, in seconds, in which to claim nothing.
     """
 
     report: Close | Retry
@@ -53,13 +53,13 @@ class Outcome(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why records of it were not delivered, if any were not."""
+        """The reason that records were not delivered; '' if all were."""
         if isinstance(self.report, Retry):
             return self.report.error
         return self.report.letters[0].reason if self.report.letters else ""
 
     def rest(self, closed: Closed) -> Lease:
-        """The lease on what is left of a digest that is delivered in parts."""
+        """Return the lease on the rest of a digest that is delivered in parts."""
         lease, entries = self.report.lease, self.report.lease.entries[self.report.taken :]
         return replace(
             lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
@@ -67,15 +67,15 @@ class Outcome(NamedTuple):
 
 
 class _TimedOut(Exception):
-    """The callback took longer than ``delivery_timeout``: nobody knows what it did."""
+    """The callback took longer than ``delivery_timeout``; its outcome is unknown."""
 
 
 @dataclass(slots=True)
 class Contents(Generic[T]):
-    """What entries stand for.
+    """The contents of entries.
 
-    ``records`` are in order. ``raw`` are those that cannot be decoded, ``undecodable`` their ids with the reasons;
-    ``aged`` is how many were too old. ``contexts`` are those of the spans that added the records, if they were traced.
+    ``records`` are in order. ``raw`` are the undecodable records, ``undecodable`` their ids with the reasons;
+    ``aged`` counts those too old. ``contexts`` are those of the spans that added the records, if they were traced.
     """
 
     records: list[Record[T]] = field(default_factory=list[Record[T]])
@@ -85,7 +85,7 @@ class Contents(Generic[T]):
     contexts: list[bytes] = field(default_factory=list[bytes])
 
     def letters(self) -> list[Letter]:
-        """What cannot be decoded, a letter for each reason: after a change of the type that may be every record."""
+        """Return undecodable records, a letter for each reason: after a change of the type they may be every record."""
         ids: dict[str, list[bytes]] = {}
         for record_id, reason in self.undecodable.items():
             ids.setdefault(reason, []).append(record_id)
@@ -93,9 +93,9 @@ class Contents(Generic[T]):
 
 
 async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
-    """The records of some entries by timestamp, then arrival; the last entry of an id wins.
+    """Return the records of some entries by timestamp, then arrival; the last entry of an id wins.
 
-    Much is decoded a slice at a time, between which the event loop does other things.
+    Large input is decoded a slice at a time, so that the event loop can do other things in between.
     """
     contents: Contents[T] = Contents()
     cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
@@ -138,7 +138,7 @@ def _runs(task: asyncio.Task[Any] | None) -> bool:
 
 
 async def _go_on(task: asyncio.Task[Any]) -> None:
-    """Take back what cancellations a callback left behind that were its own, also one that is still to arrive."""
+    """Take back the cancellations that a callback caused itself and left behind, including one still to arrive."""
     while task.cancelling():
         task.uncancel()
     with suppress(asyncio.CancelledError):
@@ -150,7 +150,7 @@ def is_small(entries: Sequence[bytes]) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line of bounded length, for dead letters and retries."""
+    """Describe an error in one line of bounded length, for dead letters and retries."""
     text = _text(error)
     says_all = isinstance(error, (CodecError, DeliverySignal, _TimedOut))
     return _line(text if says_all else f"{type(error).__name__}: {text}")
@@ -169,7 +169,7 @@ def _line(text: str) -> str:
 
 @dataclass(slots=True)
 class Call:
-    """What a callback's worker and its dispatcher tell each other of it."""
+    """State of a callback, shared by its worker and its dispatcher."""
 
     until: float = inf  # by the loop's clock: when it is cancelled, and should end
     cut: bool = False  # its worker has cancelled it, so that it reports nothing
@@ -177,7 +177,7 @@ class Call:
 
 @dataclass(slots=True)
 class Attempt(Generic[T]):
-    """A lease, the contents of its digest (or of the next part of it), and the policy it is delivered under."""
+    """A lease, the contents of its digest (or of its next part), and the policy that governs its delivery."""
 
     lease: Lease
     taken: int
@@ -193,7 +193,7 @@ class Attempt(Generic[T]):
 
 
 class Dispatcher(Generic[T]):
-    """Hands digests to a callback and says what became of them."""
+    """Hands digests to a callback and reports the outcome."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Dispatcher(Generic[T]):
         self._reading = asyncio.Lock()
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
-        """Read the digest that ``entries`` stand for; of large ones, one at a time."""
+        """Read the digest that ``entries`` hold; large ones are read one at a time."""
         async with nullcontext() if is_small(entries) else self._reading:
             return Attempt(lease, len(entries), await read(entries, self._codec, lease.cut_ms))
 
@@ -256,7 +256,7 @@ class Dispatcher(Generic[T]):
 
     @contextmanager
     def _timed(self, call: Call) -> Generator[None]:
-        """Let it be known until when something that users wrote may take."""
+        """Publish the deadline of code that users wrote."""
         call.until = asyncio.get_running_loop().time() + self._timeout
         try:
             yield
@@ -264,7 +264,7 @@ class Dispatcher(Generic[T]):
             call.until = inf
 
     def _raised(self, attempt: Attempt[T], error: BaseException, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
-        """What comes of an error of a policy or callback; raises it, or CancelledError, of an attempt cut short."""
+        """Turn an error of a policy or callback into an outcome; raise it, or CancelledError, for a cut attempt."""
         match error:
             case KeyboardInterrupt():
                 raise error

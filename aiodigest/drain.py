@@ -1,4 +1,4 @@
-"""How a worker's deliveries end when it stops: they have a while for that, and what is left is given back."""
+"""The end of a worker's deliveries when it stops: they get a while to finish, and the rest is given back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drain:
-    """Waits for the deliveries under way, for ``drain_timeout`` or until ``hurry``, and gives back what is left."""
+    """Waits for the deliveries under way, for ``drain_timeout`` or until ``hurry``, and gives the rest back."""
 
     def __init__(self, lanes: Mapping[int, Lane], backend: Backend, drain_timeout: float, timeout: float) -> None:
         self.hurry = asyncio.Event()
@@ -39,9 +39,9 @@ class Drain:
             await self._abandon(tasks)
 
     async def _abandon(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel the callbacks that the drain did not see end, and give leases back without charging the attempts.
+        """Cancel the callbacks that outlasted the drain, and give their leases back without charging the attempts.
 
-        A report under way has one timeout more. Whether it arrived is unknown after that, and so the lease decides.
+        A report under way gets one more timeout. After that its arrival is unknown, so the lease decides.
         """
         left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
         for _, hold, stage in left:

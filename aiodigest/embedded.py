@@ -1,12 +1,12 @@
 """``embedded://``: a real Valkey server on a private unix socket, shared by all processes that use its data folder.
 
 The first user locks the folder, opens a socket (the door) and launches a keeper (``_keeper.py``), which inherits both
-and owns the server. Every user, the first too, holds a connection through the door: that is its share. The keeper
-starts the server again when it ends, and ends it when the last share has gone, however its holder went.
+and owns the server. Every user, the first included, holds a connection through the door: its share. The keeper
+restarts a server that ends, and ends it when the last share is gone, however its holder went.
 
-In the data folder: ``lock``, held by flock as long as the keeper *or* the server lives, so that there is never a
-second server; ``server.log`` and ``server.log.1``; the server's append-only files; and ``run``, the sockets. Whatever
-a power cut leaves of these stands in nobody's way: only a held lock and an answering door count.
+The data folder holds ``lock``, held by flock as long as the keeper *or* the server lives, so that there is never a
+second server; ``server.log`` and ``server.log.1``; the server's append-only files; and ``run``, the sockets. Leftovers
+of these after a power cut block nobody: only a held lock and an answering door count.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE,
 
 
 class EmbeddedServer:
-    """One server a data folder, shared by all processes that use it; gone when its last user is gone.
+    """An embedded server for one data folder, shared by all processes that use it; it ends with its last user.
 
     ``folder`` defaults to the environment's ``AIODIGEST_DATA``, else to the user's data folder. Any number of these
-    may exist for one folder, in any number of threads and processes; each one belongs to the event loop that started
-    it, and may be started again after its ``stop``, in another loop too. A child made by ``os.fork`` does not inherit
-    the share of its parent: it starts its own if it needs one.
+    may exist for one folder, in any number of threads and processes. Each belongs to the event loop that started
+    it, and may be started again after its ``stop``, even in another loop. A child made by ``os.fork`` does not inherit
+    its parent's share: it starts its own if it needs one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -52,27 +52,27 @@ class EmbeddedServer:
 
     @cached_property
     def folder(self) -> Path:
-        """The data folder, without symbolic links: everyone who uses it must come to the same sockets."""
+        """The data folder, without symbolic links: all its users must arrive at the same sockets."""
         return self._given.resolve()
 
     @property
     def socket(self) -> Path:
-        """The server's unix socket: the same over all its restarts."""
+        """The server's unix socket, the same across restarts."""
         return self._sockets / "server.sock"
 
     @property
     def pid(self) -> int | None:
-        """The process of the server, while there is one."""
+        """The server's process id, while there is one."""
         return self._share.pid if self._share else None
 
     def why_down(self) -> str | None:
-        """Why the server cannot be used now, from its log; None if it is up, or was not started."""
+        """Explain from its log why the server is unusable now; None if it is up, or was not started."""
         if self._share is None or self._share.up:
             return None
         return f"the embedded server in {self.folder} is down: {self._share.reason or 'it is starting'}"
 
     async def start(self) -> str:
-        """Start the server or join it, wait until it stores data, and answer its URL for redis-py.
+        """Start the server or join it, wait until it stores data, and return its URL for redis-py.
 
         Loading much data may take long; cancel at will. Raises ``ConfigurationError`` if the folder, the platform or
         the binary cannot be used, and ``BackendUnavailable`` with the reason if the server ends again and again.
@@ -88,7 +88,7 @@ class EmbeddedServer:
         return f"unix://{quote(str(self.socket))}"
 
     async def stop(self) -> None:
-        """End this user's share; if it is the last, return when the server is gone, all data on the disk."""
+        """End this user's share; if it is the last, return once the server is gone and all data is on disk."""
         watcher, self._watcher = self._watcher, None
         try:
             if watcher is not None and watcher.get_loop() is asyncio.get_running_loop():
@@ -100,7 +100,7 @@ class EmbeddedServer:
                 await share.leave()
 
     def _is_started(self) -> bool:
-        """In this loop: one that was closed without a ``stop``, or is that of a parent process, does not count."""
+        """True if started in this loop: not in one closed without a ``stop``, nor in a parent process."""
         if self._watcher and self._watcher.get_loop() is asyncio.get_running_loop() and not self._watcher.done():
             return True
         if self._share:
@@ -121,7 +121,7 @@ class EmbeddedServer:
             raise BackendUnavailable(f"{self.why_down()} (its log is {self.folder / 'server.log'})") from None
 
     async def _watch(self, share: _Share) -> None:
-        """Keep ``pid`` and ``why_down`` true; launch another keeper if this one is killed, and its server with it."""
+        """Keep ``pid`` and ``why_down`` up to date; if the keeper is killed, and its server with it, launch another."""
         while True:
             if not await share.hear():
                 share.lose()
@@ -138,7 +138,7 @@ class EmbeddedServer:
             delay = min(2 * delay, 5.0)
 
     async def _join(self) -> _Share:
-        """Enter, as soon as that is possible: not for a moment while the last user before leaves."""
+        """Enter as soon as possible: while the previous last user leaves, that takes a moment."""
         _check_platform()
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
@@ -162,9 +162,9 @@ class EmbeddedServer:
             ) from None
 
     async def _enter(self) -> _Share | None:
-        """Go through the door, or launch a keeper and go through its door; None while neither can be done.
+        """Go through the door, or launch a keeper and go through its door; None while neither is possible.
 
-        Raises BlockingIOError if there are too many at the door.
+        Raises BlockingIOError if the door is too crowded.
         """
         launcher: subprocess.Popen[bytes] | None = None
         connection = self._knock()
@@ -190,7 +190,7 @@ class EmbeddedServer:
         return None
 
     def _knock(self) -> Socket | None:
-        """A connection through the door, or None if nobody opens; BlockingIOError if too many are at it.
+        """Return a connection through the door, or None if nobody opens; BlockingIOError if the door is too crowded.
 
         Unix sockets connect at once or not at all.
         """
@@ -213,7 +213,7 @@ class EmbeddedServer:
             return connection
 
     def _launch(self, binary: str) -> tuple[Socket, subprocess.Popen[bytes]] | None:
-        """If nobody has the folder, launch a keeper on it. It inherits the lock, and a door that is open already."""
+        """Launch a keeper on the folder if nobody holds it. The keeper inherits the lock, and a door already open."""
         import fcntl  # not on Windows
 
         try:
@@ -244,7 +244,7 @@ class EmbeddedServer:
             _refuse(self.folder, error)
 
     def _run_keeper(self, binary: str, lock: int, door: int) -> subprocess.Popen[bytes]:
-        """Apart from this process in all that could take it along: session, descriptors, streams, folder."""
+        """Run the keeper apart from this process: with its own session, descriptors, streams and folder."""
         program = Path(__file__).with_name("_keeper.py")
         return subprocess.Popen(
             [sys.executable, "-I", "-S", program, binary, self.folder, self._sockets, str(lock), str(door)],
@@ -258,9 +258,9 @@ class EmbeddedServer:
         )
 
     def _dismiss_orphan(self) -> None:
-        """Ask the server to end that holds the lock though its keeper is dead (on macOS nothing ends it then).
+        """Ask a server that holds the lock to end, because its keeper is dead (on macOS nothing else ends it then).
 
-        If its keeper is only about to leave, this asks for what is being done.
+        If its keeper is only about to leave, this asks for something already under way.
         """
         with suppress(OSError), Socket(AF_UNIX, SOCK_STREAM) as connection:  # an OSError: it is no orphan, or gone
             connection.setblocking(False)
@@ -269,7 +269,7 @@ class EmbeddedServer:
 
     @cached_property
     def _sockets(self) -> Path:
-        """Not what TMPDIR says for long paths: two users of one folder may have different ones."""
+        """The folder of the sockets: in /tmp for long paths, since TMPDIR may differ between users of one folder."""
         folder = self.folder / "run"
         if len(os.fsencode(folder / "server.sock")) <= _LONGEST_SOCKET_PATH:
             return folder
@@ -283,7 +283,7 @@ class EmbeddedServer:
 
 
 class _Share:
-    """A connection to the keeper: the server lives while one is open. Over it the keeper tells how the server is."""
+    """A connection to the keeper: the server lives while one is open. The keeper sends the server's state over it."""
 
     def __init__(self, connection: Socket) -> None:
         self._connection = connection
@@ -297,7 +297,7 @@ class _Share:
         return self._connection.fileno() != -1
 
     async def hear(self) -> bool:
-        """Take in the keeper's next line; False when the keeper is gone."""
+        """Read the keeper's next line; False if the keeper is gone."""
         loop = asyncio.get_running_loop()
         while b"\n" not in self._received:
             received = b""
@@ -320,12 +320,12 @@ class _Share:
         self.up, self.pid, self.reason = False, None, reason
 
     def lose(self) -> None:
-        """The keeper is gone. If it had a reason to end, it told that before."""
+        """Note that the keeper is gone. If it had a reason to end, it sent that before."""
         self.close()
         self.fail("its keeper was killed" if self.up or self.reason is None else self.reason)
 
     async def leave(self) -> None:
-        """The keeper answers the end of a share with an end: at once, or after that of the server if it is the last."""
+        """Leave, and wait for the keeper to answer: at once, or after the server's end if this was the last share."""
         loop = asyncio.get_running_loop()
         try:
             self._connection.shutdown(SHUT_WR)
@@ -385,7 +385,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """Others must not put themselves between a user and the server (the folder may be in /tmp), nor use it."""
+    """Make sure that nobody else can get between a user and the server (the folder may be in /tmp), or use it."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigurationError(f"{path} is no folder of this user: remove it, or give another data folder")

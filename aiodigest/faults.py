@@ -1,4 +1,4 @@
-"""What an error of redis-py, or of one timeline in a script, means to us."""
+"""The meaning of an error of redis-py, or of one timeline in a script, to aiodigest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MOVING = "access a non local key"  # so is the first read of prelude.lua refused
 
 
 def code_of(error: Exception | str) -> str:
-    """The code of an error reply, as in ``OOM``; '' if it has none."""
+    """Return the code of an error reply, as in ``OOM``; '' if it has none."""
     text = str(error)
     # before Redis 7 the error of a command in a script stands inside another one
     inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
@@ -65,7 +65,7 @@ def code_of(error: Exception | str) -> str:
 
 
 def refused(error: AiodigestError) -> Literal["login", "keys", "command", ""]:
-    """What a server refuses a user, by an error that `explain` made; '' if nothing."""
+    """Return the right that a server refuses a user, from an error that `explain` made; '' if none."""
     cause = error.__cause__
     if not isinstance(error, ConfigurationError) or not isinstance(cause, Exception):
         return ""
@@ -78,7 +78,7 @@ def refused(error: AiodigestError) -> Literal["login", "keys", "command", ""]:
 
 
 def lacks_keys(where: str, namespace: str, numbered: bool) -> ConfigurationError:
-    """That a user may not use the keys of a namespace; ``numbered`` says that its shards were, by who asks."""
+    """Make the error for a user who may not use a namespace's keys; ``numbered``: the caller gave ``shards``."""
     keys = f"~{{{namespace}}}:*, or for several shards ~{{{namespace}}}:layout ~{{{namespace}:*}}:*"
     hint = "" if numbered else "; with rules for several, give shards= where the namespace is new"
     return ConfigurationError(
@@ -90,7 +90,7 @@ def lacks_keys(where: str, namespace: str, numbered: bool) -> ConfigurationError
 def explain(
     error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no", hint: str = ""
 ) -> AiodigestError:
-    """An error of redis-py, or the text of an error reply, as one of ours; with a hint, if there was no reply."""
+    """Turn an error of redis-py, or an error reply's text, into one of ours; with a hint, if there was no reply."""
     code, text = code_of(error), str(error).strip().removeprefix("-")
     if MOVING in text:
         code = "TRYAGAIN"

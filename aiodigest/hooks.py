@@ -1,4 +1,4 @@
-"""What users give to be called: some functions never run although they are."""
+"""Checks of functions that users register: some never run, even when called."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunc
 
 
 def can_call_back(function: object) -> bool:
-    """Whether it may be a callback; a call of a function with a ``yield`` in it does nothing."""
+    """True if it may be a callback. Calling a function with a ``yield`` in it does nothing."""
     return callable(function) and not _is(function, isgeneratorfunction, isasyncgenfunction)
 
 
 def can_observe(function: object) -> bool:
-    """Whether it may be an observer, which nobody awaits."""
+    """True if it may be an observer, which nobody awaits."""
     return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
 
 
@@ -22,7 +22,7 @@ def can_code(codec: object) -> bool:
 
 
 def never_ran(answer: object) -> bool:
-    """Whether what a callback has answered is work that it did not do, such as a coroutine that nobody awaits."""
+    """True if a callback returned work instead of doing it, such as a coroutine that nobody awaits."""
     kinds = (iscoroutine, isgenerator, isasyncgen, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
     return any(is_kind(answer) for is_kind in kinds)
 

@@ -1,4 +1,4 @@
-"""Scripts that are called for many items at once, and what is answered to each."""
+"""Scripts called for many items at once, and their answers, one for each item."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Items(Namespace):
     async def _each(
         self, name: str, shard: int, head: Sequence[Argument], items: Sequence[Sequence[Argument]], numbered: bool
     ) -> list[object | AiodigestError]:
-        """Call a script for all items, in as many calls as it takes; each one's answer, or its timeline's error."""
+        """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors."""
         answers: list[object] = []
         now = self._time()
         while len(answers) < len(items):
@@ -38,7 +38,7 @@ class Items(Namespace):
         ]
 
     async def _count(self, shard: int, answers: Sequence[object], items: int) -> None:
-        """Leave a connection on which not one item was answered, or more than there were."""
+        """Leave a connection whose answers are none at all, or more than there were items."""
         if not 0 < len(answers) <= items and self._link is not None:
             await self._link.hang_up(self._key(shard, "layout"))
             raise BackendUnavailable(
@@ -46,13 +46,13 @@ class Items(Namespace):
             )
 
     async def _heed(self, shard: int, answers: Sequence[object]) -> None:
-        """Leave a server that says for single items that it is no primary any more."""
+        """Leave a server whose answers to single items say that it is no longer a primary."""
         problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
         if problems & DEMOTED and self._link is not None:
             await self._link.hang_up(self._key(shard, "layout"))
 
     def _broken(self, key: str, problem: str) -> AiodigestError:
-        """What the text of an error says of a timeline."""
+        """Turn the error text of a timeline into an error."""
         error = explain(problem, self.url)
         if isinstance(error, (BackendUnavailable, ConfigurationError)):
             return error

@@ -1,4 +1,4 @@
-"""What the loop of one shard works with: the leases that it holds, and the reports that it sends."""
+"""The state of one shard's loop: the leases it holds, and the reports it sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOLDEN = 0.618  # its multiples lie far apart between whole numbers
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A lease that this worker holds, and the task that delivers its digest."""
+    """A lease of this worker, and the task that delivers its digest."""
 
     lease: Lease
     due: float
@@ -36,17 +36,17 @@ class Hold:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether its callback was cancelled for its time is over, and goes on all the same."""
+        """True if the callback timed out but ignores cancellation."""
         return self.stage == "calling" and asyncio.get_running_loop().time() > self.call.until
 
     def cut(self) -> None:
-        """Cancel its delivery, which reports nothing then."""
+        """Cancel the delivery, which then reports nothing."""
         self.call.cut = True
         self.task.cancel()
 
 
 class Lane:
-    """What one shard's loop works with."""
+    """The state of one shard's loop."""
 
     def __init__(
         self,
@@ -91,22 +91,22 @@ class Lane:
 
     @property
     def away(self) -> bool:
-        """Whether a call has failed, and no renewal that was sent since has been answered."""
+        """True if a call has failed, and no renewal sent since has been answered."""
         return self.failures > self.forgiven
 
     @property
     def busy(self) -> int:
-        """How many slots it takes.
+        """The number of slots it takes.
 
-        While its store does not answer, what only waits to be reported takes none, so that one shard's outage does not
-        end the deliveries of all.
+        While its store does not answer, deliveries that only wait to be reported take no slot, so that an outage of
+        one shard does not stop the deliveries of all.
         """
         if not self.away:
             return len(self.holds)
         return sum(hold.stage != "reporting" for hold in self.holds)
 
     def failed(self, error: Exception, call: str) -> None:
-        """A call of a kind failed."""
+        """Note that a call of a kind failed."""
         self.failures += 1
         self._outage.failed(error, call)
         self._changed.set()  # what waits to be reported leaves its slots to others
@@ -117,7 +117,7 @@ class Lane:
             chore.cancel()
 
     def retire(self, end: Retired) -> None:
-        """End it: its shard is no more."""
+        """End the lane: its shard is gone."""
         if not self.retired:
             logger.info("%s", end, extra={"shard": self.shard})
         self.retired = True
@@ -127,16 +127,16 @@ class Lane:
     # Leases
 
     def extend(self, hold: Hold, since: float) -> None:
-        """Count on a lease until its end, and not a moment longer, also while a call that would renew it hangs.
+        """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
 
-        Its end is counted from before the call that gave it, so that it is never taken to be later than it is.
+        The end is counted from before the call that granted the lease, so that it is never assumed later than it is.
         """
         if not hold.task.done():
             hold.ends = since + self._lease_timeout
             self.alarm.set(hold.ends)
 
     def lose(self, hold: Hold) -> None:
-        """End the delivery of a lease that is lost; one that is being reported learns that from its answer."""
+        """End the delivery of a lost lease; a delivery being reported learns of it from the answer."""
         if hold.stage != "reporting" and not hold.task.done() and not hold.call.cut:
             why = "its callback ignores that its time is over" if hold.is_deaf else "its delivery is cancelled"
             logger.warning("the lease on timeline %r is lost: %s", hold.lease.key, why, extra=facts_of(hold.lease))
@@ -153,9 +153,9 @@ class Lane:
     async def keep(self) -> None:
         """Renew leases at a third of their length.
 
-        A worker that neither claims nor holds anything (it rests, or its slots are taken) renews nothing, but does so
-        as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing. So
-        does one of whose calls the last has failed, which may have been the last of all for a long time.
+        A worker that neither claims nor holds anything (it rests, or its slots are taken) has nothing to renew, but
+        calls as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
+        A worker whose latest call failed does the same; otherwise that call could be its last for a long time.
         """
         loop = asyncio.get_running_loop()
         third = self._lease_timeout / 3
@@ -179,7 +179,7 @@ class Lane:
             await self._outage.pause(self.leasing)
 
     async def renew(self) -> None:
-        """Renew the leases, or only tell that there is a worker; not those of callbacks that do not end."""
+        """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
         holds = [(hold, hold.lease) for hold in self.holds if not hold.is_deaf]
         sent = asyncio.get_running_loop().time()
         failures = self.failures
@@ -199,14 +199,14 @@ class Lane:
 
 
 def is_served(shard: int, numbers: Container[int] | None, backend: Backend) -> bool:
-    """Whether a worker that was given these numbers serves a shard."""
+    """True if a worker that was given these numbers serves a shard."""
     number = backend.number_of(shard)
     is_chosen = numbers is None or number is None or number in numbers  # what is drained is everybody's
     return is_chosen and backend.lives(shard)
 
 
 def warn_of_missing(numbers: Container[int] | None, backend: Backend) -> None:
-    """Say which of the chosen shards are not there, if others are."""
+    """Warn of chosen shards that do not exist, if others do."""
     chosen = [number for number in range(MAX_SHARDS) if numbers is not None and number in numbers]
     missing = [number for number in chosen if number >= backend.takers]
     if missing and missing != chosen:

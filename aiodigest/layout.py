@@ -1,4 +1,4 @@
-"""Into how many shards a namespace is cut, and the names of their keys."""
+"""The number of shards in a namespace, and the names of their keys."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ SLOTS = 16_384  # of a cluster
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A number of shards; the epoch grows by one with each change of it."""
+    """A number of shards; each change of it raises the epoch by one."""
 
     shards: int
     epoch: int = 1
 
     @property
     def version(self) -> str:
-        """What every script must meet before it does anything."""
+        """The version that every script must find before it does anything."""
         return f"{SCHEMA}:{self.shards}:{self.epoch}"
 
     @property
     def draining(self) -> str:
-        """The same once another layout takes the adds."""
+        """The same version, once another layout takes the adds."""
         return f"{self.version}:draining"
 
     def tag(self, namespace: str, number: int) -> str:
-        """The hash tag of a shard's keys, whose slot lies in the middle of the shard's own part of a cluster's slots.
+        """Return the hash tag of a shard's keys; its slot lies in the middle of the shard's part of a cluster's slots.
 
-        In the middle, since a part in which one primary's slots end and another's begin would fall to either.
+        The middle, because a part that spans the slots of two primaries could otherwise fall to either.
         """
         # with the number: should a failover forget a change, another one must not meet the shards of the first
         name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}.{self.shards}"
@@ -50,14 +50,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One of the shards that a process knows, by its number in its layout."""
+    """A shard known to a process, by its number in its layout."""
 
     layout: Layout
     number: int
 
 
 def read_layout(version: str, namespace: str) -> Layout:
-    """The layout of a version; ConfigurationError if another version of aiodigest made it."""
+    """Parse the layout of a version; ConfigurationError if another version of aiodigest made it."""
     parts = re.fullmatch(rf"{SCHEMA}:([0-9]{{1,4}}):([0-9]{{1,9}})", version)
     if not parts or not 1 <= int(parts[1]) <= MAX_SHARDS:
         raise ConfigurationError(

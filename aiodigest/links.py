@@ -1,4 +1,4 @@
-"""Who has connections to what: engines that were given the same client share theirs."""
+"""Shared connections: engines given the same client share theirs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _users = Counter[AnyLink]()
 
 
 def join_link(target: Target, timeout: float) -> AnyLink:
-    """Connections for the running loop: those of others who were given the same client, or new ones."""
+    """Return connections for the running loop: those of other users of the same client, or new ones."""
     for left in [place for place in list(_links) if place[1].is_closed()]:  # whoever it was has never left
         _users.pop(_links.pop(left), None)
     place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
@@ -29,7 +29,7 @@ def join_link(target: Target, timeout: float) -> AnyLink:
 
 
 async def leave_link(link: AnyLink) -> None:
-    """End one user's share; the last one's end closes every connection, and calls under way fail."""
+    """End one user's share; the last one closes every connection, and calls under way fail."""
     _users[link] -= 1
     if _users[link] > 0:
         return

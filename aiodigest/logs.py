@@ -1,4 +1,4 @@
-"""What lines of the log say in fields, for those who read no texts; docs/howto/read-the-log.md explains them."""
+"""Fields of log lines, for programs that do not parse texts; docs/howto/read-the-log.md explains them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Attempted(Protocol):
-    """A lease, or what observers are told of its delivery."""
+    """A lease, or the report of its delivery to observers."""
 
     @property
     def key(self) -> str: ...
@@ -17,6 +17,6 @@ class Attempted(Protocol):
 
 
 def facts_of(what: Attempted, reason: object = "") -> dict[str, object]:
-    """Of which attempt a line speaks, and why."""
+    """Return the fields that name a line's attempt, and the reason."""
     facts: dict[str, object] = {"timeline": what.key, "digest_id": what.digest_id, "attempt": what.attempt}
     return {**facts, "reason": str(reason)} if reason else facts

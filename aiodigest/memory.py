@@ -20,7 +20,7 @@ from aiodigest.timelines import page_of
 
 
 def system_ms() -> int:
-    """The time of this machine's clock, in milliseconds."""
+    """Return the time of this machine's clock, in milliseconds."""
     return time.time_ns() // 1_000_000
 
 
@@ -51,7 +51,7 @@ class ReferenceBackend(Backend):
 
     @contextmanager
     def _ringing(self, shard: int) -> Generator[Shard, None, None]:
-        """Ring the shard's doorbell if what happens inside makes its schedule earlier."""
+        """Ring the shard's doorbell if the body makes its schedule earlier."""
         machine = self.machines[shard]
         before = machine.head_ms
         yield machine
@@ -166,7 +166,7 @@ class ReferenceBackend(Backend):
         return Page(*page_of(self._letters(self.machines[shard]), count, after))
 
     def _letters(self, machine: Shard) -> dict[str, int]:
-        """Those that live, with their times of burial."""
+        """Return the live dead letters, with their times of burial."""
         now = self._now()
         return {name: letter.buried_ms for name, letter in machine.dead.items() if machine.dead.alive(name, now)}
 

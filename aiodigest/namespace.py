@@ -1,4 +1,4 @@
-"""A namespace on a server or a cluster: its shards, and how a script is run on one of them."""
+"""A namespace on a server or a cluster: its shards, and the way to run a script on one of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Namespace:
 
     @property
     def _root(self) -> str:
-        """Where the namespace's layout is told: all processes find it, whatever layout they know."""
+        """The key that holds the namespace's layout: all processes find it, whatever layout they know."""
         return f"{{{self.namespace}}}:layout"
 
     @property
@@ -95,9 +95,9 @@ class Namespace:
 
     @property
     def shards(self) -> int:
-        """How many shards this process knows.
+        """The number of shards known to this process.
 
-        Their numbers stay: after a change of the layout those of the new one come after those of the old one.
+        Their numbers stay: after a change of the layout, the new shards' numbers come after the old ones'.
         """
         if not self._homes:
             raise ConfigurationError("how many shards there are is known once the backend is connected")
@@ -122,16 +122,16 @@ class Namespace:
         return home.number if home.layout == self._current else None
 
     def _home(self, layout: Layout) -> int:
-        """The first shard of a layout."""
+        """Return the first shard of a layout."""
         return self._first[layout]
 
     def _homes_of(self, key: str) -> list[int]:
-        """The shards in which a timeline may be, the one that takes its adds first."""
+        """Return the shards that may hold a timeline, the one that takes its adds first."""
         layouts = (self._current, *self._drained)
         return [self._home(layout) + crc32(key.encode()) % layout.shards for layout in layouts]
 
     async def _all_shards(self) -> AsyncIterator[int]:
-        """The shards that may hold something; also those that a call to one of them has told of."""
+        """Yield the shards that may hold something, including any that a call to one of them reveals."""
         await self._connected()
         seen = set[int]()
         while left := [shard for shard in self._live(self._current, *self._drained) if shard not in seen]:
@@ -142,7 +142,7 @@ class Namespace:
         return [shard for shard, home in enumerate(self._homes) if home.layout in layouts]
 
     async def connect(self) -> None:
-        """Look up the layout; a namespace that has none gets it from the first call that begins one."""
+        """Look up the layout; a namespace without one gets it from the first call that creates one."""
         fresh = self._link is None
         link = self._link = self._link or join_link(self._target, self._timeout)
         try:
@@ -199,7 +199,7 @@ class Namespace:
         self._current, self._drained = layout, drained
 
     async def _confirm(self, link: AnyLink) -> None:
-        """Have the replicas know the layout before anything is added to it: one that is promoted must not forget it."""
+        """Make sure the replicas know the layout before anything is added to it: a promoted one must not forget it."""
         layout = self._current
         if await self._noted(link, self._root, "current", layout, self._replicas) != layout.version:
             await self._look_up(link)
@@ -207,7 +207,7 @@ class Namespace:
             self._rumoured = False
 
     async def _check_wait(self, link: AnyLink) -> None:
-        """See that the user may wait for replicas: to be refused after the add would leave its caller in the dark."""
+        """Check that the user may wait for replicas: a refusal after the add would leave the caller in the dark."""
         try:
             await link.command(self._root, "WAIT", 0, 1)
         except (ConfigurationError, BackendUnavailable):
@@ -216,7 +216,7 @@ class Namespace:
             pass  # a replica has no WAIT, and is told from a primary by the first write
 
     async def _ask_permits(self, link: AnyLink) -> frozenset[str]:
-        """The commands of scripts that the user may not run."""
+        """Return the scripts' commands that the user may not run."""
         problem: AiodigestError | None = None
         # rules should be the same everywhere; a few shards are asked, so that one whose server is away, or has lost its
         # users, keeps nobody out
@@ -230,13 +230,13 @@ class Namespace:
         raise problem or BackendUnavailable(f"{self.url} has no shards")
 
     async def _denied_on(self, link: AnyLink, shard: int) -> frozenset[str]:
-        """The commands of scripts that the user may not run on the server of a shard."""
+        """Return the scripts' commands that the user may not run on the server of a shard."""
         asked = sorted(frozenset[str]().union(*COMMANDS.values()))
         answer = await link.run("permits", self._key(shard, "permits"), asked, repeat=True)
         return frozenset(map(text, cast("list[bytes]", answer)))
 
     async def _permit(self, link: AnyLink, *names: str) -> None:
-        """Refuse scripts in which a command would be refused, before they do anything."""
+        """Refuse scripts with a command that would be refused, before they do anything."""
         needed = frozenset[str]().union(*(COMMANDS.get(name, frozenset()) for name in names))
         if needed & self._denied:
             self._denied = await self._ask_permits(link)  # its rule may have been mended
@@ -269,10 +269,10 @@ class Namespace:
         now: Argument | None = None,
         settled: bool = False,
     ) -> object:
-        """Run a script on a shard, whose layout is made first where there is none.
+        """Run a script on a shard, and make the shard's layout first if it has none.
 
-        Raises Retired, and has done nothing, if the shard takes no adds any more (and this is one, or ``settled``), or
-        nothing at all.
+        Raises Retired, and does nothing, if the shard no longer takes adds (and this is one, or ``settled``), or
+        no longer takes anything.
         """
         link = await self._connected()
         await self._permit(link, name)
@@ -299,10 +299,10 @@ class Namespace:
         raise BackendUnavailable(f"the layout of namespace {self.namespace!r} is being changed")
 
     async def _mend(self, link: AnyLink, shard: int, stored: str) -> None:
-        """After a script has met another layout, and done nothing: learn what is so now, and make or mark the shard's.
+        """Learn the current layout, and make or mark the shard's, after a script found another layout and did nothing.
 
-        A mark that the namespace knows nothing of is taken back: its server was emptied, or forgot the change in a
-        failover. The mark is older than this look, since shards are marked after the change has begun.
+        A mark unknown to the namespace is taken back: its server was emptied, or forgot the change in a
+        failover. The mark is older than this look, because shards are marked after the change has begun.
         """
         key, layout = self._key(shard, "layout"), self._homes[shard].layout
         await self._look_up(link)
@@ -330,7 +330,7 @@ class Namespace:
             )
 
     async def _make(self, link: AnyLink, key: str, layout: Layout) -> None:
-        """Write a layout down where there is none; learn the other one if somebody was faster."""
+        """Write a layout down if there is none; learn the other one if somebody was faster."""
         if await self._noted(link, self._root, "current", layout) != layout.version:
             await self._look_up(link)
             return
@@ -338,7 +338,7 @@ class Namespace:
             await self._noted(link, where, "version", layout)
 
     async def _noted(self, link: AnyLink, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
-        """Write a layout down unless there is one, and wait until replicas have what is there now; its version."""
+        """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""
         noting = link.run("layout", where, [field, layout.version], repeat=True, replicas=replicas)
         return text(cast("list[bytes]", await untouched(noting))[1])
 
@@ -348,7 +348,7 @@ class Namespace:
         return Retired(f"shard {home.number} of the {had} is used no more")
 
     async def _connected(self) -> AnyLink:
-        """The connections, of which the layout is known; looked up again if the server was not there at first."""
+        """Return the connections, with the layout known; look it up again if the server was away at first."""
         if self._link is not None and not self._known:
             await self.connect()
         if self._link is None:
@@ -360,7 +360,7 @@ class Namespace:
 
 
 async def untouched(call: Awaitable[object]) -> object:
-    """What a call answers that comes before the one that changes something: if it fails, nothing was stored."""
+    """Return the answer of a call made before the one that changes something: if it fails, nothing was stored."""
     try:
         return await call
     except BackendUnavailable as error:

@@ -1,4 +1,4 @@
-"""Whether the store answers: one log line a change of state, and how long to wait between tries."""
+"""The store's availability: one log line for each change of it, and the wait between tries."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CALM = 1.0  # seconds without a failure after which calls that others make at th
 
 
 class Outage:
-    """The state *unavailable* of the store: it begins when a call fails, and ends when all kinds that did, each of
-    which backs off by itself, were answered."""
+    """The state *unavailable* of the store. It begins when a call fails, and ends when every kind of call that failed
+    has been answered; each kind backs off by itself."""
 
     def __init__(self) -> None:
         self._tries: dict[str, int] = {}
@@ -33,7 +33,7 @@ class Outage:
         return bool(self._tries)
 
     def failed(self, error: Exception, call: str = "") -> None:
-        """A call of a kind failed."""
+        """Note that a call of a kind failed."""
         if call in self._soon:
             self._soon.pop(call).cancel()
         if not self._tries:
@@ -48,7 +48,7 @@ class Outage:
         self._answered[call].clear()
 
     def answered(self, call: str = "") -> None:
-        """A call of a kind was answered."""
+        """Note that a call of a kind was answered."""
         if self._tries.pop(call, 0):
             self._answered[call].set()
             if not self._tries:
@@ -57,9 +57,9 @@ class Outage:
                 logger.warning(line, lasted, extra={"seconds": round(lasted, 3)})
 
     def eased(self, call: str) -> None:
-        """A call of a kind was answered, of which others may fail: of several shards one may be away.
+        """Note that a call of a kind was answered while others of it may fail: one of several shards may be away.
 
-        The kind counts as answered once none has failed for a second, so that the log does not tell of each.
+        The kind counts as answered once none has failed for a second, so that the log does not report each call.
         """
         if call in self._tries and call not in self._soon:
             self._soon[call] = asyncio.get_running_loop().call_later(CALM, self._calmed, call)
@@ -69,18 +69,18 @@ class Outage:
         self.answered(call)
 
     async def pause(self, call: str = "") -> None:
-        """Wait before the next try: jittered, growing to a second, or until somebody else's call was answered."""
+        """Wait before the next try: jittered, growing to a second, or until another call of the kind is answered."""
         await elapse(self._answered[call], BACKOFF(self._tries.get(call, 0)))
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """Look at how a task ended, although everybody who waited for it may have given up."""
+    """Retrieve a task's outcome, although everybody who waited for it may have given up."""
     if not task.cancelled():
         task.exception()
 
 
 async def elapse(event: asyncio.Event, timeout: float | None) -> bool:
-    """Wait for an event for at most ``timeout`` seconds; whether it came."""
+    """Wait for an event for at most ``timeout`` seconds; True if it came."""
     try:
         async with asyncio.timeout(timeout):
             await event.wait()

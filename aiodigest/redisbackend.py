@@ -52,13 +52,13 @@ Fields = Sequence[bytes | int]
 
 
 async def _scan(server: Link, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:
-    """One page of a server's keys, only those of a namespace, and where the next page begins."""
+    """Return one page of a server's keys, the namespace's only, and where the next page begins."""
     page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
     return cast("tuple[bytes, list[bytes]]", page)
 
 
 async def _erase(server: Link, namespace: str) -> int:
-    """Drop all keys of a namespace that a server has; how many there were."""
+    """Drop all keys of a namespace on a server; return how many there were."""
     cursor, erased = b"", 0
     while cursor != b"0":
         cursor, keys = await _scan(server, namespace, cursor)
@@ -73,7 +73,7 @@ async def _erase(server: Link, namespace: str) -> int:
 
 
 def done(answer: object) -> bool | AiodigestError:
-    """A script's 1 or 0, or the error of a timeline."""
+    """Read a script's 1 or 0 as True or False; pass a timeline's error on."""
     return answer if isinstance(answer, AiodigestError) else answer == 1
 
 
@@ -193,13 +193,13 @@ class RedisBackend(Items, Relocation, Backend):
     async def _everywhere(
         self, name: str, *arguments: Argument, repeat: bool = True, now: Argument | None = None
     ) -> AsyncIterator[object]:
-        """What each shard answers that may hold something."""
+        """Yield the answer of each shard that may hold something."""
         async for shard in self._all_shards():
             with suppress(Retired):
                 yield await self._call(name, shard, *arguments, repeat=repeat, now=now)
 
     async def _of(self, key: str, name: str, *arguments: Argument, repeat: bool = True) -> list[object]:
-        """What the shards answer in which a timeline may be: one, but for the time of a change of their number."""
+        """Return the answers of the shards that may hold a timeline: one, except while resharding."""
         await self._connected()
         answers: list[object] = []
         asked = set[int]()
@@ -331,9 +331,9 @@ class RedisBackend(Items, Relocation, Backend):
         return None
 
     async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
-        """What the shards that take the adds answer, once the letter is not in an old one any more.
+        """Yield the answers of the shards that take the adds, once the letter is in no old shard any more.
 
-        Else whoever moves it might bring back what was taken.
+        Otherwise, a process that moves it might bring it back after it was taken.
         """
         await self._connected()
         asked = set[int]()

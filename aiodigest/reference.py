@@ -1,4 +1,4 @@
-"""The state machine of a shard in pure Python: what the scripts are checked against, and an in-memory store.
+"""The state machine of a shard in pure Python: the standard that scripts are checked against, and an in-memory store.
 
 Each transition takes the time as an argument and happens whole. ``memory.py`` makes a ``Backend`` of it.
 """
@@ -30,7 +30,7 @@ from aiodigest.wire import aged, distinct, identity, latest, stamp
 
 
 class Shard(Schedule):
-    """One schedule and its timelines."""
+    """A single schedule and its timelines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Shard(Schedule):
     # The schedule
 
     def settle(self, key: str, held: Held, limits: Limits, now: int) -> None:
-        """Schedule what came since a digest that is gone."""
+        """Schedule records that came after a digest that is gone."""
         self.leave(key)
         flush, held.flush = held.flush, False
         if not held.log:
@@ -79,7 +79,7 @@ class Shard(Schedule):
         return ready
 
     def _schedule(self, key: str, held: Held, terms: Terms, now: int) -> bool:
-        """Open a window, or push the one that waits; whether the timeline became ready."""
+        """Open a window, or push back the waiting one; True if the timeline became ready."""
         due = self.waiting.get(key)
         if due is None:
             if key in self.ready or key in self.leased:
@@ -143,7 +143,7 @@ class Shard(Schedule):
         return max(0, min(times) - now) if times else None
 
     def _watch(self, lease_ms: int, now: int) -> None:
-        """After a gap of more than half a lease, whose holders could not renew, recover nothing for one more."""
+        """Recover nothing for a lease after a gap of more than half a lease, in which holders could not renew."""
         if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
             self.hold_ms = now + lease_ms
         self.hold_ms = min(self.hold_ms, now + lease_ms)
@@ -193,7 +193,7 @@ class Shard(Schedule):
     # Outcomes
 
     def fenced(self, lease: Lease) -> Delivery | Closed:
-        """The delivery that a lease still names, or what its outcome was answered before."""
+        """Return the delivery that a lease still names, or the earlier answer to its outcome."""
         held = self.held.get(lease.key, Held())
         if held.delivery and (held.delivery.token, held.delivery.digest_id) == (lease.token, lease.digest_id):
             return held.delivery

@@ -1,4 +1,4 @@
-"""What an engine works on in a test: a store of its own, which it asks without a session's tasks and queues."""
+"""The engine's store in a test: asked directly, without a session's tasks and queues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARD = 0  # the only one
 
 
 class Rehearsal:
-    """In place of a session: straight to the store, in any event loop, or only in ``loop`` if that is given."""
+    """A stand-in for a session: straight to the store, in any event loop, or only in ``loop`` if given."""
 
     is_here, is_over, breadth, fault = True, False, 1, ""
 
@@ -36,7 +36,7 @@ class Rehearsal:
 
     @property
     def main(self) -> asyncio.Future[None]:
-        """There is no background task that might end."""
+        """A future that never ends: there is no background task."""
         return asyncio.get_running_loop().create_future()
 
     @property
@@ -66,17 +66,17 @@ class Rehearsal:
         return BackendUnavailable(str(error), record_id=record_id, stored=error.stored)
 
     def poke(self, shard: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: nobody sleeps."""
 
     def hurry(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     async def stop(self) -> None:
-        """The test does that, when it is left."""
+        """Do nothing: the test stops when it is left."""
 
 
 class Adds(Sync[T]):
-    """The adds of threads without an event loop: to the store of the test, as all others."""
+    """The adds of threads without an event loop: into the test's store, like all others."""
 
     def __init__(self, engine: DigestEngine[T], loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__(engine)
@@ -95,7 +95,7 @@ class Adds(Sync[T]):
 
 @asynccontextmanager
 async def on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncGenerator[Backend]:
-    """A store for an engine, on a server of its own whose clock is ``now``; nothing of it is left."""
+    """Open a store for an engine, on a server of its own whose clock is ``now``; nothing of it remains."""
     from aiodigest.embedded import EmbeddedServer  # who tests in memory needs neither
     from aiodigest.redisbackend import RedisBackend
 
@@ -117,7 +117,7 @@ async def on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncG
 
 
 async def entries_of(backend: Backend, lease: Lease) -> list[bytes]:
-    """The entries of a digest, or of its next part."""
+    """Return the entries of a digest, or of its next part."""
     taken = min(lease.part or lease.size, lease.size)
     entries = list(lease.entries[:taken])
     while len(entries) < taken:
@@ -129,7 +129,7 @@ async def entries_of(backend: Backend, lease: Lease) -> list[bytes]:
 
 
 async def reported(backend: Backend, report: Close | Retry) -> Closed:
-    """Tell the store how an attempt ended, and what it answers."""
+    """Report an attempt's end to the store, and return its answer."""
     if isinstance(report, Close):
         [closed] = await backend.close(SHARD, [report])
     else:
@@ -141,7 +141,7 @@ async def reported(backend: Backend, report: Close | Retry) -> Closed:
 
 
 def delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:
-    """The digest, with the records that were delivered; None if there are none."""
+    """Return the digest with only its delivered records; None if there are none."""
     if not outcome.records:
         return None
     if isinstance(outcome.report, Close):

@@ -1,7 +1,7 @@
-"""Another number of shards for a namespace that is in use, without moving its timelines.
+"""Another number of shards for a namespace in use, without moving its timelines.
 
-A new layout takes the adds from one moment on, and workers deliver from both until the old one is empty. Everything
-here may be done again, so that it goes on where it was broken off.
+A new layout takes the adds from one moment on, and workers deliver from both until the old one is empty. Every step
+here can be repeated, so that an interrupted change resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Relocation(Namespace):
     _goal: Layout | None = None  # what `reshard` was asked for, until `drain` has brought it to its end
 
     async def reshard(self, shards: int) -> bool:
-        """Let a layout with so many shards take the adds; False if it does already, and nothing is left to drain.
+        """Let a layout of ``shards`` shards take the adds; False if it already does, and nothing is left to drain.
 
         Raises InvalidState while a change to another number is under way.
         """
@@ -57,9 +57,9 @@ class Relocation(Namespace):
         return bool(self._drained)
 
     async def drain(self) -> dict[str, int]:
-        """Bring the end of the old layout nearer; how many timelines and dead letters are left, by state.
+        """Bring the end of the old layout nearer; return the timelines and dead letters left, by state.
 
-        Nothing left: the old layout is no more.
+        An empty answer: the old layout is gone.
         """
         link = await self._connected()
         left = Counter[str]()
@@ -102,14 +102,14 @@ class Relocation(Namespace):
         return Counter()
 
     async def _some_letters(self, shard: int) -> list[str]:
-        """The ids of the oldest dead letters of a shard."""
+        """Return the ids of a shard's oldest dead letters."""
         ids, _ = cast("tuple[list[bytes], object]", await self._call("letters", shard, SLICE, *pack_bookmark(None)))
         return [text(letter_id) for letter_id in ids]
 
     async def _move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
-        """Give a dead letter to the shard in which its timeline is now.
+        """Give a dead letter to the shard that has its timeline now.
 
-        The id of a letter whose facts have ended is dropped too, or whoever moves all of them would meet it for ever.
+        The id of a letter whose facts have expired is dropped too; otherwise moving all of them would meet it forever.
         """
         start, found = 0, False
         while reply := await self._call("letter", shard, letter_id, start):

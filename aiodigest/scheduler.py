@@ -31,7 +31,7 @@ Observer: TypeAlias = Callable[[Delivery], None]
 
 
 def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
-    """Tell all who watch of an attempt, whatever they raise."""
+    """Tell all observers of an attempt, whatever they raise."""
     for observer in observers:
         try:
             observer(delivery)
@@ -40,7 +40,7 @@ def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
 
 
 def tell_of_losses(claims: Claims) -> None:
-    """Log what a claim found wrong: a few timelines by their names, and how many more there are."""
+    """Log the problems a claim found: a few timelines by name, and the number of others."""
     for key, reason in claims.broken[:FEW]:
         facts = {"timeline": key, "reason": reason}
         logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
@@ -63,8 +63,8 @@ def tell_of_losses(claims: Claims) -> None:
 class Scheduler:
     """Delivers the digests of all shards, at most ``concurrency`` at a time, until it is stopped.
 
-    Durations are in seconds. ``run`` ends after ``stop``: claims end at once, deliveries have ``drain_timeout`` to
-    end, under leases that go on being renewed, and what is still under way is then cancelled and released.
+    Durations are in seconds. ``run`` ends after ``stop``: claims end at once, and deliveries have ``drain_timeout`` to
+    end, while their leases are still renewed. Deliveries still under way then are cancelled and released.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Scheduler:
         self._ended = False
 
     def stop(self, at_once: bool = False) -> None:
-        """Claim nothing more, and let ``run`` end; ``at_once``: without waiting for what is under way."""
+        """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""
         self._stopping.set()
         self._slots.changed.set()
         if at_once:
@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def delivering(self) -> int:
-        """How many deliveries are under way."""
+        """The number of deliveries under way."""
         return sum(len(lane.holds) for lane in list(self._lanes.values()))  # who collects metrics asks in a thread
 
     @property
@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the latest calls of some kind failed."""
+        """True if the latest calls of some kind failed."""
         return self._outage.lasts
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class Scheduler:
         return [loop for loop in self._loops if not loop.done()]
 
     async def _look_for_shards(self) -> None:
-        """Learn of a change of the layout while there is no shard to serve, whose loop would."""
+        """Learn of a change of the layout while there is no shard to serve, whose loop would notice."""
         if not self._idle:
             shards = {"shards": self._backend.takers}
             there = f"the namespace has {self._backend.takers}, which count from 0"
@@ -171,7 +171,7 @@ class Scheduler:
             self._serve()
 
     def _serve(self) -> None:
-        """Begin with the shards that there are by now: at first, and after a change of the layout."""
+        """Start serving the shards that exist by now: at first, and after a change of the layout."""
         if self._stopping.is_set() or self._ended or self._served == self._backend.changes:
             return
         self._served = self._backend.changes
@@ -189,7 +189,7 @@ class Scheduler:
         self._loops = [*self._running(), self._group.create_task(self._loop(lane))]
 
     def _end(self, lane: Lane) -> None:
-        """Let go of a shard that is no more, once nothing of it is under way."""
+        """Let go of a shard that is gone, once nothing of it is under way."""
         if lane.retired and not lane.holds and self._lanes.get(lane.shard) is lane:
             lane.end()
             del self._lanes[lane.shard]
@@ -317,14 +317,14 @@ class Scheduler:
             logger.exception(line, hold.lease.key, extra=facts_of(hold.lease))
 
     def _let_go(self, lane: Lane, hold: Hold, task: asyncio.Task[None]) -> None:
-        """Free the slot of a delivery; also of one whose task was cancelled before it ran."""
+        """Free the slot of a delivery, even if its task was cancelled before it ran."""
         retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         del lane.holds[hold]
         self._end(lane)
         self._slots.changed.set()
 
     async def _entries(self, lane: Lane, lease: Lease) -> Sequence[bytes]:
-        """The entries of the digest, or of its next part; what did not fit into the claim is paged."""
+        """Return the entries of the digest, or of its next part; entries that did not fit into the claim are paged."""
         taken = min(lease.part or lease.size, lease.size)
         entries = list(lease.entries[:taken])
         while len(entries) < taken:
@@ -356,13 +356,13 @@ class Scheduler:
         return outcome, Delivery(*facts)
 
     async def _report(self, lane: Lane, report: Close | Retry) -> Closed:
-        """Tell the store, until it knows; what it answers."""
+        """Report to the store until it knows; return its answer."""
         if isinstance(report, Close):
             return await self._insist(lane, partial(lane.closes.submit, report))
         return Closed("closed" if await self._insist(lane, partial(lane.retries.submit, report)) else "lost")
 
     async def _insist(self, lane: Lane, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the store for a delivery until it answers, be it with an error of the timeline's.
+        """Call the store for a delivery until it answers, if only with an error of the timeline's.
 
         A server that refuses access may allow it again, as after a change of passwords.
         """

@@ -1,4 +1,4 @@
-"""The scripts in ``aiodigest/lua``, what they are given, and how their answers are read."""
+"""The scripts in ``aiodigest/lua``, their arguments, and the way to read their answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script with the helpers it needs put before it."""
+    """A script, with the helpers it needs in front of it."""
 
     source: str
     sha: str
@@ -91,7 +91,7 @@ class Script:
 
 @cache
 def load_script(name: str) -> Script:
-    """The script of a transition."""
+    """Return the script of a transition."""
     parts = (*SHARED.get(name, ("prelude",)), name)
     begins = f"local CREATES = {str(name in CREATES).lower()}"
     # importlib.resources would import more of itself, at the first add, while which another thread may fork
@@ -102,7 +102,7 @@ def load_script(name: str) -> Script:
 
 @cache
 def load_scripts() -> None:
-    """Read all scripts, once a process: they are those of its code, although the package may be replaced while it runs,
+    """Read all scripts, once a process: they then match its code, even if the package is replaced while it runs,
     and the first failure of a delivery needs no file that can be opened."""
     try:
         for name in (*COMMANDS, "permits"):
@@ -220,7 +220,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def fits(reply: object, shape: Shape) -> bool:
-    """Whether an answer is one that can be given; else the connection carries answers to other questions."""
+    """True if the answer is a possible one; otherwise the connection carries answers to other questions."""
     if isinstance(shape, frozenset):
         return type(reply) in shape
     if isinstance(shape, tuple):
@@ -236,7 +236,7 @@ def fits(reply: object, shape: Shape) -> bool:
 
 
 def text(value: object) -> str:
-    """A name or a message. What another program wrote may be no UTF-8, and is shown as well as can be."""
+    """Decode a name or a message. Text from another program may not be UTF-8, and is shown as well as possible."""
     return cast("bytes", value).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""The sentinels of a service, who know which of its servers is the primary."""
+"""The sentinels of a service; they know which of its servers is the primary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PORT = 26379
 
 @dataclass
 class Sentinels:
-    """The sentinels of a service: whoever is its primary, they are told first."""
+    """The sentinels of a service; the one that named the primary last comes first."""
 
     service: str
     make: Callable[..., Wire]
@@ -29,13 +29,13 @@ class Sentinels:
 
     @property
     def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
-        """What a connection to a sentinel is made of, but for its address."""
+        """The settings of a connection to a sentinel, without its address."""
         return self.make, self.settings
 
     async def primary(self, timeout: float) -> Address:
-        """Where the primary is.
+        """Return the address of the primary.
 
-        Each sentinel has a share of the time, so that those that are dead leave some to the others and to the primary.
+        Each sentinel has a share of the time, so that dead ones leave some for the others and for the primary.
         """
         share, problems, refusals = timeout / (len(self.addresses) + 1), list[str](), 0
         for address in list(self.addresses):
@@ -59,14 +59,14 @@ class Sentinels:
         raise exceptions.ConnectionError(message)
 
     def doubt(self) -> None:
-        """Ask whoever named the primary last after all others: what it named was none, and it may have lost them."""
+        """Ask the sentinel trusted last after all others: the server it named is no primary, and it may be cut off."""
         if self._trusted is not None:
             self.addresses.remove(self._trusted)
             self.addresses.append(self._trusted)
             self._trusted = None
 
     async def _ask(self, address: Address, timeout: float) -> tuple[set[str], str, int]:
-        """The flags, host and port that a sentinel knows of the primary."""
+        """Return the flags, host and port that a sentinel has for the primary."""
         host, port = address
         wire = new_wire(self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
         try:
@@ -84,12 +84,12 @@ class Sentinels:
 
 
 def is_no_sentinel(error: Exception) -> bool:
-    """Whether a server refused what every sentinel knows."""
+    """True if a server refused a command that every sentinel knows."""
     return "unknown command" in str(error)
 
 
 def explained(error: Exception) -> str:
-    """What is wrong with a sentinel that was asked."""
+    """Explain a failure to ask a sentinel."""
     text = str(error)
     if is_no_sentinel(error):
         return f"it is no sentinel, whose port is {PORT} if none is given; one server is redis://host:port"

@@ -1,4 +1,4 @@
-"""One entering of an engine: its backend, its queues and its tasks, all of one event loop."""
+"""A single entering of an engine: its backend, its queues and its tasks, all in one event loop."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CALLS = 2  # of adds at once to a single shard: while the server is at one, the 
 
 
 def weight(add: Add) -> int:
-    """What an add takes of the bytes that a call may carry, about."""
+    """Estimate an add's share of the bytes that a call may carry."""
     return len(add.entry) + len(add.key)
 
 
 class Entered(Protocol):
-    """What an engine makes its calls through while it is entered: a ``Session``, or what a test has in its place."""
+    """The interface for an engine's calls while it is entered: a ``Session``, or a test's stand-in."""
 
     @property
     def main(self) -> asyncio.Future[None]: ...
@@ -59,7 +59,7 @@ class Entered(Protocol):
 
 
 class Opener(Protocol):
-    """Where a session gets its backend from."""
+    """The source of a session's backend."""
 
     async def open(self) -> Backend: ...
     async def close(self) -> None: ...
@@ -67,9 +67,9 @@ class Opener(Protocol):
 
 
 class Session:
-    """Owns one background task, in which everything that the engine does by itself happens.
+    """Owns one background task, which does everything that the engine does by itself.
 
-    The store need not be there when a session starts: whoever needs it connects, and all who wait share the attempt.
+    The store need not be up when a session starts: the first caller to need it connects, and others share the attempt.
     """
 
     def __init__(self, store: Opener, timeout: float, schedule: Callable[[Backend, Outage], Scheduler] | None) -> None:
@@ -92,22 +92,22 @@ class Session:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that it belongs to."""
+        """The event loop it belongs to."""
         return self._home[1]
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process and the event loop that it belongs to."""
+        """True in the process and the event loop that it belongs to."""
         return self._home == (os.getpid(), asyncio.get_running_loop())
 
     @property
     def is_over(self) -> bool:
-        """Whether it was left behind: by a fork, or by a loop that was closed before the engine was left."""
+        """True if it was left behind: by a fork, or by a loop that was closed before the engine was left."""
         return self._home[0] != os.getpid() or self._home[1].is_closed()
 
     @property
     def activity(self) -> Activity:
-        """What it does now; adds are counted by the engine."""
+        """The current work; the engine itself counts adds."""
         worker = self._scheduler
         if worker is None:
             return Activity(unavailable=self._cut_off or self._backend is None, fault=self.fault)
@@ -115,14 +115,14 @@ class Session:
 
     @property
     def fault(self) -> str:
-        """That its background task has ended although nobody stopped it."""
+        """A message if the background task has ended although nobody stopped it, else ''."""
         if self._stopping.is_set() or not self.main.done():
             return ""
         return "the engine's background task has ended, as its log tells: only a restart of the process mends that"
 
     async def backend(self, began: float | None = None) -> Backend:
-        """The connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout, which
-        ``began`` then, or now."""
+        """Return the connected store. Raises BackendUnavailable if it cannot be reached within the engine's timeout,
+        counted from ``began``, or from now."""
         if self._backend is not None:
             return self._backend
         try:
@@ -154,7 +154,7 @@ class Session:
         return backend
 
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
-        """A timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
+        """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
         shard = backend.shard_of(key)
         return shard, 0 if backend.takers > 1 else crc32(key.encode()) % CALLS
 
@@ -169,15 +169,15 @@ class Session:
         return coalescer
 
     def _let_go(self, backend: Backend) -> None:
-        """End the queues of shards that take no adds any more, if all in them have their answers."""
+        """End the queues of shards that no longer take adds, once everything in them has an answer."""
         for shard in [shard for shard in self._adds if backend.number_of(shard) is None]:
             if self._adds[shard].is_idle:
                 del self._adds[shard]
                 self._chores.pop(shard).cancel()
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
-        """The same error, of a record if one is named, with what lies behind it: a fault, or what an embedded server's
-        log says."""
+        """Return the same error, for a record if one is named, with the cause behind it: a fault, or the log of an
+        embedded server."""
         message, reason = self.fault or str(error), self._store.why_down()
         if reason and reason not in message:
             message += f" ({reason})"
@@ -185,11 +185,11 @@ class Session:
 
     @property
     def breadth(self) -> int:
-        """By how much larger a slice of ``add_many`` fills the calls of all shards; 4 at the most."""
+        """The factor for a slice of ``add_many`` that fills the calls of all shards; at most 4."""
         return 1 if self._backend is None else min(self._backend.takers, 4)
 
     async def add(self, add: Add, began: float) -> bool:
-        """Send an add, whose time ``began`` then, with the others of this turn; True if it made its timeline ready."""
+        """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
         try:
             backend = self._backend or await self.backend(began)
         except BackendUnavailable as error:
@@ -228,7 +228,7 @@ class Session:
     async def _send(
         self, backend: Backend, adds: Sequence[Add], chosen: Sequence[int], answers: dict[int, bool | AiodigestError]
     ) -> None:
-        """Send some of the adds, and note what is answered to each."""
+        """Send some of the adds, and note the answer to each."""
         queues: dict[tuple[int, int], list[int]] = {}
         for index in chosen:
             queues.setdefault(self._place(backend, adds[index].key), []).append(index)
@@ -260,13 +260,13 @@ class Session:
                 group.create_task(send(shard, indices))
 
     def _missed(self, error: AiodigestError) -> None:
-        """An add has failed, which may tell that its server is away."""
+        """Note that an add has failed, which may mean that its server is away."""
         if isinstance(error, BackendUnavailable) and not self._stopping.is_set() and not self.fault:
             self._cut_off = True
             self._outage.failed(error, ADDS)
 
     def _reached(self) -> None:
-        """An add has found its server, and the one before it had not."""
+        """Note that an add has reached its server, after one that had not."""
         self._cut_off = False
         self._outage.eased(ADDS)
 
@@ -282,7 +282,7 @@ class Session:
             self._scheduler.stop(at_once=True)
 
     async def stop(self) -> None:
-        """Send what is queued, drain, and close. A cancellation meanwhile only ends the drain."""
+        """Send queued adds, drain, and close. A cancellation meanwhile only ends the drain."""
         self._stopping.set()
         if self._connecting is not None:
             self._connecting.cancel()

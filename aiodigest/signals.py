@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, for all the engines of a process that run until one comes."""
+"""SIGTERM and SIGINT, for all engines of a process that run until one comes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _calls: dict[Callable[[], None], asyncio.AbstractEventLoop] = {}
 def on_signals(call: Callable[[], None]) -> Generator[None, None, None]:
     """Call a function in the running loop when a signal comes.
 
-    The first to enter installs the handlers, and the last to leave puts back those that were there before. Raises
-    ConfigurationError outside the main thread, where Python hears no signals.
+    The first to enter installs the handlers, and the last to leave puts the previous ones back. Raises
+    ConfigurationError outside the main thread, where Python receives no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("run() hears signals, and so needs the main thread: elsewhere use `delivering()`")

@@ -1,4 +1,4 @@
-"""How many digests a worker may claim now, and which of its shards does so next."""
+"""The number of digests a worker may claim now, and the turns of its shards to claim them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CLAIM = 16  # digests of a call: while they are delivered the next are claimed, 
 
 
 class Slots:
-    """The slots for deliveries, less those that are taken, were promised to claims on their way, or rest.
+    """The slots for deliveries, less those that are taken, promised to claims under way, or at rest.
 
-    Claims may bring more leases than there are slots in the end, since one that hangs keeps none: so each delivery is
-    to hold ``gate`` too.
+    Claims may bring more leases than there are slots in the end, since a claim that hangs keeps none: so each delivery
+    must hold ``gate`` too.
     """
 
     def __init__(self, lanes: Mapping[int, Lane], concurrency: int, mode: BackoffMode, stopping: asyncio.Event) -> None:
@@ -34,10 +34,10 @@ class Slots:
         self._promised: dict[Lane, tuple[int, float]] = {}  # how many, since when
 
     async def free(self, lane: Lane) -> int:
-        """Wait for free slots, of which ``promise`` is to be told before anything is awaited; 0 if the worker stops.
+        """Wait for free slots; reserve them with ``promise`` before awaiting anything. 0 if the worker stops.
 
         The shards take turns, in the order in which they began to wait: a claim of many digests costs little more than
-        one of a few, so they do not share what is free among them.
+        one of a few, so they do not divide the free slots among them.
         """
         async with self._turn:
             loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class Slots:
 
     @contextmanager
     def promise(self, lane: Lane, slots: int) -> Generator[None]:
-        """Keep slots for what a claim may bring, until it has."""
+        """Keep slots for the digests of a claim, until it has brought them."""
         self._promised[lane] = slots, asyncio.get_running_loop().time()
         try:
             yield

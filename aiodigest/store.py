@@ -1,4 +1,4 @@
-"""From a URL to a connected backend, and the embedded server behind it if there is one."""
+"""The way from a URL to a connected backend, with its embedded server if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """Where an engine keeps its timelines. Making one does no I/O; what is given is checked all the same."""
+    """The place where an engine keeps its timelines. Making one does no I/O, but checks its arguments."""
 
     def __init__(
         self, url: str | Redis | RedisCluster, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
@@ -41,7 +41,7 @@ class Store:
         self._make = backend
 
     def anew(self) -> Self:
-        """The same place, for another event loop: each has a share of its own of an embedded server."""
+        """Return the same place for another event loop: each has its own share of an embedded server."""
         other = copy(self)
         if self._server is not None:
             from aiodigest.embedded import EmbeddedServer
@@ -66,7 +66,7 @@ class Store:
             await self._server.stop()
 
     def why_down(self) -> str | None:
-        """Why an embedded server is not there now, from its log."""
+        """Explain from its log why an embedded server is down; None if there is none, or it is up."""
         return self._server.why_down() if self._server is not None else None
 
 

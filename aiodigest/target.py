@@ -1,4 +1,4 @@
-"""Where a server is: a URL or a client, of one server, of one that sentinels watch, or of a cluster."""
+"""The location of a server: a URL or a client, of one server, of one watched by sentinels, or of a cluster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
 
 @cache
 def _parameters() -> frozenset[str]:
-    """What may stand in the query of a URL: what redis-py makes connections of, and what names the sentinels' user."""
+    """Return the parameters allowed in a URL's query: those of redis-py's connections, and the sentinels' login."""
     makers = cast(
         "Sequence[Callable[..., object]]", (AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection)
     )
@@ -58,10 +58,10 @@ SECRETS = "pass|secret|token"
 
 
 def hide_password(url: str) -> str:
-    """The URL as it may be shown: with ``***`` for its password, wherever it stands.
+    """Return the URL safe to show: with ``***`` for its password, wherever that stands.
 
-    All that comes before the last ``@`` may be a password, in which somebody forgot to escape a ``/`` or a ``#``; so
-    may what follows one in the query up to the next parameter that there is, and what a parameter says that is none.
+    Everything before the last ``@`` may be a password in which somebody forgot to escape a ``/`` or a ``#``. So may
+    the text after a password in the query, up to the next known parameter, and the value of an unknown parameter.
     """
 
     def known(found: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def hide_password(url: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how to make a connection to it."""
+    """A server, and the way to connect to it."""
 
     url: str
     make: Callable[..., Wire]
@@ -94,31 +94,31 @@ class Target:
 
     @property
     def user(self) -> str:
-        """Who connects, as rules name it."""
+        """The user who connects, as rules name it."""
         named = self.settings.get("username")
         return named if isinstance(named, str) else "default"
 
     async def primary(self, timeout: float) -> Target:
-        """Whatever server is the primary now, where sentinels tell.
+        """Return the current primary, if sentinels say; else this very server.
 
-        What they say may be out of date. A server that is no primary refuses every transition with READONLY, upon
-        which its connections are dropped; to ask it for its ROLE first would need a right that many users lack.
+        The sentinels' answer may be out of date. A server that is not a primary refuses every transition with READONLY,
+        and its connections are then dropped; asking for its ROLE first would need a right that many users lack.
         """
         return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self
 
     def connection(self, timeout: float) -> Wire:
-        """A connection that is not connected yet."""
+        """Make a connection, not connected yet."""
         return new_wire(self.make, {**self.settings, "socket_connect_timeout": timeout})
 
     def at(self, address: Address) -> Target:
-        """One node of a cluster, or server of a service."""
+        """Return a node of a cluster, or a server of a service."""
         host, port = address
         settings = {**self.settings, "host": host, "port": port}
         named = "" if address in self.nodes else host
         return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings, named=named)
 
     def check(self) -> None:
-        """See that connections can be made of the settings, which does no I/O; Unreadable says what is wrong."""
+        """Check that the settings make a connection, without I/O; Unreadable says what is wrong."""
         for make, settings in [(self.make, self.settings), *([self.sentinels.ask] if self.sentinels else [])]:
             try:
                 make(**settings)
@@ -139,7 +139,7 @@ class Target:
         return "+sentinel" if self.sentinels else "+cluster" if self.nodes else ""
 
     def hint(self, error: Exception) -> str:
-        """What may be wrong with the URL, by an error of a server that has never answered; '' if nothing."""
+        """Guess the URL's fault from an error of a server that has never answered; '' if there is no guess."""
         text = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else "")
         if self.named and "CERTIFICATE_VERIFY_FAILED" in text:
             return f"{'its sentinels name' if self.sentinels else 'its cluster names'} it {self.named}"
@@ -154,11 +154,11 @@ class Target:
 
 
 class Unreadable(Exception):
-    """Why a URL is none of a server; the text quotes nothing of it but the name of a parameter."""
+    """A URL that names no server; the message quotes only the names of its parameters."""
 
 
 def find_target(source: object) -> Target:
-    """Where a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
+    """Return the server that a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
     if isinstance(source, Redis):
         return _of_client(source.connection_pool)
     if isinstance(source, RedisCluster):
@@ -208,7 +208,7 @@ class Parts(NamedTuple):
     query: str
 
     def of_one(self, path: str) -> str:
-        """The same of one host."""
+        """Return the same URL with one host."""
         return f"{self.scheme}://{self.login}localhost/{path}{self.query}"
 
 
@@ -284,7 +284,7 @@ def _of_client(pool: ConnectionPool) -> Target:
 
 
 def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnection]) -> Target:
-    """What ``Sentinel(...).master_for(...)`` gives."""
+    """Return the target of a client from ``Sentinel(...).master_for(...)``."""
     if not cast("Any", pool).is_master:
         raise ConfigurationError("the client is of replicas, which refuse writes; give that of master_for()")
     settings, service = _settings(make, _kwargs(pool)), cast("str", pool.service_name)
@@ -300,7 +300,7 @@ def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnect
 
 
 def _of_cluster_client(client: RedisCluster) -> Target:
-    """The settings of a client; nothing is sent by it, since it repeats what may not be repeated."""
+    """Return the target of a cluster client's settings; the client sends nothing, since it repeats unsafe calls."""
     known = cast("Any", client)
     nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
     given = dict(cast("Mapping[str, object]", known.connection_kwargs))

@@ -1,4 +1,4 @@
-"""What the reference keeps: the schedule of a shard, and what there is of each timeline."""
+"""The reference's data: the schedule of a shard, and the contents of each timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiodigest.wire import identity, latest
 
 
 class Schedule:
-    """Which timelines wait, are ready or are leased, with the time that each is placed at."""
+    """The timelines that wait, are ready or are leased, each with its time."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}
@@ -33,11 +33,11 @@ class Schedule:
 
     @property
     def head_ms(self) -> float:
-        """When the next timeline is due; what is ready is due at once."""
+        """The due time of the next timeline; a ready one is due at once."""
         return -1.0 if self.ready else min(self.waiting.values(), default=inf)
 
     def place(self, key: str, due: int, now: int) -> bool:
-        """Schedule a timeline, and say whether it is ready."""
+        """Schedule a timeline; True if it is ready."""
         self.leave(key)
         (self.ready if due <= now else self.waiting)[key] = due
         return due <= now
@@ -62,7 +62,7 @@ class Delivery:
 
 @dataclass
 class Held:
-    """What is kept of one timeline."""
+    """The data of one timeline."""
 
     log: list[bytes] = field(default_factory=list[bytes])
     delivery: Delivery | None = None
@@ -80,7 +80,7 @@ class Held:
         return not self.log and self.delivery is None
 
     def holds(self, max_size: int) -> bool:
-        """Whether the log holds so many records; one that does not although it has more entries is compacted."""
+        """True if the log holds ``max_size`` records; if it does not, despite more entries, it is compacted."""
         kept = latest(self.log)
         if len(kept) < max_size < len(self.log):
             self.log = kept
@@ -102,12 +102,12 @@ class DeadLetters(dict[str, RawLetter]):
         return sorted(self, key=lambda name: (self[name].buried_ms, name.encode()))
 
     def alive(self, letter_id: str, now: int) -> RawLetter | None:
-        """A letter that has not reached its end."""
+        """Return a letter unless it has expired."""
         letter = self.get(letter_id)
         return letter if letter and letter.buried_ms > now - LETTER_TTL_MS else None
 
     def prune(self, now: int) -> int:
-        """Make room, a few letters at a time; how many went."""
+        """Make room, a few letters at a time; return how many were dropped."""
         excess = len(self) - LETTER_LIMIT
         oldest = enumerate(self.oldest_first()[:10])
         gone = [name for index, name in oldest if index < excess or not self.alive(name, now)]
@@ -117,13 +117,13 @@ class DeadLetters(dict[str, RawLetter]):
 
 
 def earliest(schedule: dict[str, int], until: int | None, count: int) -> list[tuple[str, int]]:
-    """A slice of a sorted set, in its order."""
+    """Return a slice of a sorted set, in its order."""
     items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
     return [item for item in items if until is None or item[1] <= until][:count]
 
 
 def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tuple[list[str], Bookmark | None]:
-    """A page of names by their times, and where it ends if there are more."""
+    """Return a page of names by their times, and its end if there are more."""
     last = int(after.last) if after else max(times.values(), default=0)
     begin = (int(after.time), after.name) if after else (-1, b"")
     places = sorted((time, name.encode()) for name, time in times.items() if time <= last)
@@ -134,13 +134,13 @@ def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tup
 
 
 def trim(entries: Sequence[bytes], capacity: int) -> tuple[list[bytes], int]:
-    """The newest ``capacity`` records, and how many older ones went."""
+    """Return the newest ``capacity`` records, and the number of older ones dropped."""
     kept = latest(entries)
     dropped = max(0, len(kept) - capacity)
     return kept[dropped:], dropped
 
 
 def only(entries: Iterable[bytes], ids: Iterable[bytes]) -> list[bytes]:
-    """The entries with these ids."""
+    """Return the entries with these ids."""
     wanted = set(ids)
     return [entry for entry in entries if identity(entry) in wanted]

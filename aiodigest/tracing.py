@@ -1,4 +1,4 @@
-"""What a library of traces has to offer, so that a delivery can be followed back to the adds of its records."""
+"""The interface to a tracing library: it links a delivery to the adds of its records."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from aiodigest.models import Digest, Result
 
 
 class TracedAttempt(Protocol):
-    """The span of one attempt to deliver. Nothing in it raises."""
+    """The span of one attempt to deliver. None of its methods raises."""
 
     def ended(self, result: Result, reason: str = "", error: BaseException | None = None) -> None:
-        """What came of it, as observers are told: with ``error``, which the callback raised, and ``reason``, which is
-        kept of that. Of an attempt that was cut short nothing is told.
+        """Record the outcome reported to observers, with ``error``, which the callback raised, and ``reason``, the text
+        kept of it. An attempt that was cut short reports nothing.
         """
         ...
 
     def left(self) -> None:
-        """The callback runs no more."""
+        """Note that the callback has ended."""
         ...
 
 
@@ -26,9 +26,9 @@ class Tracing(Protocol):
     """See ``aiodigest.integrations.opentelemetry``."""
 
     def context(self) -> bytes:
-        """The current span in 25 bytes (``wire.CONTEXT_SIZE``), which a record takes along; none: b""."""
+        """Return the current span in 25 bytes (``wire.CONTEXT_SIZE``), for a record to carry; b"" if there is none."""
         ...
 
     def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> TracedAttempt:
-        """Begin a span for an attempt to deliver, linked to those that added the records. It is current until left."""
+        """Begin a span for an attempt to deliver, linked to the spans of the adds. It is current until left."""
         ...

@@ -1,4 +1,4 @@
-"""A connection of redis-py's, as far as it is used here."""
+"""A connection of redis-py's, as far as aiodigest uses it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfil
 
 
 class Wire(Protocol):
-    """What is used of redis-py's connections."""
+    """The part of redis-py's connections in use."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -40,7 +40,7 @@ class Wire(Protocol):
 async def send(wire: Wire, *command: Argument) -> None:
     """Send a command; hiredis packs a large one six times as fast as redis-py does.
 
-    A connection that was dropped stays so. redis-py would open it anew: a ``WAIT`` there waits for nobody's writes.
+    A dropped connection stays closed. redis-py would reopen it, and a ``WAIT`` there waits for nobody's writes.
     """
     if not wire.is_connected:
         raise exceptions.ConnectionError("the connection was closed meanwhile")
@@ -55,10 +55,10 @@ async def drop(wire: Wire) -> None:
 
 
 def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
-    """A connection that is not connected yet; ConfigurationError if TLS cannot be set up: no server would mend that.
+    """Make a connection, not connected yet; ConfigurationError if TLS cannot be set up: no server would fix that.
 
-    Reading certificates takes a tenth of a second, in which nothing else is done: connections share what came of it,
-    for as long as the files are the same.
+    Reading certificates takes a tenth of a second, which blocks everything else: connections share the result for as
+    long as the files are the same.
     """
     wire = make(**settings)
     context = getattr(wire, "ssl_context", None)
@@ -78,7 +78,7 @@ def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
 
 
 def _changed_at(path: object) -> int:
-    """When a file was changed last; 0 for what is none."""
+    """Return when a file was last changed; 0 if there is no such file."""
     try:
         return os.stat(path).st_mtime_ns if isinstance(path, str) and os.sep in path else 0
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
+"""A single record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
 
 An entry is a byte of version and flags (``UNSTAMPED``, ``TRACED``), the timestamp in microseconds, the length of
 the id, the id, a trace context if a flag says so, and the encoded value. The latest entry of an id wins.
@@ -32,7 +32,7 @@ class RawRecord(NamedTuple):
 
 
 def pack(record_id: bytes, timestamp_us: int | None, value: bytes, context: bytes = b"") -> bytes:
-    """The entry of a record; without a timestamp it gets the server's at arrival."""
+    """Pack a record as an entry; without a timestamp it gets the server's at arrival."""
     flags = VERSION if timestamp_us is not None else VERSION | UNSTAMPED
     if context:
         return HEADER.pack(flags | TRACED, timestamp_us or 0, len(record_id)) + record_id + context + value
@@ -40,7 +40,7 @@ def pack(record_id: bytes, timestamp_us: int | None, value: bytes, context: byte
 
 
 def stamp(entry: bytes, now_ms: int) -> bytes:
-    """The entry with its time of arrival filled in, if it has no timestamp."""
+    """Return the entry with its time of arrival filled in, if it has no timestamp."""
     flags, _, length = HEADER.unpack_from(entry)
     if not flags & UNSTAMPED:
         return entry
@@ -62,7 +62,7 @@ def unpack(entry: bytes) -> RawRecord:
 
 
 def identity(entry: bytes) -> bytes:
-    """The id of an entry; an entry that cannot be read stands for itself, so that none hides another."""
+    """Return the id of an entry; an unreadable entry stands for itself, so that none hides another."""
     try:
         return unpack(entry).id
     except CodecError:
@@ -70,7 +70,7 @@ def identity(entry: bytes) -> bytes:
 
 
 def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[bytes, RawRecord | None]]) -> None:
-    """Keep in ``last`` the last entry of each id, by identity, in order of arrival; None: it cannot be taken apart."""
+    """Keep the last entry of each id in ``last``, by identity, in order of arrival; None if it cannot be unpacked."""
     for entry in entries:
         try:
             raw = unpack(entry)
@@ -82,14 +82,14 @@ def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[bytes, RawRe
 
 
 def latest(entries: Sequence[bytes]) -> list[bytes]:
-    """The last entry of each id, in order of arrival."""
+    """Return the last entry of each id, in order of arrival."""
     last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
     unpack_latest(entries, last)
     return [entry for entry, _ in last.values()]
 
 
 def aged(entry: bytes, cut_ms: int) -> bool:
-    """Whether a record is older than a cut-off (0: none)."""
+    """True if a record is older than a cut-off (0: none)."""
     try:
         return cut_ms > 0 and unpack(entry).timestamp_us < cut_ms * 1000
     except CodecError:
@@ -97,5 +97,5 @@ def aged(entry: bytes, cut_ms: int) -> bool:
 
 
 def distinct(entries: Iterable[bytes]) -> int:
-    """How many records the entries stand for."""
+    """Count the records that the entries hold."""
     return len({identity(entry) for entry in entries})

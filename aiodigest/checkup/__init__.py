@@ -1,1 +1,1 @@
-"""What is to be said of the servers of a namespace, and of what it holds there: ``DigestEngine.examine``."""
+"""Checks of a namespace's servers, and of its contents there: ``DigestEngine.examine``."""

@@ -1,4 +1,4 @@
-"""What is to be said of a server, from what it tells of itself. Nothing is asked here: see ``servers.py``."""
+"""The verdict on a server, from its own answers. This module asks nothing: see ``servers.py``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG = "look into the server's log: most often its disk is full, or it may not wr
 
 @dataclass(slots=True)
 class SlowCall:
-    """One of our scripts in the server's log of slow calls."""
+    """A call of an aiodigest script in the server's log of slow calls."""
 
     script: str
     seconds: float
@@ -37,7 +37,7 @@ class SlowCall:
 
 @dataclass(slots=True)
 class Facts:
-    """What a server tells; what it does not tell is empty or None."""
+    """A server's answers; a missing one is empty or None."""
 
     info: Mapping[str, str] = field(default_factory=dict[str, str])
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -50,20 +50,20 @@ class Facts:
     failover: Literal["", "sentinel", "cluster"] = ""  # what follows one
 
     def number(self, name: str) -> int | None:
-        """A number in INFO."""
+        """Return a number from INFO."""
         text = self.info.get(name, "")
         return int(text) if text.isdecimal() else None
 
     @property
     def replicas(self) -> list[Address]:
-        """Those that are online, as the server sees them."""
+        """The replicas that are online, as the server sees them."""
         lines = [at for name, at in self.info.items() if re.fullmatch(r"slave\d+", name) and "state=online" in at]
         known = [dict(word.split("=", 1) for word in line.split(",") if "=" in word) for line in lines]
         return [(each["ip"], int(each["port"])) for each in known]
 
 
 def judge(facts: Facts) -> Iterator[Finding]:
-    """All that is to be said of a server."""
+    """Yield all findings on a server."""
     for check in CHECKS:
         yield from check(facts)
 
@@ -259,7 +259,7 @@ CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (
 
 
 def in_bytes(number: int) -> str:
-    """A number of bytes, for people."""
+    """Show a number of bytes to people."""
     size = float(number)
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
@@ -269,7 +269,7 @@ def in_bytes(number: int) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """A duration, for people."""
+    """Show a duration to people."""
     for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
         if seconds < most:
             return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Questions to servers; what a user may not ask is not guessed, but noted with the command that would be needed."""
+"""Questions to servers. If a user may not ask one, nothing is guessed: a note names the missing command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is pa
 
 @dataclass
 class Interview:
-    """Asks as a user, and keeps notes of what was refused."""
+    """Asks as a user, and notes every refusal."""
 
     link: AnyLink
     user: str
     notes: list[Finding] = field(default_factory=list[Finding])
 
     async def ask(self, check: Check, subject: str, *command: Argument, key: str = "") -> object | None:
-        """The reply to a command; None if it is refused, and ``subject`` not known therefore.
+        """Return the reply to a command; None if it is refused, which leaves ``subject`` unknown.
 
         Raises ConfigurationError if the user may do nothing there.
         """
@@ -45,5 +45,5 @@ class Interview:
         self.notes.append(Finding(check, "note", message, remedy))
 
     def allow(self, *commands: str) -> str:
-        """What gives the user commands."""
+        """Return the command that grants the user ``commands``."""
         return f"ACL SETUSER {self.user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"

@@ -1,4 +1,4 @@
-"""A look at the servers of a namespace and at what it holds there, which changes nothing."""
+"""A look at a namespace's servers and its contents there, which changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW_CALLS = 128  # looked at, of those in the server's log: as many as it keeps
 
 
 async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
-    """All that is to be said of a namespace and of its servers. BackendUnavailable if no server tells anything."""
+    """Check a namespace and its servers. Raises BackendUnavailable if no server answers."""
     user = link.target.user
     await namespace._look_up(link)
     servers = await _check_servers(namespace, link, user)
@@ -38,7 +38,7 @@ async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
 
 
 async def _check_servers(namespace: Namespace, link: AnyLink, user: str) -> list[Finding]:
-    """What is found of each primary; what several have in common is told once."""
+    """Check each primary; a finding that several share is reported once."""
     primaries = await link.find_primaries()
     told = await asyncio.gather(*(_check_server(namespace, one, user, link) for one in primaries))
     if len(primaries) == 1:
@@ -79,7 +79,7 @@ async def _check_server(namespace: Namespace, server: Link, user: str, link: Any
 
 
 async def _check_replicas(namespace: Namespace, server: Link, user: str, facts: Facts) -> list[Finding]:
-    """What is found of replicas that do not know the user: the next primary may be one of them."""
+    """Find replicas that do not know the user: one of them may be the next primary."""
     target, found = server.target, list[Finding]()
     for replica in facts.replicas:
         address = target.remap(replica) if target.remap else replica
@@ -96,7 +96,7 @@ async def _check_replicas(namespace: Namespace, server: Link, user: str, facts: 
 
 
 async def _ask(namespace: Namespace, interview: Interview) -> Facts:
-    """What a server tells."""
+    """Ask a server for its facts."""
     facts = Facts(wait_replicas=namespace._replicas)
     target = namespace._target
     facts.failover = "cluster" if target.nodes else "sentinel" if target.sentinels else ""
@@ -129,7 +129,7 @@ async def _settings(interview: Interview) -> Mapping[str, str]:
 
 
 async def _trips(interview: Interview) -> AsyncGenerator[tuple[float, float]]:
-    """Round trips, and how far the server's clock is ahead of this machine's as each tells; seconds."""
+    """Time round trips, each with how far the server's clock is ahead of this machine's; seconds."""
     for _ in range(TRIPS):
         here, began = time.time(), time.perf_counter()
         reply = await interview.ask("clock", "clock and round trip", "TIME")
@@ -141,13 +141,13 @@ async def _trips(interview: Interview) -> AsyncGenerator[tuple[float, float]]:
 
 
 def _lines(reply: object) -> Mapping[str, str]:
-    """What INFO tells, by name."""
+    """Parse INFO into fields by name."""
     lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
 def _ours(namespace: Namespace, call: Sequence[object], now: float) -> SlowCall | None:
-    """A slow call, if it is of a script on the namespace's keys."""
+    """Return a slow call if it is of a script on the namespace's keys."""
     _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
     name = namespace.namespace
     if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
@@ -159,5 +159,5 @@ def _ours(namespace: Namespace, call: Sequence[object], now: float) -> SlowCall 
 
 @cache
 def _names() -> Mapping[str, str]:
-    """The scripts by their digests."""
+    """Map the scripts' digests to their names."""
     return {load_script(name).sha: name for name in COMMANDS}

@@ -1,4 +1,4 @@
-"""What is to be said of a namespace: who serves its shards, and what has stayed in them for too long."""
+"""Checks of a namespace: workers on its shards, and timelines or dead letters stuck in them for too long."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def several(number: int, noun: str, plural: str = "") -> str:
 
 @dataclass(slots=True)
 class Shard:
-    """What one shard tells."""
+    """The answers of one shard."""
 
     draining: bool
     version: str = ""  # of its layout; none: it was never used
@@ -62,17 +62,17 @@ class Shard:
 
     @property
     def is_served(self) -> bool:
-        """Whether a worker was heard of in time: after half a lease the store takes all of them for gone, too."""
+        """True if a worker was heard of in time: after half a lease the store, too, takes all of them for gone."""
         return self.silence is not None and self.silence <= self.lease / 2
 
     @property
     def size(self) -> int:
-        """How many timelines it holds."""
+        """The number of timelines it holds."""
         return self.held["waiting"] + self.held["ready"] + self.held["leased"]
 
 
 class ShardCheck:
-    """One look at a namespace."""
+    """A single look at a namespace."""
 
     def __init__(self, namespace: Namespace, interview: Interview) -> None:
         self._namespace = namespace
@@ -102,7 +102,7 @@ class ShardCheck:
     # Asking
 
     async def _ask_rules(self, numbers: Sequence[int]) -> None:
-        """Ask each primary that has shards what the user may not run there: servers do not copy rules to each other."""
+        """Ask each primary with shards which commands the user may not run: servers do not share their rules."""
 
         async def ask(where: str, shard: int) -> None:
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
@@ -113,13 +113,13 @@ class ShardCheck:
         self._missing = commands_of("counts") & frozenset[str]().union(*self._denied)
 
     def _place(self, number: int) -> str:
-        """The primary of a shard; '' if there is but one."""
+        """Return the primary of a shard; '' if there is only one."""
         link = self._interview.link
         address = link.place_of(self._namespace._key(number, "layout")) if isinstance(link, ClusterLink) else None
         return place(*address) if address else ""
 
     async def _ask(self, number: int) -> Shard | None:
-        """What a shard tells; None if it is out of reach."""
+        """Ask a shard; None if it is out of reach."""
         try:
             return await self._shard(number)
         except LayoutMismatch:  # it is being changed at this moment
@@ -158,7 +158,7 @@ class ShardCheck:
         return shard
 
     async def _look(self, at: int, shard: Shard, now_ms: int, hold_ms: int) -> None:
-        """See what a shard holds."""
+        """Look up a shard's contents."""
         key, leased, dead = [self._namespace._key(at, name) for name in ("layout", "leased", "dead")]
         counts = await self._interview.link.run("counts", key, (shard.version, ""), repeat=True)
         words = cast("list[bytes | int]", counts)
@@ -174,7 +174,7 @@ class ShardCheck:
                 shard.oldest_letter = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
 
     async def _listen(self) -> None:
-        """See whether the user may hear the doorbell, which no script does."""
+        """Check that the user may hear the doorbell, which no script reads."""
         if not commands_of(*PARTS["deliver"]) & frozenset[str]().union(*self._denied):
             key = self._namespace._key(self._namespace._home(self._namespace._current), "wake")
             doorbell = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
