@@ -31,7 +31,7 @@ SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 STEADY = 10.0  # a server that was up for so long did not keep crashing
 SILENCE = 30.0  # a server that answers nothing for so long after its start hangs
 GRACE = 10.0  # to end after SIGTERM; later it is killed, which loses nothing that was acknowledged
-LOOK = 0.2  # between two looks whether all files are still there
+LOOK = 0.2  # between two checks that all files are still there
 CROWDED = 0.2  # to wait if there is no descriptor for one more user
 LOG_SIZE = 1 << 20  # of the log, and of the one before it
 
@@ -69,7 +69,7 @@ class Keeper:
         self.departed: list[socket.socket] = []
         self.door_due: float | None = None  # when to accept users again; None: when they come
         self.crowded = False
-        self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with that there is no other left
+        self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with when no other is left
         self.dismissed = False
         self.server: int | None = None
         self.output = -1  # the reading end of what the server prints
@@ -86,7 +86,7 @@ class Keeper:
         self.watch_signals()
         self.door.setblocking(False)
         self.selector.register(self.door, selectors.EVENT_READ, self.accept)
-        self.accept()  # whoever launched this keeper came to the door before
+        self.accept()  # the launcher of this keeper is at the door already
         while self.users and not self.dismissed and not self.lost:
             dues = [due for due in (self.next_look, self.door_due, self.due) if due is not None]
             for key, _ in self.selector.select(max(0.0, min(dues) - time.monotonic())):
@@ -135,7 +135,7 @@ class Keeper:
                 self.tell(user)
         except BlockingIOError:
             self.crowded = False
-        except OSError as error:  # no descriptor is left: who has to wait must not wake the selector meanwhile
+        except OSError as error:  # no descriptor is left: waiting users must not wake the selector meanwhile
             if self.door_due is None:
                 self.selector.unregister(self.door)
             self.door_due = time.monotonic() + CROWDED
@@ -329,7 +329,7 @@ class Keeper:
 
     def close_output(self) -> None:
         self.read_output()
-        with suppress(KeyError):  # another child of the server may still hold it open
+        with suppress(KeyError):  # a child of the server may still hold it open
             self.selector.unregister(self.output)
         os.close(self.output)
 
@@ -363,7 +363,7 @@ class Keeper:
 
 def main() -> None:
     if os.fork():
-        os._exit(0)  # no child of the user who launched it: it has not to be waited for, nor ends with a tree
+        os._exit(0)  # no child of the user that launched it: nobody must wait for it, and no process tree ends it
     binary, folder, sockets, lock, door = sys.argv[1:]
     os.set_inheritable(int(lock), False)
     os.set_inheritable(int(door), False)

@@ -116,7 +116,7 @@ class Files:
             shutil.copyfile(path, copy)
         except OSError:
             with suppress(OSError):
-                os.unlink(copy)  # it is no use, and may be what fills the disk
+                os.unlink(copy)  # it is useless, and may be filling the disk
             raise
         return copy
 

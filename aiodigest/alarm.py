@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-GRAIN = 0.01  # seconds: what is due so soon is due now, so that thousands are looked at together
+GRAIN = 0.01  # seconds: anything due this soon is due now, so that thousands are handled together
 
 
 class Alarm:

@@ -215,7 +215,7 @@ class ConsumerBackoff:
             self._level = 0
 
     def _counts(self, now: float, started: float | None) -> bool:
-        # Nothing starts in a pause, so what started before its end started before it.
+        # Nothing starts in a pause, so a delivery that started before its end started before the pause.
         return (now if started is None else started) >= self._pause_end
 
     def _pause(self, level: int, now: float) -> None:

@@ -40,9 +40,9 @@ class ClusterLink:
         self.target = target
         self._timeout = timeout
         self._links: dict[Address, Link] = {}
-        self._former: set[Link] = set()  # to primaries that are none any more, on which calls may be under way
+        self._former: set[Link] = set()  # to former primaries, on which calls may still be under way
         self._slots: list[Address | None] = [None] * SLOTS
-        self._halves: frozenset[int] = frozenset()  # slots of which another primary takes the keys, one by one
+        self._halves: frozenset[int] = frozenset()  # slots whose keys another primary is taking over, one by one
         # who was asked last comes last; at first by chance, or who begins again and again would ask the same one first
         self._known = sample(target.nodes, len(target.nodes))
         self._suspects: set[Address] = set()
@@ -189,7 +189,7 @@ class ClusterLink:
         if slots != self._slots or self._halves:
             self._halves = await self._find_halves(slots, patience)
         self._slots = slots
-        # the addresses that were given may be names which lead to other nodes one day, so they stay
+        # the given addresses may be names that lead to other nodes one day, so they stay
         known |= dict.fromkeys(self.target.nodes)
         self._known = [*(address for address in self._known if address in known), *(known.keys() - self._known)]
         self._suspects.clear()

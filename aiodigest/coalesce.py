@@ -96,7 +96,7 @@ class Coalescer(Generic[Item, Answer]):
         if not self._room.is_set():
             await self._wait_for_room(deadline)
         if self._ended:
-            await asyncio.sleep(0)  # who tries again at once must not keep the loop from ending
+            await asyncio.sleep(0)  # a caller that retries at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
         job = Job(item, size, deadline, loop.create_future())
         chosen = self._queues[queue]
@@ -164,7 +164,7 @@ class Coalescer(Generic[Item, Answer]):
             job = waiting.popleft()
             self._items -= 1
             self._bytes -= job.size
-            if not job.answer.done():  # else its caller was cancelled or has timed out
+            if not job.answer.done():  # else its caller was cancelled or timed out
                 size += job.size
                 batch.append(job)
         if not waiting:

@@ -142,7 +142,7 @@ def _json_or_none(value: object) -> bytes | None:
     try:
         data = to_json(value, inf_nan_mode="null")
         return data if from_json(data) == value else None
-    except Exception:  # of comparing, too: the value may be of a type of the user's
+    except Exception:  # comparing may raise too: the value may be of a user's type
         return None
 
 

@@ -176,7 +176,7 @@ class Link:
         try:
             have = await converse(wire, "WAIT", ("WAIT", replicas, patience))
         except exceptions.ResponseError as error:
-            # it was made a replica meanwhile, and what it had more than its new primary goes
+            # it became a replica meanwhile, and loses anything its new primary does not have
             await self.hang_up()
             await drop(wire)
             raise BackendUnavailable(f"{self._server.url} has it, but {error}", stored="unknown") from error

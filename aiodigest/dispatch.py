@@ -336,7 +336,7 @@ class Dispatcher(Generic[T]):
 
     def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
         reason = reason or describe(error)
-        told = isinstance(error, (DeliverySignal, InvalidArgument, _TimedOut))  # in full by the reason
+        told = isinstance(error, (DeliverySignal, InvalidArgument, _TimedOut))  # the reason tells all of it
         logger.warning(
             "attempt %d to deliver %r failed: %s", attempt.lease.attempt, attempt.lease.key, reason,
             exc_info=None if told else error, extra=facts_of(attempt.lease, reason),

@@ -275,7 +275,7 @@ class DigestEngine(Management[T]):
             raise ConfigurationError(f"engine {self.namespace!r} is entered already")
 
         def schedule(backend: Backend, outage: Outage) -> Scheduler:
-            from aiodigest.scheduler import Scheduler  # who only adds needs none
+            from aiodigest.scheduler import Scheduler  # not needed just to add
 
             assert callback is not None
             return Scheduler(

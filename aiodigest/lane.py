@@ -30,7 +30,7 @@ class Hold:
     lease: Lease
     due: float
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
-    ends: float = inf  # when the lease has surely ended
+    ends: float = inf  # the time by which the lease has surely ended
     call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
 
@@ -162,7 +162,7 @@ class Lane:
         while not self.retired:
             due = self.renewed + third if self.holds or self.away else self.marked + 1.1 * third
             if (rest := due - loop.time()) > 0:
-                await asyncio.sleep(min(rest, third / 3))  # what is due next may have changed by then
+                await asyncio.sleep(min(rest, third / 3))  # the next due time may have changed by then
             else:
                 await self._renew_at_last()
 

@@ -18,7 +18,7 @@ _users = Counter[AnyLink]()
 
 def join_link(target: Target, timeout: float) -> AnyLink:
     """Return connections for the running loop: those of other users of the same client, or new ones."""
-    for left in [place for place in list(_links) if place[1].is_closed()]:  # whoever it was has never left
+    for left in [place for place in list(_links) if place[1].is_closed()]:  # its user never left
         _users.pop(_links.pop(left), None)
     place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
     if place not in _links:

@@ -25,7 +25,7 @@ else:
 
         @classmethod
         def __get_pydantic_core_schema__(cls, source: object, handler: object) -> object:
-            from pydantic import JsonValue  # which is slow to import, and not needed by all
+            from pydantic import JsonValue  # slow to import, and not needed by everyone
 
             return handler.generate_schema(JsonValue)
 

@@ -155,7 +155,7 @@ class Policy:
     def _cooled(self, delay: float | timedelta) -> int:
         return min(milliseconds(seconds(delay, "minimum_delay")), self.terms.maximum_ms)
 
-    @cached_property  # which is asked for at each digest
+    @cached_property  # read for each digest
     def _cool_ms(self) -> int:
         return 0 if callable(self.minimum_delay) else self._cooled(self.minimum_delay)
 

@@ -284,7 +284,7 @@ class RedisBackend(Items, Relocation, Backend):
         return total
 
     async def examine(self) -> list[Finding]:
-        from aiodigest.checkup.servers import check_up  # which a worker needs not
+        from aiodigest.checkup.servers import check_up  # not needed by workers
 
         return await check_up(self, await self._connected())
 

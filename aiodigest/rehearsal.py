@@ -96,7 +96,7 @@ class Adds(Sync[T]):
 @asynccontextmanager
 async def on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncGenerator[Backend]:
     """Open a store for an engine, on a server of its own whose clock is ``now``; nothing of it remains."""
-    from aiodigest.embedded import EmbeddedServer  # who tests in memory needs neither
+    from aiodigest.embedded import EmbeddedServer  # tests in memory need neither
     from aiodigest.redisbackend import RedisBackend
 
     with TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True) as folder:

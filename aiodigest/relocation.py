@@ -79,7 +79,7 @@ class Relocation(Namespace):
 
     async def _drain_shard(self, link: AnyLink, shard: int) -> Counter[str]:
         layout = self._homes[shard].layout
-        # once it is empty nobody may find it as it was: so the replicas know of the mark, and of the end
+        # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
         mark, replicas = [layout.version, layout.draining], self._replicas
         marked = await link.run("drain", self._key(shard, "layout"), mark, repeat=True, replicas=replicas)
         if text(cast("list[bytes]", marked)[1]) == RETIRED:

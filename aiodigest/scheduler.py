@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FEW = 5  # timelines of a claim that are told of by name, if something is wrong with many
+FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 Observer: TypeAlias = Callable[[Delivery], None]
 
@@ -92,7 +92,7 @@ class Scheduler:
         self._outage = outage
         self._numbers = numbers
         self._lanes: dict[int, Lane] = {}  # by shard
-        self._served = -1  # which change of them it has looked at
+        self._served = -1  # the last change of them it has seen
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -119,7 +119,7 @@ class Scheduler:
     @property
     def delivering(self) -> int:
         """The number of deliveries under way."""
-        return sum(len(lane.holds) for lane in list(self._lanes.values()))  # who collects metrics asks in a thread
+        return sum(len(lane.holds) for lane in list(self._lanes.values()))  # metrics are collected in a thread
 
     @property
     def backoff_level(self) -> int:
@@ -147,7 +147,7 @@ class Scheduler:
             self._ended = True
             for lane in self._lanes.values():
                 lane.alarm.cancel()
-            for task in self._drain.tasks():  # none is left, but after a fault, or of a callback that ignores its end
+            for task in self._drain.tasks():  # left only after a fault, or by a callback that ignores cancellation
                 task.cancel()
 
     def _running(self) -> list[asyncio.Task[None]]:
@@ -280,12 +280,12 @@ class Scheduler:
 
     async def _deliver(self, lane: Lane, hold: Hold) -> None:
         try:
-            while not (self._stopping.is_set() or hold.call.cut):  # the next part too is only for who has the lease
+            while not (self._stopping.is_set() or hold.call.cut):  # the next part, too, needs the lease
                 async with self._slots.gate:
                     attempt = await self._dispatcher.prepare(hold.lease, await self._entries(lane, hold.lease))
                     if self._stopping.is_set():
                         break
-                    if asyncio.get_running_loop().time() >= hold.ends:  # this process stood still, and others did not
+                    if asyncio.get_running_loop().time() >= hold.ends:  # this process was stopped while others ran
                         raise LeaseLost(f"the lease on timeline {hold.lease.key!r} ended before its delivery began")
                     outcome, delivery = await self._call(lane, hold, attempt)
                 sent = asyncio.get_running_loop().time()

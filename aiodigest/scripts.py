@@ -94,7 +94,7 @@ def load_script(name: str) -> Script:
     """Return the script of a transition."""
     parts = (*SHARED.get(name, ("prelude",)), name)
     begins = f"local CREATES = {str(name in CREATES).lower()}"
-    # importlib.resources would import more of itself, at the first add, while which another thread may fork
+    # importlib.resources would import more of itself at the first add, and another thread may fork meanwhile
     sources = [cast("bytes", get_data("aiodigest", f"lua/{part}.lua")).decode() for part in parts]
     source = "\n".join([begins, *sources])
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
@@ -127,7 +127,7 @@ def pack_adds(adds: Sequence[Add]) -> list[Argument]:
     entries: list[Argument] = []
     terms, own, number = None, False, 0
     for add in adds:
-        if add.terms is not terms or add.own is not own:  # most adds of a call are of one policy
+        if add.terms is not terms or add.own is not own:  # most adds of a call have the same policy
             terms, own = add.terms, add.own
             number = numbers.setdefault((terms, own), len(numbers) + 1)
         entries += (add.key, number, add.entry)
@@ -180,7 +180,7 @@ WHOLE = frozenset[type]({int})
 TEXT = frozenset[type]({bytes})
 NUMBER = WHOLE | TEXT  # or the text of an error
 NOTHING = frozenset[type]({type(None)})
-MANY = frozenset[type]({list})  # what is in them would take longer to look at than it is worth
+MANY = frozenset[type]({list})  # checking their contents would take longer than it is worth
 LEASE: Shape = [TEXT, TEXT, TEXT, *[NUMBER] * 7, TEXT, [TEXT]]
 # of scripts, and of commands that are sent beside them
 SHAPES: Mapping[str, Shape] = {

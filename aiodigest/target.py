@@ -90,7 +90,7 @@ class Target:
     sentinels: Sentinels | None = None
     nodes: Sequence[Address] = ()  # some of a cluster's, who know the others
     remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
-    named: str = ""  # the host, by the words of sentinels or of a cluster
+    named: str = ""  # the host, as named by sentinels or a cluster
 
     @property
     def user(self) -> str:

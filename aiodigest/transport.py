@@ -15,7 +15,7 @@ from redis import exceptions
 from aiodigest.errors import ConfigurationError
 from aiodigest.scripts import Argument
 
-codecs.lookup("idna")  # else to look a host name up would import it, while which another thread may fork
+codecs.lookup("idna")  # else looking up a host name would import it, and another thread may fork meanwhile
 
 Address: TypeAlias = tuple[str, int]
 
@@ -44,7 +44,7 @@ async def send(wire: Wire, *command: Argument) -> None:
     """
     if not wire.is_connected:
         raise exceptions.ConnectionError("the connection was closed meanwhile")
-    packed = cast("bytes", cast("Any", hiredis).pack_command(command))  # its own type is of one argument
+    packed = cast("bytes", cast("Any", hiredis).pack_command(command))  # its declared type takes one argument
     await wire.send_packed_command(packed, check_health=False)
 
 

@@ -80,7 +80,7 @@ class ShardCheck:
         self._denied: dict[frozenset[str], list[str]] = {}  # commands that the user may not run, and on which primaries
         self._missing = frozenset[str]()  # what the user lacks for a look
         self._lost: dict[int, AiodigestError] = {}  # shards out of reach, and why
-        self._scope = ""  # what is said of the others only
+        self._scope = ""  # limits the findings to the shards in reach
 
     async def run(self) -> list[Finding]:
         current, drained = self._namespace._current, self._namespace._drained
@@ -201,7 +201,7 @@ class ShardCheck:
         parts = [f"to {part}: {listed(missing)}" for part, missing in lacks.items() if missing]
         message = f"user {user!r} may {may or 'do nothing whole'}, and lacks, {'; '.join(parts)}"
         message += " (docs/security.md has a rule for each role)"
-        if any(role <= {*whole} for role in ROLES):  # it is no fault that it may do no other's work
+        if any(role <= {*whole} for role in ROLES):  # it need not be able to do another role's work
             remedy = ""
         else:
             remedy = self._interview.allow(*frozenset[str]().union(*lacks.values()))

@@ -59,7 +59,7 @@ async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
             say(f"for about {seconds:g} s this writes {amount} on {first.url}, {removal}")
         try:
             with progress_bar("measuring", round(seconds)) as tell:
-                async with engine() as adder:  # who has left it has sent what was queued
+                async with engine() as adder:  # leaving it sends everything queued
                     return await until(stop, measure(adder, engine(), seconds, tell))
         finally:
             async with engine() as last:

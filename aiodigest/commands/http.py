@@ -156,7 +156,7 @@ class _Metrics:
         from starlette.responses import Response
 
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        if self._collecting is None or self._collecting.done():  # who asks meanwhile is told the same
+        if self._collecting is None or self._collecting.done():  # concurrent requests share the answer
             # in a thread, since it waits for the event loop, which this one is
             self._collecting = asyncio.create_task(asyncio.to_thread(self._collect))
         collected = _Collected(await asyncio.shield(self._collecting))

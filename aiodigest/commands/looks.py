@@ -14,7 +14,7 @@ from aiodigest.commands.views import moment, stats_json, timeline_json
 STATES: tuple[State, ...] = get_args(State)
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
 SHOWN = 10  # timelines of each state
-LOOKED_AT = 1_000  # timelines of each state, among which those are found
+LOOKED_AT = 1_000  # timelines of each state to pick those from
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 

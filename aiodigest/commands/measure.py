@@ -18,7 +18,7 @@ TASKS = 200
 MANY = 1_000  # entries of one add_many
 TIMELINES = 1_000  # that are delivered in one go
 SIZE = 10  # records of a digest
-PATIENCE = 30  # seconds for what takes milliseconds
+PATIENCE = 30  # seconds for work that takes milliseconds
 PAUSE = 0.005  # seconds between two adds whose callbacks are waited for, so that the worker sleeps
 
 

@@ -188,7 +188,7 @@ def pipe(
     if follow and (not paths or Path("-") in paths):
         raise typer.BadParameter("--follow needs a file: standard input is read to its end in any case")
     named = namespace or derived_namespace(url, paths, shape, output, policy)
-    named = f"pipe-{named.removeprefix('pipe-')}"  # what waits for an engine is not for a pipe to print
+    named = f"pipe-{named.removeprefix('pipe-')}"  # a pipe must not print the records of another engine
     return start(Settings(paths, shape, output, policy, trims, url, named, shards, timeout, follow, strict))
 
 

@@ -26,7 +26,7 @@ from aiodigest.commands.patience import patiently
 from aiodigest.commands.room import Room
 from aiodigest.commands.words import count, say
 
-LEASE = 5.0  # seconds: how long a restart waits for what a killed run was writing
+LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was writing
 SHOWN = 20  # malformed lines; more are only counted
 NAMES = 20  # fields of a line
 LOOK_AGAIN = 0.05  # seconds between looks at what is still held

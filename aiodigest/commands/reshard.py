@@ -71,7 +71,7 @@ async def _watched(address: Address, shards: int, progress: Progress, in_json: b
                 _print_look(shards, left, done=False)
                 continue
             progress.show(left)
-            # without a worker what is due stays among those that wait
+            # without a worker, due timelines stay among the waiting ones
             if progress.is_still and (left.leased or (await engine.stats()).overdue > PATIENCE):
                 progress.ask()
     if in_json:
@@ -91,7 +91,7 @@ class Progress:
         self._last: Draining | None = None
         self._is_terminal = is_terminal(sys.stderr)
         self._is_shown = False
-        self._same = 0  # looks in a row at which nothing had changed
+        self._same = 0  # looks in a row with no change
         self._has_asked = False
 
     def show(self, left: Draining) -> None:
@@ -124,5 +124,5 @@ class Progress:
             self._is_shown = False
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # whether anybody looks or not
+        with suppress(OSError, ValueError):  # even if nobody is looking
             print(text, end="", file=sys.stderr, flush=True)

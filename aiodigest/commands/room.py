@@ -10,7 +10,7 @@ from contextlib import suppress
 from aiodigest import JSON, Delivery, Digest, DigestEngine
 from aiodigest.commands.patience import patiently
 
-LOOK_AGAIN = 1.0  # seconds: the end of a delivery that nobody was told of
+LOOK_AGAIN = 1.0  # seconds: the end of a delivery may go unreported
 
 
 class Room:

@@ -60,7 +60,7 @@ class Figures:
         for name, (timeout, answer) in asked.items():
             try:
                 found[name] = answer.result(max(0.0, began + min(timeout, most) - monotonic()))
-            except Exception:  # the server is away, or the engine was left; backend_unavailable tells of it
+            except Exception:  # the server is away, or the engine was left; backend_unavailable shows it
                 answer.cancel()
         return found
 
@@ -116,7 +116,7 @@ class Metrics:
             raise ConfigurationError(f"engine {engine.namespace!r} is measured by this provider already")
         self._engines.append(ref(engine))
         attributes = {"namespace": engine.namespace}
-        self._deliveries.add(0, attributes)  # what appears with its first event is no rise to those who watch
+        self._deliveries.add(0, attributes)  # a counter that appears with its first event shows no rise
         for reason in FAILURES:
             self._failures.add(0, {**attributes, "reason": reason})
         engine.observe(partial(self._record, attributes))
