@@ -133,7 +133,7 @@ def pipe(
     ] = False,
     initial_delay: Annotated[float, _delay("0", "From the first line of a group to its digest.")] = 0.0,
     minimum_delay: Annotated[float, _delay("5m", "From a digest of a group to its next.")] = 300.0,
-    increment_delay: Annotated[float, _delay("30s", "Each line puts the digest that it waits for off.")] = 30.0,
+    increment_delay: Annotated[float, _delay("30s", "Each new line delays the pending digest.")] = 30.0,
     maximum_delay: Annotated[float, _delay("30m", "No digest is put off longer.")] = 1800.0,
     max_size: Annotated[
         int | None,
