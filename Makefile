@@ -87,7 +87,7 @@ latency: $(VENV)/.dev
 
 # fails if memory grows with the load, a record is lost or a script takes too long
 overload: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks --strict --only large producers one \
+	@$(BIN)/python -m benchmarks --strict --only large producers one aside \
 		--json .bench/overload.json --markdown .bench/overload.md
 
 mutants: $(VENV)/.dev

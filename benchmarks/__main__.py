@@ -33,6 +33,7 @@ ONCE: Mapping[str, Compare] = {
     "size": costs.at_any_size,
     "producers": overload.producers,
     "one": overload.one_timeline,
+    "aside": overload.set_aside,
     "idle": waiting.idleness,
     "import": importing.compare,
     "sync": blocking.compare,

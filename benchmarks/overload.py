@@ -11,6 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from aiodigest import Digest, DigestEngine, Policy
+from aiodigest.backend import Close, Closed, Letter
+from aiodigest.redisbackend import RedisBackend
+from aiodigest.wire import identity
+from benchmarks.delivering import fill
 from benchmarks.memory import peak
 from benchmarks.programs import output, part
 from benchmarks.report import Row, astray
@@ -93,6 +97,34 @@ async def one_timeline(setting: Setting) -> AsyncGenerator[Row, None]:
     what = f"one timeline takes every add ({digests:,} digests)"
     yield Row(f"{what}: adds in the last tenth", "in the first", "adds/s", rates[-1:], rates[:1], bound=0.5, least=True)
     yield astray(what, adds - told)
+
+
+async def set_aside(setting: Setting) -> AsyncGenerator[Row, None]:
+    """Every record of a digest becomes a dead letter of its own: what that takes must not grow with their number."""
+    few, many = 100, 1_000
+    limits = Policy().terms.limits
+
+    async def of(records: int) -> float:
+        """Return the microseconds a letter."""
+        await setting.flush()
+        await fill(setting.url, "aside", 1, records)
+        backend = RedisBackend(setting.url, namespace="aside")
+        await backend.connect()
+        try:
+            [lease] = (await backend.claim(0, 1, 60_000, limits)).leases
+            letters = [Letter("unreadable", [identity(entry)]) for entry in lease.entries]
+            began = time.perf_counter()
+            [closed] = await backend.close(0, [Close(lease, lease.size, 0, 0, limits, 60_000, letters=letters)])
+            took = time.perf_counter() - began
+        finally:
+            await backend.aclose()
+        assert closed == Closed("closed")
+        return 1e6 * took / records
+
+    rounds = [(await of(few), await of(many)) for _ in range(setting.rounds)]
+    of_few, of_many = zip(*rounds, strict=True)
+    what = f"{many:,} records set aside one by one: a letter"
+    yield Row(what, f"of {few}", "us", of_many, of_few, bound=2, must=True)
 
 
 if __name__ == "__main__":
