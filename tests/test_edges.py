@@ -117,7 +117,6 @@ async def test_two_processes_that_add_at_once_open_one_window(server: Server, na
         answers = await asyncio.gather(one.rest(), two.rest())
     for pair in zip(*answers, strict=True):
         assert sorted(pair) == ["False", "True"]
-    assert {*answers[0]} == {"False", "True"}, "each came first now and then"
     backend = RedisBackend(server.url, namespace=namespace)
     await backend.connect()
     leases = (await backend.claim(0, timelines, LEASE, LIMITS)).leases

@@ -469,6 +469,15 @@ class Told:
 
         await until(none_is_left)
 
+    async def again(self, line: dict[str, Any]) -> None:
+        """Wait until the digest of a line is delivered again."""
+
+        def has_come() -> bool:
+            self.look()
+            return sum(each["id"] == line["id"] for each in self.lines) > 1
+
+        await until(has_come)
+
     def hold(self) -> None:
         """Let no delivery end from now on."""
         (self.folder / "hold").touch()
@@ -597,11 +606,13 @@ async def test_a_worker_that_is_killed_loses_nothing_and_repeats_only_what_it_he
             await until(lambda: len(acknowledged) >= REQUESTS / 2)
             told.hold()
             told.look()
-            killed = (await told.next())["process"]
+            held = await told.next()
+            killed = held["process"]
             os.kill(killed, signal.SIGKILL)
             told.go_on()
         assert len(acknowledged) >= REQUESTS - 50
         await told.all_of(acknowledged)
+        await told.again(held)
         assert await program.terminate() == 0
     deliveries = defaultdict[str, list[dict[str, Any]]](list)
     for line in told.lines:
