@@ -366,7 +366,7 @@ async def test_processes_that_stood_still_during_all_of_a_change_go_on_in_the_ne
 ) -> None:
     tally = Tally()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        worker = await stack.enter_async_context(running("reshard_worker.py", server.url, namespace, 5))
+        worker = await stack.enter_async_context(running("reshard_worker.py", server.url, namespace, 60))
         producer = await stack.enter_async_context(running("reshard_producer.py", server.url, namespace, "a", 5))
         group.create_task(tally.collect(worker, tally.delivered))
         group.create_task(tally.collect(producer, tally.added))
