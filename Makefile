@@ -26,6 +26,7 @@ test-valkey: $(VENV)/.dev
 	@$(PYTEST)
 
 test-redis: $(VENV)/.dev
+	@command -v redis-server > /dev/null || { echo "make test-redis needs redis-server on the PATH; make test needs none"; exit 1; }
 	@echo "This takes about four minutes on two cores."
 	@AIODIGEST_TEST_SERVER=redis-server $(PYTEST)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +13,6 @@ from ports import free_port  # of the tests, which run on the same, as are the s
 from servers import server_binary
 
 ANSWER = 1.0  # how long a server may take to answer
-
-
-def version() -> str:
-    """What the servers are, as they say themselves."""
-    words = subprocess.run([server_binary(), "--version"], capture_output=True, text=True, check=True).stdout.split()
-    return " ".join([words[0], *(word.removeprefix("v=") for word in words if word.startswith("v="))])
 
 
 async def ask(path: Path, command: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
+from servers import server_version
+
 from aiodigest import BackendUnavailable
 from chaos.board import DELIVERED, STORED, Board
 from chaos.evidence import MASTER
@@ -21,7 +23,7 @@ from chaos.journal import Journal
 from chaos.plan import KINDS
 from chaos.process import Role, engine
 from chaos.proxy import Proxy
-from chaos.server import Embedded, Server, version
+from chaos.server import Embedded, Server
 
 PROXIES = 2
 STARTING = 60.0  # for the server, and then for all other processes
@@ -92,7 +94,7 @@ class World(ABC):
     @property
     def version(self) -> str:
         """What the servers are."""
-        return version()
+        return server_version()
 
     def remove(self) -> None:
         """Remove the journals, the servers' files, and all else."""

@@ -16,7 +16,7 @@ from clusters import running_cluster
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import Phase, settings
 from replicas import watched
-from servers import PASSWORD, USER, Server, running_server, server_binary, tls_binary
+from servers import PASSWORD, USER, Server, running_server, server_version, tls_binary
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
 
@@ -51,9 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     try:
-        server_binary()
+        server_version()
     except RuntimeError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header() -> str:
+    return f"server: {server_version()}"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

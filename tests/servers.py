@@ -42,6 +42,21 @@ def server_binary() -> str:
 
 
 @cache
+def server_version() -> str:
+    """The name and version of that server. Raises RuntimeError if the program is none."""
+    binary = server_binary()
+    try:
+        done = subprocess.run([binary, "--version"], capture_output=True, timeout=60)
+        told = done.stdout + done.stderr
+    except OSError as error:
+        told = str(error).encode()
+    found = re.match(rb"(\w+) server v=([\d.]+)", told)
+    if found is None:
+        raise RuntimeError(f"{binary} is no Valkey or Redis server: {told.decode(errors='replace').strip()[:80]}")
+    return b" ".join(found.groups()).decode()
+
+
+@cache
 def tls_binary() -> str:
     """The first server that speaks TLS; '' if there is none, and then its tests are left out (see conftest.py)."""
     found = (server_binary(), *filter(None, map(shutil.which, ("valkey-server", "redis-server"))))

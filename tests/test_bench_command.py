@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stores import Place
 from terminals import on_terminal
 
 from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
+from aiodigest.commands.measure import measure
 
 LATER = Policy(initial_delay=1_500)
 
@@ -46,6 +48,14 @@ def test_figures_are_one_object_in_json_a_bar_tells_of_the_time_and_no_key_is_le
     assert figures["latency"] <= figures["latency_p99"]
     with own.client() as client:
         assert client.keys() == []
+
+
+async def test_each_figure_is_of_one_call_at_least_however_little_time_is_left(server: Server, namespace: str) -> None:
+    policy = Policy(minimum_delay=0, increment_delay=0)
+    adder, worker = (DigestEngine(server.url, namespace=namespace, value_type=str, policy=policy) for _ in range(2))
+    async with adder:
+        figures = await measure(adder, worker, 0.0, lambda seconds: None)
+    assert all(value > 0 for name, value in asdict(figures).items() if name != "server")
 
 
 @pytest.mark.cluster

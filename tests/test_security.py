@@ -640,7 +640,9 @@ both_ways = pytest.mark.parametrize("ends", PLACES)
 
 @pytest.mark.processes
 def test_a_run_that_has_no_server_with_tls_says_which_tests_it_leaves_out(tmp_path: Path) -> None:
-    tmp_path.joinpath("server").touch(0o755)
+    server = tmp_path / "server"
+    server.write_text("#!/bin/sh\necho 'Valkey server v=9.1.0'\n")
+    server.chmod(0o755)
     only_look = ("--collect-only", "-q", "-p", "no:cacheprovider")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *only_look, __file__, "tests/test_cluster.py"],

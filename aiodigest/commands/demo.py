@@ -1,4 +1,4 @@
-"""``aiodigest demo``: aiodigest at work, in twenty seconds."""
+"""``aiodigest demo``: aiodigest at work, in a quarter of a minute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Leave: TypeAlias = Callable[[], object]
 
 
 def demo(in_json: AsJson = False) -> int:
-    """Watch a stream of events become digests: twenty seconds, with a server of its own, leaving nothing behind."""
+    """Watch a stream of events become digests: a quarter of a minute, on a server of its own, leaving nothing."""
     with TemporaryDirectory(prefix="aiodigest-demo-") as folder:
         try:
             asyncio.run(_play(f"embedded://{folder}", in_json))

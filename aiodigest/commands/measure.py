@@ -82,7 +82,7 @@ async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
     """Time adds that are awaited one after the other."""
     took: list[float] = []
     ends = perf_counter() + seconds
-    while perf_counter() < ends and len(took) < MOST:
+    while not took or (perf_counter() < ends and len(took) < MOST):
         began = perf_counter()
         await engine.add(_key(len(took) % TASKS), VALUE)
         took.append(perf_counter() - began)
@@ -97,9 +97,11 @@ async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
 
     async def add(key: str) -> None:
         nonlocal added
-        while perf_counter() < ends and added < MOST - TASKS:
+        while True:  # once at least, however late a task begins
             await engine.add(key, VALUE)
             added += 1
+            if perf_counter() >= ends or added >= MOST - TASKS:
+                return
 
     try:
         async with asyncio.TaskGroup() as group:
