@@ -208,7 +208,7 @@ def play(trial: Trial, drawn: Sequence[Change], same: Mapping[Change, str], seed
     except KeyboardInterrupt:
         print(f"stopped: {len(killed)} of {len(drawn)} were killed so far; --seed {seed} goes on")
         return 130
-    print(f"{len(killed)} of {len(drawn)} were killed, {len(equal)} change nothing")
+    print(f"{len(killed)} of {len(drawn)} were killed, {len(equal)} changed nothing")
     for change in survivors:
         print(f"survived: {change.diff}")
     return 1 if survivors else 0
