@@ -1,6 +1,6 @@
-"""The files of an embedded server, as its keeper looks at them: whether they are still there, and can be read.
+"""The files of an embedded server, as its keeper checks them: they must still be there, and be readable.
 
-Like ``_keeper.py`` this is run by a bare interpreter, in the data folder itself.
+Like ``_keeper.py``, this runs in a bare interpreter, in the data folder itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Identity(NamedTuple):
 
 
 def identity(file: str | int) -> Identity | None:
-    """Which file a path or a descriptor means; None if there is none."""
+    """Return the identity of the file behind a path or descriptor; None if there is none."""
     try:
         status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -30,7 +30,7 @@ def identity(file: str | int) -> Identity | None:
 
 
 def append_only_files() -> list[str]:
-    """Those that the manifest lists, last the one that is written to; or the one file of servers before version 7."""
+    """List the files in the manifest, the one being written to last; servers before version 7 have just one file."""
     try:
         with open(MANIFEST) as manifest:
             lines = manifest.read().splitlines()
@@ -45,7 +45,7 @@ def append_only_files() -> list[str]:
 
 
 class Files:
-    """A file is known by its number: under its name there may be another one, which belongs to another server."""
+    """Identifies files by number: another file, of another server, may appear under the same name."""
 
     def __init__(self, folder: str, sockets: str, lock: int) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class Files:
             os.unlink(self.server_socket)
 
     def server_is_up(self) -> None:
-        """From now on the files of this server have to be there, not those of one before."""
+        """Expect the files of this server from now on, not those of an earlier one."""
         self.known[self.server_socket] = identity(self.server_socket)
         self.parts.clear()
         with suppress(OSError):
@@ -72,9 +72,9 @@ class Files:
         self.known.pop(self.server_socket, None)
 
     def missed(self, up: bool) -> str | None:
-        """What was deleted without which a record that is acknowledged now, or the server, would not be found again.
+        """Name a deleted file without which the server, or a record it acknowledges now, could not be found again.
 
-        It may be mistaken if the server is just ending, or is just writing its append-only files anew.
+        This may be wrong while the server is ending, or is rewriting its append-only files.
         """
         gone = [path for path, known in self.known.items() if identity(path) != known]
         if self.lock in gone:
@@ -93,7 +93,7 @@ class Files:
         return found is not None and self.parts.setdefault(path, found) == found
 
     def unreadable(self) -> str | None:
-        """Why a server must not be started: it takes files without a manifest for nothing, and empties them."""
+        """Give the reason not to start a server: it treats files without a manifest as nothing, and empties them."""
         with suppress(FileNotFoundError):
             for file in os.scandir(PARTS):
                 written = file.name.endswith(".incr.aof") and file.stat().st_size
