@@ -1,7 +1,6 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
 from aiodigest import _interrupt as _interrupt  # first: it is there for while the rest is loaded
-from aiodigest.arguments import Bounds
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.engine import DigestEngine
@@ -35,7 +34,8 @@ from aiodigest.models import (
     Timeline,
 )
 from aiodigest.policy import Policy, RetryPolicy
-from aiodigest.portal import Sync
+from aiodigest.records.validation import Bounds
+from aiodigest.session.sync import Sync
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line. Its libraries (typer, rich) are an extra, which may not be installed."""
     try:
         try:
-            from aiodigest.commands.app import run
+            from aiodigest.cli.app import run
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in ("typer", "rich"):
                 raise

@@ -14,7 +14,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.wire import aged, latest
+from aiodigest.records.entries import aged, latest
 
 T = TypeVar("T")
 

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Self
 
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, taken, whole
 from aiodigest.backend import Add, Backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
-from aiodigest.dispatch import Callback, Dispatcher, describe
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
-from aiodigest.hooks import can_call_back, can_code, can_observe
 from aiodigest.management import Management
 from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
-from aiodigest.portal import Sync
-from aiodigest.session import Entered, Session
-from aiodigest.signals import on_signals
-from aiodigest.store import Store
-from aiodigest.tracing import Tracing
-from aiodigest.wire import unpack
+from aiodigest.records.entries import unpack
+from aiodigest.records.hooks import can_call_back, can_code, can_observe
+from aiodigest.records.tracing import Tracing
+from aiodigest.records.validation import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, taken, whole
+from aiodigest.session.session import Entered, Session
+from aiodigest.session.signals import on_signals
+from aiodigest.session.store import Store
+from aiodigest.session.sync import Sync
+from aiodigest.worker.delivery import Callback, Dispatcher, describe
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
 
-    from aiodigest.outage import Outage
     from aiodigest.scheduler import Scheduler
+    from aiodigest.worker.availability import Outage
 
 T = TypeVar("T", default=JSON)
 

@@ -11,10 +11,8 @@ from typing import Generic, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.arguments import Bounds, duration, microseconds, name, nearest, whole
 from aiodigest.backend import MAX_SHARDS, Backend, Bookmark, Move, Page, RawLetter, Window
 from aiodigest.codecs import JSON, Codec
-from aiodigest.dispatch import read
 from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
@@ -25,7 +23,9 @@ from aiodigest.errors import (
 )
 from aiodigest.models import OVERDUE, DeadLetter, Draining, Finding, Health, Record, State, Stats, Timeline
 from aiodigest.policy import Policies, Policy, milliseconds
-from aiodigest.session import Entered, Session
+from aiodigest.records.validation import Bounds, duration, microseconds, name, nearest, whole
+from aiodigest.session.session import Entered, Session
+from aiodigest.worker.delivery import read
 
 T = TypeVar("T", default=JSON)
 Item = TypeVar("Item")

@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from aiodigest.backend import Add, Backend, Close, Closed, Lease, Retry
-from aiodigest.dispatch import Attempt, Outcome
 from aiodigest.engine import DigestEngine
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
 from aiodigest.models import Activity, Digest
-from aiodigest.portal import Sync
+from aiodigest.session.sync import Sync
+from aiodigest.worker.delivery import Attempt, Outcome
 
 T = TypeVar("T")
 Answer = TypeVar("Answer")
@@ -96,8 +96,8 @@ class Adds(Sync[T]):
 @asynccontextmanager
 async def on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncGenerator[Backend]:
     """Open a store for an engine, on a server of its own whose clock is ``now``; nothing of it remains."""
-    from aiodigest.embedded import EmbeddedServer  # tests in memory need neither
-    from aiodigest.redisbackend import RedisBackend
+    from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
+    from aiodigest.backends.redis.backend import RedisBackend
 
     with TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True) as folder:
         server = EmbeddedServer(Path(folder, "data"))

@@ -11,15 +11,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
 from aiodigest.backoff import BackoffMode
-from aiodigest.dispatch import Attempt, Dispatcher, Outcome
-from aiodigest.drain import Drain
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
-from aiodigest.lane import Hold, Lane, is_served, warn_of_missing
-from aiodigest.logs import facts_of
 from aiodigest.models import Delivery
-from aiodigest.outage import BACKOFF, Outage, elapse, retrieve
 from aiodigest.policy import Limits, milliseconds
-from aiodigest.slots import Slots
+from aiodigest.worker.availability import BACKOFF, Outage, elapse, retrieve
+from aiodigest.worker.concurrency import Slots
+from aiodigest.worker.delivery import Attempt, Dispatcher, Outcome
+from aiodigest.worker.logs import facts_of
+from aiodigest.worker.shard import Hold, Lane, is_served, warn_of_missing
+from aiodigest.worker.shutdown import Drain
 
 logger = logging.getLogger(__name__)
 

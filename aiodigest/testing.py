@@ -10,16 +10,16 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.arguments import duration, microseconds, moment, require, whole
 from aiodigest.backend import Backend, Lease
-from aiodigest.dispatch import Callback
+from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.memory import ReferenceBackend, system_ms
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
+from aiodigest.records.validation import duration, microseconds, moment, require, whole
 from aiodigest.rehearsal import SHARD, Adds, Rehearsal, delivered_of, entries_of, on_server, reported
 from aiodigest.scheduler import tell
+from aiodigest.worker.delivery import Callback
 
 __all__ = ["TestEngine"]
 

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from aiodigest.scripts import COMMANDS, SHARED, load_script
+from aiodigest.backends.redis.scripts import COMMANDS, SHARED, load_script
 from benchmarks.delivering import fill
 from benchmarks.report import Row, astray
 from benchmarks.setting import Setting

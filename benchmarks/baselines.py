@@ -12,9 +12,9 @@ from redis.asyncio import BlockingConnectionPool, Redis
 
 from aiodigest import JSON, DigestEngine, Policy
 from aiodigest.backend import Add
+from aiodigest.backends.redis.scripts import Argument, load_script, pack_adds
 from aiodigest.codecs import JSONCodec
-from aiodigest.scripts import Argument, load_script, pack_adds
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
 
 Adder = Callable[[str, str], Awaitable[object]]
 VALUE = "x" * 198  # 200 bytes as JSON

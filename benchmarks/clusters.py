@@ -20,8 +20,8 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from aiodigest._binary import find_binary
-from aiodigest.layout import SLOTS
+from aiodigest.backends.embedded.binary import find_binary
+from aiodigest.backends.redis.layout import SLOTS
 from benchmarks.programs import ProgramFailed, running
 
 BUS = 10_000  # how far a node's port for the others is from that for clients

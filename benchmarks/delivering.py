@@ -10,7 +10,7 @@ from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backend import Close
-from aiodigest.scripts import load_script, pack_close, pack_limits, unpack_lease
+from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
 from benchmarks.baselines import VALUE
 from benchmarks.peers.environments import Peer
 from benchmarks.report import Row

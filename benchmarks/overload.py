@@ -12,8 +12,8 @@ from typing import Any
 
 from aiodigest import Digest, DigestEngine, Policy
 from aiodigest.backend import Close, Closed, Letter
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import identity
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.records.entries import identity
 from benchmarks.delivering import fill
 from benchmarks.memory import peak
 from benchmarks.programs import output, part

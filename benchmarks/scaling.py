@@ -16,7 +16,7 @@ from zlib import crc32
 from redis.exceptions import RedisError
 
 from aiodigest import JSON, BackendUnavailable, DigestEngine, Entry
-from aiodigest.layout import Layout
+from aiodigest.backends.redis.layout import Layout
 from benchmarks.baselines import VALUE, spread
 from benchmarks.clusters import NODE_TIMEOUT, Cluster, fresh_cluster, until
 from benchmarks.programs import ProgramFailed

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from aiodigest import JSON, Digest, DigestEngine
-from aiodigest.commands.loops import settle
+from aiodigest.cli.loops import settle
 from benchmarks.memory import resident
 from benchmarks.programs import output, part
 from benchmarks.setting import play

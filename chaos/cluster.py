@@ -14,7 +14,7 @@ from ports import free_port
 from redis.crc import key_slot
 from servers import PASSWORD, USER, server_binary
 
-from aiodigest.layout import Layout
+from aiodigest.backends.redis.layout import Layout
 from chaos.plan import AT_ONCE, CLUSTER_KINDS
 from chaos.process import CLUSTER, NAMESPACE, SHARDS
 from chaos.world import STARTING, Place, World

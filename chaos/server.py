@@ -92,7 +92,7 @@ class Embedded:
 
     @property
     def keeper(self) -> int | None:
-        return self._find(b"\0" + os.fsencode(self.folder) + b"\0", b"_keeper.py")
+        return self._find(b"\0" + os.fsencode(self.folder) + b"\0", b"supervisor.py")
 
     @property
     def server(self) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import typer.main
 
-from aiodigest.commands.app import app
+from aiodigest.cli.app import app
 
 logger = logging.getLogger("properdocs.hooks")
 

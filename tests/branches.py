@@ -15,7 +15,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.asyncio.connection import UnixDomainSocketConnection
 
-from aiodigest.scripts import SHARED, load_script
+from aiodigest.backends.redis.scripts import SHARED, load_script
 
 MET = "{branches}:met"  # a hash: numbers of outcomes
 TOKEN = re.compile(
@@ -61,7 +61,7 @@ def conditions(text: str) -> Iterator[tuple[int, int]]:
 @cache
 def part(name: str) -> str:
     """A file of the scripts as it is."""
-    return (files("aiodigest") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return (files("aiodigest.backends.redis") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
 
 
 class Branches:

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeAlias, TypedDict
 
 import pytest
 
-from aiodigest.commands import app
+from aiodigest.cli import app
 
 ROOT = Path(__file__).parents[1]
 Command: TypeAlias = Callable[..., tuple[int, str, str]]

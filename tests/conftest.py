@@ -20,9 +20,9 @@ from servers import PASSWORD, USER, Server, running_server, server_version, tls_
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
 
-from aiodigest import embedded
-from aiodigest.memory import ReferenceBackend
-from aiodigest.redisbackend import RedisBackend
+from aiodigest.backends.embedded import server as embedded
+from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.backends.redis.backend import RedisBackend
 
 # A shell starts what runs in its background with Ctrl-C ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from aiodigest import embedded
-from aiodigest.embedded import EmbeddedServer
+from aiodigest.backends.embedded import server as embedded
+from aiodigest.backends.embedded.server import EmbeddedServer
 
 USER = """
 import asyncio, os, sys, types
@@ -31,7 +31,7 @@ from pathlib import Path
 sys.modules["aiodigest"] = package = types.ModuleType("aiodigest")
 package.__path__ = [os.environ["AIODIGEST_PACKAGE"]]
 
-from aiodigest.embedded import EmbeddedServer
+from aiodigest.backends.embedded.server import EmbeddedServer
 
 async def main():
     server = EmbeddedServer(Path(sys.argv[1]))
@@ -58,7 +58,7 @@ class User:
             [sys.executable, "-c", USER.format(then=then or "pass", before=before), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parent), **environment},
+            env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parents[2]), **environment},
             start_new_session=True,
             text=True,
         )

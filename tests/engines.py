@@ -18,10 +18,10 @@ from typing import Any, ParamSpec
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
 from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Retry
-from aiodigest.memory import ReferenceBackend
+from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.policy import Limits
-from aiodigest.session import Session
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
+from aiodigest.session.session import Session
 
 P = ParamSpec("P")
 

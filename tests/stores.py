@@ -9,7 +9,7 @@ from typing import Any
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Retry
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
-from aiodigest.wire import pack, unpack
+from aiodigest.records.entries import pack, unpack
 
 NOW = 1_700_000_000_000
 LEASE = 60_000

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from aiodigest.alarm import Alarm
+from aiodigest.worker.timer import Alarm
 
 Loops = Callable[[], asyncio.AbstractEventLoop]
 on_each_loop = pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])

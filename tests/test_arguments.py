@@ -9,9 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodigest.arguments import DEFAULT, EPOCH, Bounds, duration, microseconds, moment, name, nearest, pack_entry, whole
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
-from aiodigest.wire import CONTEXT_SIZE, UNSTAMPED, pack, stamp, unpack
+from aiodigest.records.entries import CONTEXT_SIZE, UNSTAMPED, pack, stamp, unpack
+from aiodigest.records.validation import (
+    DEFAULT,
+    EPOCH,
+    Bounds,
+    duration,
+    microseconds,
+    moment,
+    name,
+    nearest,
+    pack_entry,
+    whole,
+)
 
 text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=400)
 

@@ -19,7 +19,7 @@ from stores import Place
 from terminals import on_terminal
 
 from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
-from aiodigest.commands.measure import measure
+from aiodigest.cli.measure import measure
 
 LATER = Policy(initial_delay=1_500)
 

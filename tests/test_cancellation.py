@@ -42,13 +42,13 @@ from aiodigest import (
     Policy,
     Stats,
     Timeline,
-    connection,
 )
 from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Window
-from aiodigest.connection import CONNECTIONS, WAITERS
-from aiodigest.layout import Layout
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections import server as connection
+from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
+from aiodigest.backends.redis.layout import Layout
+from aiodigest.records.entries import pack
 
 Check: TypeAlias = Callable[[Any], AsyncGenerator[Call]]
 
@@ -1196,7 +1196,7 @@ async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_d
 async def test_an_add_that_is_cancelled_while_it_waits_is_withdrawn_and_its_room_is_another_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aiodigest.coalesce.QUEUE_ITEMS", 2)
+    monkeypatch.setattr("aiodigest.worker.batcher.QUEUE_ITEMS", 2)
 
     @asynccontextmanager
     async def play() -> AsyncGenerator[Call]:

@@ -15,7 +15,7 @@ import pytest
 from commandline import DEADLINE, Command, environment, in_process, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
-from aiodigest.commands import answers
+from aiodigest.cli import answers
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"

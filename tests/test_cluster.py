@@ -25,25 +25,17 @@ from replicas import Relay, server_on, until
 from servers import PASSWORD, USER, commands, tls_binary
 from storestate import check_invariants, redis_state
 
-from aiodigest import (
-    BackendUnavailable,
-    ConfigurationError,
-    Digest,
-    DigestEngine,
-    Entry,
-    PartialAdd,
-    Policy,
-    connection,
-    redisbackend,
-)
+from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
 from aiodigest import backend as store
-from aiodigest.cluster import ClusterLink, _address
-from aiodigest.lane import Lane
-from aiodigest.layout import Layout
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.scripts import COMMANDS, load_script
-from aiodigest.target import find_target
-from aiodigest.wire import pack
+from aiodigest.backends.redis import backend as redisbackend
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections import server as connection
+from aiodigest.backends.redis.connections.cluster import ClusterLink, _address
+from aiodigest.backends.redis.connections.url import find_target
+from aiodigest.backends.redis.layout import Layout
+from aiodigest.backends.redis.scripts import COMMANDS, load_script
+from aiodigest.records.entries import pack
+from aiodigest.worker.shard import Lane
 
 pytestmark = pytest.mark.cluster
 
@@ -1057,7 +1049,9 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
 
 
 def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(words in record.getMessage() for record in caplog.records if record.name == "aiodigest.outage")
+    return sum(
+        words in record.getMessage() for record in caplog.records if record.name == "aiodigest.worker.availability"
+    )
 
 
 async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_and_is_back_after_them(

@@ -10,9 +10,9 @@ from engines import now, settle, virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodigest import coalesce
-from aiodigest.coalesce import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Coalescer, batches
 from aiodigest.errors import AiodigestError, BackendUnavailable, LimitExceeded
+from aiodigest.worker import batcher as coalesce
+from aiodigest.worker.batcher import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Coalescer, batches
 
 TIMEOUT = 5.0
 

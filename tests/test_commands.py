@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from aiodigest import JSON, Digest, Record, RetryAfter
-from aiodigest.commands import app, output, render
-from aiodigest.commands.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
-from aiodigest.commands.lines import Splitter
-from aiodigest.commands.lock import data_folder
-from aiodigest.commands.logs import AsObjects, log_objects
-from aiodigest.commands.loops import play
-from aiodigest.commands.options import duration
-from aiodigest.commands.words import printable
+from aiodigest.cli import app, output, render
+from aiodigest.cli.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
+from aiodigest.cli.lines import Splitter
+from aiodigest.cli.lock import data_folder
+from aiodigest.cli.logs import AsObjects, log_objects
+from aiodigest.cli.loops import play
+from aiodigest.cli.options import duration
+from aiodigest.cli.words import printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")

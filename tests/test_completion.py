@@ -15,7 +15,7 @@ from commandline import in_process
 from terminals import STREAMS, OnTerminal, plain
 from userland import DEADLINE, data_folder, environment
 
-from aiodigest.commands import app
+from aiodigest.cli import app
 
 Completed: TypeAlias = Callable[[str, str], list[str]]
 

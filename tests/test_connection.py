@@ -17,12 +17,12 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
 from aiodigest import DigestEngine
-from aiodigest.connection import CONNECTIONS, SPARE, Link
+from aiodigest.backends.redis.connections.errors import explain
+from aiodigest.backends.redis.connections.server import CONNECTIONS, SPARE, Link
+from aiodigest.backends.redis.connections.shared import _links, _users, join_link, leave_link
+from aiodigest.backends.redis.connections.transport import drop, send
+from aiodigest.backends.redis.connections.url import Target, find_target, hide_password
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
-from aiodigest.faults import explain
-from aiodigest.links import _links, _users, join_link, leave_link
-from aiodigest.target import Target, find_target, hide_password
-from aiodigest.transport import drop, send
 
 
 @pytest.mark.parametrize(

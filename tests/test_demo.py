@@ -11,9 +11,9 @@ import pytest
 from commandline import in_process, no_process_is_left, running
 from engines import WatchedBackend, put_on, virtual_time
 
-from aiodigest.commands.demo import Demo
-from aiodigest.commands.demo_events import Event
-from aiodigest.commands.demo_stages import Screen
+from aiodigest.cli.demo import Demo
+from aiodigest.cli.demo_events import Event
+from aiodigest.cli.demo_stages import Screen
 
 
 @pytest.mark.processes
@@ -65,7 +65,7 @@ def test_a_demo_that_has_come_to_its_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("aiodigest.commands.demo.story", lambda: [Event(0, "#builds", "build 1")])
+    monkeypatch.setattr("aiodigest.cli.demo.story", lambda: [Event(0, "#builds", "build 1")])
     code, output, errors = in_process(monkeypatch, capfd)("demo")
     assert (code, errors) == (0, "")
     assert re.search(r"records in +1\n +digests out +1, with 1 record\n", output)

@@ -18,9 +18,20 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Lease, Letter, Retry
-from aiodigest.dispatch import ERROR_LENGTH, MANY, SMALL, TURN, Call, Callback, Dispatcher, Outcome, describe, read
 from aiodigest.errors import CodecError
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
+from aiodigest.worker.delivery import (
+    ERROR_LENGTH,
+    MANY,
+    SMALL,
+    TURN,
+    Call,
+    Callback,
+    Dispatcher,
+    Outcome,
+    describe,
+    read,
+)
 
 CODEC = JSONCodec[JSON]()
 TIMEOUT = 30.0

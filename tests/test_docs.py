@@ -32,7 +32,7 @@ from pages import DOCUMENTS, Block, blocks_of, prose_of, title
 from userland import DEADLINE, ROOT, data_folder, environment
 
 from aiodigest import DigestEngine, Policy
-from aiodigest.commands.app import app
+from aiodigest.cli.app import app
 
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400

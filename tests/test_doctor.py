@@ -26,10 +26,10 @@ from servers import PASSWORD, USER, Server, commands, rules, running_server
 from stores import Place
 
 from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
-from aiodigest.checkup.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.diagnostics.diagnosis import Facts, SlowCall, in_bytes, in_time, judge
 from aiodigest.models import Check
 from aiodigest.policy import Limits
-from aiodigest.redisbackend import RedisBackend
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
@@ -250,7 +250,7 @@ def test_the_reference_names_every_check_and_the_unit_of_every_value() -> None:
     page = (ROOT / "docs" / "reference" / "views.md").read_text()
     told = dict(re.findall(r"^\| `([a-z ]+)` \| [^|]+ \| ?([^|]*?) ?\|$", page, re.MULTILINE))
     assert sorted(told) == sorted(get_args(Check))
-    sources = [path.read_text() for path in (ROOT / "aiodigest" / "checkup").glob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "aiodigest" / "backends" / "redis" / "diagnostics").glob("*.py")]
     calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Finding"]
     measured = [call for call in made if len(call.args) == 5 or "value" in {word.arg for word in call.keywords}]

@@ -53,7 +53,7 @@ def test_half_of_the_changes_are_to_scripts_and_half_to_the_worker() -> None:
 
 def test_every_change_to_the_worker_compiles_and_is_one() -> None:
     possible = possible_changes(ROOT, WORKER)
-    assert len({change.file for change in possible}) == len(WORKER)
+    assert {"aiodigest/scheduler.py", "aiodigest/worker/shard.py"} <= {change.file for change in possible}
     for change in possible[::8]:
         text = (ROOT / change.file).read_text()
         assert change.apply(text) != text

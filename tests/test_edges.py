@@ -12,9 +12,9 @@ from stores import LEASE, Place, Store, ids, records
 
 from aiodigest import Policy
 from aiodigest.backend import Add, Closed
+from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.errors import LimitExceeded
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
 
 LIMITS = Policy().terms.limits
 

@@ -17,7 +17,7 @@ import pytest
 import redis.asyncio
 from embedded_users import NewUser, keeper_of, lives, opened_by, processes_of, started, until
 
-from aiodigest.embedded import EmbeddedServer
+from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import ConfigurationError
 
 # What it is

@@ -34,8 +34,8 @@ from embedded_users import (
     waits,
 )  # fmt: skip
 
-from aiodigest._binary import find_binary
-from aiodigest.embedded import EmbeddedServer
+from aiodigest.backends.embedded.binary import find_binary
+from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
 
@@ -130,7 +130,7 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
 
 @pytest.mark.server_faults
 async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodigest.embedded._ORPHAN", 0.05)
+    monkeypatch.setattr("aiodigest.backends.embedded.server._ORPHAN", 0.05)
     async with started(folder) as (server, client):
         assert server.pid
         keeper, crowd = keeper_of(server.pid), list[socket.socket]()

@@ -20,8 +20,8 @@ import redis.asyncio
 import redis.exceptions
 from embedded_users import NewUser, all_told, keeper_of, lives, processes_of, started, until, waits
 
-from aiodigest._binary import find_binary
-from aiodigest.embedded import EmbeddedServer
+from aiodigest.backends.embedded.binary import find_binary
+from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable
 
 pytestmark = pytest.mark.server_faults

@@ -38,7 +38,7 @@ from aiodigest import (
 )
 from aiodigest.integrations.fastapi import answer_unavailable, dependency, health_router
 from aiodigest.integrations.starlette import health_routes
-from aiodigest.session import Session
+from aiodigest.session.session import Session
 
 PROGRAMS = Path(__file__).parent / "programs"
 REQUESTS = 2_000

@@ -28,10 +28,10 @@ from aiodigest import (
     Policy,
 )
 from aiodigest.backend import MOVES, Add, Close, Closed, Letter, Retry
-from aiodigest.connection import OLDEST, Link
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.target import find_target
-from aiodigest.wire import pack
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections.server import OLDEST, Link
+from aiodigest.backends.redis.connections.url import find_target
+from aiodigest.records.entries import pack
 
 LIMITS = Policy().terms.limits
 NO_GAP = Policy(minimum_delay=0, increment_delay=0, capacity=10_000)
@@ -286,7 +286,7 @@ async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
         limit = 10_000
     else:
         limit = 20  # the reference takes long over many letters, and its limit is a number in Python
-        monkeypatch.setattr("aiodigest.timelines.LETTER_LIMIT", limit)
+        monkeypatch.setattr("aiodigest.backends.memory.timelines.LETTER_LIMIT", limit)
     for first in range(0, limit, 1_000):
         store.now += 1
         await bury(store, *(f"{number}" for number in range(first, min(first + 1_000, limit))))
@@ -514,7 +514,7 @@ async def test_a_server_that_is_too_old_is_refused_with_its_version_and_the_olde
     try:
         await link.check_version("")
         assert OLDEST == (6, 2)
-        monkeypatch.setattr("aiodigest.connection.OLDEST", (99, 0))
+        monkeypatch.setattr("aiodigest.backends.redis.connections.server.OLDEST", (99, 0))
         with pytest.raises(ConfigurationError, match=r"is version \d+\.\d+; 6.2 is the oldest"):
             await link.check_version("")
     finally:

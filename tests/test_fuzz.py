@@ -57,7 +57,7 @@ from aiodigest import (
     Sync,
     Timeline,
 )
-from aiodigest.wire import identity, latest, pack
+from aiodigest.records.entries import identity, latest, pack
 
 EXAMPLES = int(os.environ.get("AIODIGEST_TEST_EXAMPLES", "25"))
 DEADLINE = 20  # seconds, for what takes milliseconds

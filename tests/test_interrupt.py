@@ -45,8 +45,8 @@ def interrupted_at(module: str, folder: Path, *command: str) -> tuple[int, bytes
 @pytest.mark.parametrize(
     "module",
     [
-        "aiodigest.arguments", "pydantic_core", "aiodigest.engine", "aiodigest.dispatch", "aiodigest.policy",
-        "aiodigest.__main__", "aiodigest.commands", "typer", "aiodigest.commands.app", "aiodigest.commands.pipe",
+        "aiodigest.records.validation", "pydantic_core", "aiodigest.engine", "aiodigest.worker.delivery",
+        "aiodigest.policy", "aiodigest.__main__", "aiodigest.cli", "typer", "aiodigest.cli.app", "aiodigest.cli.pipe",
     ],
 )  # fmt: skip
 def test_ctrl_c_at_any_import_of_the_command_is_quiet(module: str, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_ctrl_c_at_any_import_of_the_command_is_quiet(module: str, tmp_path: Pat
 def test_the_script_is_as_quiet_as_the_module(tmp_path: Path) -> None:
     script = tmp_path / "aiodigest"
     script.write_text(dedent(SCRIPT))
-    for module in ("aiodigest.engine", "aiodigest.commands.app"):
+    for module in ("aiodigest.engine", "aiodigest.cli.app"):
         assert interrupted_at(module, tmp_path, str(script), "--version") == (130, b"", b"")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from userland import ROOT
 
-PUBLIC = ("aiodigest.commands", "aiodigest.integrations", "aiodigest.testing")
+PUBLIC = ("aiodigest.cli", "aiodigest.integrations", "aiodigest.testing")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -25,7 +25,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_the_command_line_knows_only_the_public_names() -> None:
-    files = sorted((ROOT / "aiodigest" / "commands").glob("*.py"))
+    files = sorted((ROOT / "aiodigest" / "cli").glob("*.py"))
     assert len(files) > 20
     for path in files:
         for module in imported(path):

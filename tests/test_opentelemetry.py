@@ -50,10 +50,10 @@ from aiodigest import (
     RetryPolicy,
 )
 from aiodigest.backend import Add, Lease
+from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.integrations._metrics import BUCKETS
 from aiodigest.integrations.opentelemetry import instrument, measure
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack, unpack
+from aiodigest.records.entries import pack, unpack
 
 KEY = "ann@example.org"
 NAMES = {

@@ -13,9 +13,9 @@ from servers import Server, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, Policy
 from aiodigest.backend import SLICE, Add, Lease
-from aiodigest.coalesce import QUEUE_BYTES, QUEUE_ITEMS
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.records.entries import pack
+from aiodigest.worker.batcher import QUEUE_BYTES, QUEUE_ITEMS
 
 INLINE = 262_144  # bytes of entries in one answer
 LARGE = 8_192

@@ -33,8 +33,8 @@ from aiodigest import (
     LimitExceeded,
     PartialAdd,
     Policy,
-    portal,
 )
+from aiodigest.session import sync as portal
 
 
 @pytest.fixture

@@ -15,13 +15,14 @@ from redis.crc import key_slot
 from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
 
-from aiodigest import DigestEngine, Entry, Stats, scripts
+from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import Add, Claims, Close, Closed, Lease, Letter, Retry
+from aiodigest.backends.redis import scripts
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.layout import Layout
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState, LeaseLost
-from aiodigest.layout import Layout
 from aiodigest.policy import Policy
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack, unpack
+from aiodigest.records.entries import pack, unpack
 
 NOW = 1_700_000_000_000
 LEASE = 60_000

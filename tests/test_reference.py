@@ -19,8 +19,8 @@ from userland import ROOT
 
 import aiodigest
 import aiodigest.integrations
-from aiodigest.commands import options
-from aiodigest.redisbackend import RedisBackend
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.cli import options
 
 REFERENCE = ROOT / "docs" / "reference"
 FOLDERS = (aiodigest, aiodigest.integrations)
@@ -154,7 +154,7 @@ def raised_by(function: FunctionType, owner: type | None) -> set[str]:
 
 def alias_doc(name: str) -> str:
     """The string below the assignment of an alias, which Python does not keep."""
-    for path in (ROOT / "aiodigest").glob("*.py"):
+    for path in (ROOT / "aiodigest").rglob("*.py"):
         for assignment, below in pairwise(ast.parse(path.read_text()).body):
             match assignment, below:
                 case (

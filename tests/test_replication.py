@@ -15,9 +15,9 @@ from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
 from aiodigest.backend import Add, Backend, Close, Retry
-from aiodigest.connection import CONNECTIONS, WAITERS
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
+from aiodigest.records.entries import pack
 
 pytestmark = pytest.mark.cluster
 

@@ -36,11 +36,11 @@ from aiodigest import (
     management,
 )
 from aiodigest.backend import SLICE, Add, Backend, Close, Closed, Lease, Letter, Move, RawLetter, Retired, Retry
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.layout import Layout
+from aiodigest.backends.redis.scripts import load_script
 from aiodigest.codecs import JSONCodec
-from aiodigest.layout import Layout
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.scripts import load_script
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
 
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
 

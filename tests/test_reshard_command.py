@@ -19,10 +19,10 @@ from commandline import DEADLINE, Command, aiodigest, environment, in_process, r
 from servers import Server, running_server
 
 from aiodigest import DigestEngine, Draining, Policy
-from aiodigest.commands.options import Address
-from aiodigest.commands.reshard import Progress, _watched
-from aiodigest.commands.run import chosen
-from aiodigest.target import hide_password
+from aiodigest.backends.redis.connections.url import hide_password
+from aiodigest.cli.options import Address
+from aiodigest.cli.reshard import Progress, _watched
+from aiodigest.cli.run import chosen
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
@@ -105,7 +105,7 @@ def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Comma
 def test_what_is_due_and_does_not_go_is_asked_about_once(
     place: Server, delay: float, asks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("aiodigest.commands.reshard.PATIENCE", 0)
+    monkeypatch.setattr("aiodigest.cli.reshard.PATIENCE", 0)
     monkeypatch.setattr("aiodigest.management.PACE", 0.001)
     looks = Looks("mail", 4)
 

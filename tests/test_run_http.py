@@ -25,7 +25,7 @@ from prometheus_client import Metric
 from starlette.requests import Request
 
 from aiodigest import DigestEngine
-from aiodigest.commands.http import Address, _Metrics, address, check_extra, listening, named, serving
+from aiodigest.cli.http import Address, _Metrics, address, check_extra, listening, named, serving
 
 LOCAL = "127.0.0.1:0"
 SERVICE = """
@@ -101,10 +101,10 @@ def test_the_log_of_a_service_is_json_where_that_is_asked_for(folder: Path) -> N
         asyncio.run(add(folder, "ann", "failing"))
         failed = json.loads(process.error_line())
     assert began["message"].startswith("services:failing: delivering namespace failing on ")
-    assert {began[name] for name in ("level", "logger")} == {"info", "aiodigest.commands.run"}
+    assert {began[name] for name in ("level", "logger")} == {"info", "aiodigest.cli.run"}
     named = ("level", "logger", "timeline", "attempt", "reason", "error")
     assert [failed[name] for name in named] == [
-        "warning", "aiodigest.dispatch", "ann", 1, "ValueError: no such mailbox", "ValueError: no such mailbox",
+        "warning", "aiodigest.worker.delivery", "ann", 1, "ValueError: no such mailbox", "ValueError: no such mailbox",
     ]  # fmt: skip
     assert datetime.fromisoformat(failed["time"]) >= datetime.fromisoformat(began["time"])
 
@@ -331,7 +331,7 @@ def test_what_a_library_of_the_extra_itself_lacks_is_not_mended_by_it(monkeypatc
     def broken(name: str) -> None:
         raise ModuleNotFoundError("No module named 'of_the_library'", name="of_the_library")
 
-    monkeypatch.setattr("aiodigest.commands.http.import_module", broken)
+    monkeypatch.setattr("aiodigest.cli.http.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="of_the_library"):
         check_extra()
 

@@ -24,23 +24,13 @@ from engines import (
     virtual_time,
 )
 
-from aiodigest import (
-    JSON,
-    BackoffMode,
-    Delivery,
-    Digest,
-    PartialFailure,
-    Policy,
-    Reject,
-    RetryAfter,
-    RetryPolicy,
-    dispatch,
-)
+from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Claims, Lease, Retired
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.policy import Limits
 from aiodigest.scheduler import FEW
-from aiodigest.slots import CLAIM
+from aiodigest.worker import delivery as dispatch
+from aiodigest.worker.concurrency import CLAIM
 
 LEASE = 60.0
 MINUTE = 60.0
@@ -1613,7 +1603,7 @@ async def test_an_outage_that_gets_another_reason_is_told_once_more(caplog: pyte
         await asyncio.sleep(MINUTE)
         backend.bring_up()
         await asyncio.sleep(2)
-    told = [record.message for record in caplog.records if record.name == "aiodigest.outage"]
+    told = [record.message for record in caplog.records if record.name == "aiodigest.worker.availability"]
     assert [("refused" in line, "wrong password" in line, "available again" in line) for line in told] == [
         (True, False, False),
         (False, True, False),

@@ -51,13 +51,13 @@ from aiodigest import (
     Reject,
 )
 from aiodigest.backend import Add, Close, Lease, Letter, Retry
-from aiodigest.cluster import ClusterLink
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections.cluster import ClusterLink
+from aiodigest.backends.redis.connections.server import Link
+from aiodigest.backends.redis.connections.url import find_target
 from aiodigest.codecs import zstd
-from aiodigest.connection import Link
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.store import Store
-from aiodigest.target import find_target
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
+from aiodigest.session.store import Store
 
 LEASE = 60_000
 LIMITS = Policy().terms.limits
@@ -289,7 +289,7 @@ async def test_the_rule_for_resharding_is_enough(server: Server, monkeypatch: py
 async def test_no_command_of_the_rule_for_resharding_can_be_left_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiodigest.namespace.COMMANDS", {})  # so that the server is who refuses
+    monkeypatch.setattr("aiodigest.backends.redis.namespace.COMMANDS", {})  # so that the server is who refuses
     monkeypatch.setattr("aiodigest.management.PACE", 0.001)
     needless: list[str] = []
     for command in commands("resharder"):
@@ -304,7 +304,7 @@ async def test_no_command_of_the_rule_for_resharding_can_be_left_out(
 
 @every_role
 async def test_no_command_of_a_rule_can_be_left_out(server: Server, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodigest.namespace.COMMANDS", {})  # so that the server is who refuses
+    monkeypatch.setattr("aiodigest.backends.redis.namespace.COMMANDS", {})  # so that the server is who refuses
     needless: list[str] = []
     for command in commands(role):
         async with staged(server, role, *(other for other in commands(role) if other != command)) as stage:

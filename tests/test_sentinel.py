@@ -17,7 +17,7 @@ from replicas import SERVICE, follow, follows, freeze, port_of, replicated, role
 from servers import rules
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Policy
-from aiodigest.scripts import load_script
+from aiodigest.backends.redis.scripts import load_script
 
 pytestmark = pytest.mark.cluster
 

@@ -14,10 +14,10 @@ from stores import LEASE, NOW, Place, Store, ids
 from storestate import State, check_invariants, forget, redis_state
 
 from aiodigest.backend import Add, Closed, Move
-from aiodigest.layout import Layout
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.layout import Layout
 from aiodigest.policy import Policy
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
 
 SHARDS = 6
 LAYOUT = Layout(SHARDS)

@@ -12,7 +12,8 @@ import pytest
 from simulation.loop import Process, SeededLoop
 from simulation.world import play
 
-from aiodigest import memory, scheduler
+from aiodigest import scheduler
+from aiodigest.backends.memory import backend as memory
 
 SEEDS, QUICK_SEEDS = 100, 40
 TESTS = Path(__file__).parent

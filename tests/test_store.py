@@ -13,7 +13,7 @@ from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 from aiodigest.backend import MOVES, Add, Bookmark, Closed, Lease, Move, Page, Retry
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
-from aiodigest.wire import CONTEXT_SIZE, pack
+from aiodigest.records.entries import CONTEXT_SIZE, pack
 
 T = TypeVar("T")
 

@@ -43,13 +43,13 @@ from aiodigest.backend import (
     Retry,
     Window,
 )
+from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.backends.memory.timelines import Held, only
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections.url import Source
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
-from aiodigest.memory import ReferenceBackend
 from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.target import Source
-from aiodigest.timelines import Held, only
-from aiodigest.wire import HEADER, aged, distinct, identity, latest, pack
+from aiodigest.records.entries import HEADER, aged, distinct, identity, latest, pack
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from servers import Server, running_server
 from terminals import on_terminal, plain
 
 from aiodigest import Digest, DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
-from aiodigest.commands import sweep
-from aiodigest.commands.sweep import Act, Buried, Sweep
+from aiodigest.cli import sweep
+from aiodigest.cli.sweep import Act, Buried, Sweep
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 AT_ONCE = Policy(minimum_delay=0, increment_delay=0)

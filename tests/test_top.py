@@ -18,9 +18,9 @@ from servers import Server, running_server
 from terminals import on_terminal
 
 from aiodigest import JSON, Digest, DigestEngine, Health, Policy, Reject, State, Stats, Timeline
-from aiodigest.commands import looks
-from aiodigest.commands.frame import fitting, frame
-from aiodigest.commands.looks import Look, due_in_words, look_at, rates, server_time, span
+from aiodigest.cli import looks
+from aiodigest.cli.frame import fitting, frame
+from aiodigest.cli.looks import Look, due_in_words, look_at, rates, server_time, span
 
 NOON = datetime(2024, 5, 6, 12, tzinfo=UTC)
 HOSTILE = "\x1b[31mred\x07\r\n\u202e[bold]"

@@ -16,8 +16,8 @@ from replicas import Relay, follow, follows, freeze, pid_of, server_on, thaw, un
 from servers import UNLIMITED, Server, limit_files, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy
-from aiodigest.connection import Link
-from aiodigest.target import find_target
+from aiodigest.backends.redis.connections.server import Link
+from aiodigest.backends.redis.connections.url import find_target
 
 pytestmark = pytest.mark.server_faults
 
@@ -213,7 +213,7 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name == "aiodigest.outage" and words in record.getMessage()
+        if record.name == "aiodigest.worker.availability" and words in record.getMessage()
     ]
 
 

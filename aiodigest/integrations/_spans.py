@@ -14,7 +14,7 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, T
 
 from aiodigest import Digest, __version__
 from aiodigest.models import Result
-from aiodigest.tracing import TracedAttempt, Tracing
+from aiodigest.records.tracing import TracedAttempt, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def tracing(namespace: str, provider: TracerProvider | None) -> Tracing:
 
 
 class _Traces:
-    """See ``aiodigest.tracing``."""
+    """See ``aiodigest.records.tracing``."""
 
     def __init__(self, tracer: trace.Tracer, namespace: str) -> None:
         self._tracer = tracer

@@ -17,11 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
-SCRIPTS = ("aiodigest/lua/*.lua",)
-WORKER = tuple(
-    f"aiodigest/{name}.py"
-    for name in ("scheduler", "slots", "lane", "dispatch", "drain", "coalesce", "outage", "alarm")
-)
+SCRIPTS = ("aiodigest/backends/redis/lua/*.lua",)
+WORKER = ("aiodigest/scheduler.py", "aiodigest/worker/*.py")
 
 # What an operator becomes: its neighbour, and its opposite.
 OPERATORS: Mapping[str, Sequence[str]] = {

@@ -33,9 +33,9 @@ RESHARDING = ("reshard", "shards")
 WORKING = ("scheduler", "engine", "simulation")
 # The tests of a module, in the order in which they are run; those of others are its own, if it has some, and WORKING.
 TESTS: Mapping[str, Sequence[str]] = {
-    "dispatch": ("dispatch", *WORKING, "opentelemetry"),
-    "coalesce": ("coalesce", "cancellation", *WORKING),
-    "outage": (*WORKING, "unavailable"),
+    "delivery": ("dispatch", *WORKING, "opentelemetry"),
+    "batcher": ("coalesce", "cancellation", *WORKING),
+    "availability": (*WORKING, "unavailable"),
     "lease": (*STORE, "overload"),
     "permits": ("security",),
     **dict.fromkeys(("carry", "drain.lua", "keep", "layout", "reshard", "retire"), RESHARDING),

@@ -19,16 +19,16 @@ from pathlib import Path
 from copies import ROOT, Run, copy, run_tests
 
 SIMULATED = (
-    "alarm.py",
-    "coalesce.py",
-    "dispatch.py",
-    "drain.py",
+    "worker/timer.py",
+    "worker/batcher.py",
+    "worker/delivery.py",
+    "worker/shutdown.py",
     "engine.py",
-    "lane.py",
-    "outage.py",
+    "worker/shard.py",
+    "worker/availability.py",
     "scheduler.py",
-    "session.py",
-    "slots.py",
+    "session/session.py",
+    "worker/concurrency.py",
 )
 SEEDS = int(os.environ.get("AIODIGEST_TEST_SEEDS", "1000"))
 TIME_LIMIT = 300  # seconds a test: one that hangs shows nothing, and should have a deadline of its own

@@ -13,9 +13,9 @@ from typing import Any
 import redis
 
 from aiodigest.backend import Add
+from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.policy import Policy
-from aiodigest.redisbackend import RedisBackend
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
 
 socket, namespace, name, timelines = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 

@@ -33,7 +33,8 @@ def come_too_late() -> None:
 
 if way == "ends_in_order":
     atexit.register(come_too_late)  # the first that is registered is called last
-from aiodigest import BackendUnavailable, DigestEngine, portal  # noqa: E402
+from aiodigest import BackendUnavailable, DigestEngine  # noqa: E402
+from aiodigest.session import sync as portal  # noqa: E402
 
 
 def new_engine() -> DigestEngine[int]:

@@ -24,11 +24,11 @@ from aiodigest import (
     Reject,
     RetryAfter,
     RetryPolicy,
-    coalesce,
 )
 from aiodigest.backend import Backend
 from aiodigest.errors import DeliverySignal
-from aiodigest.session import Session
+from aiodigest.session.session import Session
+from aiodigest.worker import batcher as coalesce
 from simulation.loop import Process, SeededLoop
 from simulation.network import Link, Server
 from simulation.records import Receipt

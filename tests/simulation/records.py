@@ -9,7 +9,7 @@ from typing import Literal
 
 from aiodigest import AiodigestError, BackendUnavailable, Digest
 from aiodigest.backend import Add, RawLetter
-from aiodigest.wire import unpack
+from aiodigest.records.entries import unpack
 from simulation.loop import Process
 
 Ending = Literal["running", "returned", "raised", "partial", "cut"]

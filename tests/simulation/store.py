@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from zlib import crc32
 
-from aiodigest.memory import ReferenceBackend
+from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.backends.memory.reference import Shard
 from aiodigest.policy import Limits
-from aiodigest.reference import Shard
 
 
 class Store(ReferenceBackend):

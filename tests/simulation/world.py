@@ -11,9 +11,11 @@ from itertools import count
 from random import Random
 from typing import Any, Literal
 
-from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy, coalesce, dispatch
+from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy
 from aiodigest.backend import Add
-from aiodigest.wire import pack
+from aiodigest.records.entries import pack
+from aiodigest.worker import batcher as coalesce
+from aiodigest.worker import delivery as dispatch
 from simulation.actors import Actor, Habits
 from simulation.loop import Endless, SeededLoop, no_turn_is_endless
 from simulation.network import Server

@@ -1,0 +1,383 @@
+"""The keeper: a small program that owns one embedded server, and ends when the server's last user has gone.
+
+``embedded.py`` runs this file in a bare interpreter, because anything that ends with the last of several processes
+must be a process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it
+however the user ends. The keeper sends each user lines of status: ``starting PID``, ``up PID`` or ``down REASON``.
+
+It works in the data folder itself and not by its path, where another folder may appear one day. It keeps checking for
+that, and for deleted files without which the server cannot be found or started. If either happens, it kills the server,
+so that nothing more is acknowledged, and ends. The users launch another keeper.
+
+Arguments: server binary, data folder, sockets folder, descriptor of the lock file, descriptor of the door.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+sys.path.append(os.path.dirname(__file__))  # the interpreter runs this file alone; last, so that it hides nothing
+
+from supervisor_files import ENDS_EARLY, Files
+
+SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
+STEADY = 10.0  # a server that was up for so long did not keep crashing
+SILENCE = 30.0  # a server that answers nothing for so long after its start hangs
+GRACE = 10.0  # to end after SIGTERM; later it is killed, which loses nothing that was acknowledged
+LOOK = 0.2  # between two checks that all files are still there
+CROWDED = 0.2  # to wait if there is no descriptor for one more user
+LOG_SIZE = 1 << 20  # of the log, and of the one before it
+
+# A write, because a server on a full disk starts and answers, and dies of the first write. (While it loads its data it
+# answers too, that it loads.)
+PROBE = b"EVAL \"redis.call('set', KEYS[1], 1) return redis.call('del', KEYS[1])\" 1 aiodigest:probe\r\n"
+
+
+def load_prctl() -> Callable[[int, int], int] | None:
+    """Return the call that ties the server's life to the keeper's. It exists on Linux; elsewhere the next user ends
+    an orphaned server. It ties the server to the *thread* that forks it: the keeper has only one."""
+    if sys.platform != "linux":
+        return None
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+        return prctl
+    return None
+
+
+class Keeper:
+    def __init__(self, binary: str, folder: str, sockets: str, lock: int, door: socket.socket) -> None:
+        self.binary = binary
+        self.folder = folder
+        self.lock = lock
+        self.door = door
+        self.files = Files(folder, sockets, lock)
+        self.next_look = 0.0
+        self.missed: str | None = None  # what the last look missed
+        self.lost: str | None = None  # what two looks missed: the first may have met a server that was about to end
+        self.prctl = load_prctl()
+        self.selector = selectors.DefaultSelector()
+        self.users: set[socket.socket] = set()
+        self.departed: list[socket.socket] = []
+        self.door_due: float | None = None  # when to accept users again; None: when they come
+        self.crowded = False
+        self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with when no other is left
+        self.dismissed = False
+        self.server: int | None = None
+        self.output = -1  # the reading end of what the server prints
+        self.tail = b""  # the last of what it printed before it was up, or since
+        self.up = False
+        self.answered = False
+        self.since = 0.0  # when it was started, or came up
+        self.backoff = SHORTEST_BACKOFF
+        self.due: float | None = time.monotonic()  # when to do the next step; None: when something happens
+        self.repair = False  # whether the next server may cut off what it cannot read at the end of its file
+        self.status = b"starting 0\n"
+
+    def run(self) -> None:
+        self.watch_signals()
+        self.door.setblocking(False)
+        self.selector.register(self.door, selectors.EVENT_READ, self.accept)
+        self.accept()  # the launcher of this keeper is at the door already
+        while self.users and not self.dismissed and not self.lost:
+            dues = [due for due in (self.next_look, self.door_due, self.due) if due is not None]
+            for key, _ in self.selector.select(max(0.0, min(dues) - time.monotonic())):
+                happened: Callable[[], None] = key.data
+                happened()
+            self.reap()
+            if not self.users:
+                self.accept()  # a user who is at the door now would find nobody in a moment
+            if self.users:
+                self.release_departed()
+                if self.door_due is not None and time.monotonic() >= self.door_due:
+                    self.door_due = None
+                    self.selector.register(self.door, selectors.EVENT_READ, self.accept)
+                step = self.due is not None and time.monotonic() >= self.due
+                start = step and self.server is None
+                if start or time.monotonic() >= self.next_look:
+                    self.look()
+                if step and not (start and self.missed):
+                    self.step()
+
+    def watch_signals(self) -> None:
+        wake, waker = socket.socketpair()
+        wake.setblocking(False)
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.wakers = wake, waker
+        self.selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(4096))
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """Note a SIGTERM. The selector wakes up in any case, and ``reap`` notices a server that has ended."""
+        if number == signal.SIGTERM:
+            self.dismissed = True
+
+    # Users
+
+    def accept(self) -> None:
+        try:
+            while True:
+                user, _ = self.door.accept()
+                user.setblocking(False)
+                self.users.add(user)
+                self.selector.register(user, selectors.EVENT_READ, lambda user=user: self.listen(user))
+                self.tell(user)
+        except BlockingIOError:
+            self.crowded = False
+        except OSError as error:  # no descriptor is left: waiting users must not wake the selector meanwhile
+            if self.door_due is None:
+                self.selector.unregister(self.door)
+            self.door_due = time.monotonic() + CROWDED
+            if not self.crowded:
+                self.crowded = True
+                with suppress(OSError):
+                    if self.spare >= 0:
+                        os.close(self.spare)
+                    self.spare = -1
+                    self.log(f"users have to wait at the door: {error}\n".encode())
+                    self.spare = os.open(os.devnull, os.O_RDONLY)
+
+    def listen(self, user: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            try:
+                if user.recv(4096):
+                    return
+            except ConnectionError:
+                pass
+            self.selector.unregister(user)
+            self.users.discard(user)
+            self.departed.append(user)
+
+    def release_departed(self) -> None:
+        """Close the connections of users who left. They wait for it: now, or once the server they used last is gone."""
+        for user in self.departed:
+            user.close()
+        self.departed.clear()
+
+    def tell(self, user: socket.socket) -> None:
+        with suppress(OSError):  # it left, or has not listened for long: then it hears the next line
+            user.send(self.status)
+
+    def publish(self, status: str) -> None:
+        line = status.encode() + b"\n"
+        if line == self.status:
+            return
+        self.status = line
+        for user in self.users:
+            self.tell(user)
+
+    def look(self) -> None:
+        self.next_look = time.monotonic() + LOOK
+        with suppress(OSError):  # such as that there is no descriptor to look with: it shows nothing
+            before, self.missed = self.missed, self.files.missed(self.up)
+            if before is not None and self.missed is not None:
+                self.lost = self.missed
+                self.publish(f"down {self.lost}")
+
+    # The server
+
+    def step(self) -> None:
+        now = time.monotonic()
+        if self.server is None:
+            try:
+                unreadable = self.files.unreadable()
+                if unreadable is None:
+                    self.launch()
+            except OSError as error:  # no descriptor or process is left
+                unreadable = f"it cannot be started: {error}"
+            if unreadable is not None:
+                self.fail(unreadable)
+                return
+            self.publish(f"starting {self.server}")
+            self.since, self.up, self.answered = now, False, False
+            self.due = now + 0.01
+            return
+        answer = self.ask(PROBE)
+        self.answered |= bool(answer)
+        self.due = now + (0.1 if self.answered else 0.01)
+        if answer == b":1\r\n":
+            self.up, self.since, self.due, self.tail = True, now, None, b""
+            self.repair = False
+            self.files.server_is_up()
+            self.publish(f"up {self.server}")
+        elif answer.startswith(b"-") and not answer.startswith(b"-LOADING"):
+            self.publish(f"down it refuses writes: {answer[1:].decode().strip()}")
+        elif not self.answered and now - self.since > SILENCE:
+            self.log(f"the server did not answer for {SILENCE:.0f} s: killed\n".encode())
+            os.kill(self.server, signal.SIGKILL)
+            self.due = None
+
+    def launch(self) -> None:
+        self.files.clear_socket()
+        keeper = os.getpid()
+        output, printed = os.pipe()
+        os.set_blocking(output, False)
+        os.set_blocking(printed, False)  # a stopped keeper must not stop the server
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the keeper's
+        try:
+            self.server = os.fork()
+            if self.server == 0:
+                self.become_server(keeper, printed)
+        except OSError:
+            os.close(output)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            os.close(printed)
+        self.output, self.tail = output, b""
+        self.selector.register(output, selectors.EVENT_READ, self.read_output)
+
+    def become_server(self, keeper: int, printed: int) -> NoReturn:
+        """Run the server in the new process. SIGXFSZ stays ignored, as Python sets it, so that the server can log a
+        file-size limit as an error. The lock stays open: it is held for as long as the keeper or the server lives."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            if self.prctl is not None:
+                self.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != keeper:
+                os._exit(1)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            os.set_inheritable(self.lock, True)
+            os.execv(self.binary, [self.binary, *self.options()])
+        except BaseException as error:
+            os.write(2, f"cannot run {self.binary}: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+    def options(self) -> list[str]:
+        return [
+            *("--port", "0", "--unixsocket", self.files.server_socket, "--unixsocketperm", "700"),
+            *("--dir", ".", "--appendonly", "yes", "--appendfsync", "always"),
+            *("--aof-load-truncated", "yes" if self.repair else "no", "--save", "", "--maxmemory-policy", "noeviction"),
+            *("--daemonize", "no", "--logfile", ""),
+        ]
+
+    def ask(self, command: bytes) -> bytes:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1)
+            connection.connect(self.files.server_socket)
+            connection.sendall(command)
+            return connection.recv(1024)
+        return b""
+
+    def reap(self) -> None:
+        if self.server is None:
+            return
+        pid, status = os.waitpid(self.server, os.WNOHANG)
+        if pid == 0:
+            return
+        now = time.monotonic()
+        if self.up and now - self.since > STEADY:
+            self.backoff = SHORTEST_BACKOFF
+        self.close_output()
+        self.server, self.up = None, False
+        self.files.server_is_gone()
+        reason = self.reason(status)
+        if ENDS_EARLY in self.tail:
+            try:
+                copy = self.files.keep_copy()
+            except OSError as error:
+                reason += f"; before it is repaired it must be copied: {error}"
+            else:
+                self.log(f"the end of the append-only file will be cut off: what it was is kept as {copy}\n".encode())
+                self.repair = True
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        self.due = time.monotonic() + self.backoff
+        self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
+        self.log(f"the server is down: {reason}\n".encode())
+        self.publish(f"down {reason}")
+
+    def reason(self, status: int) -> str:
+        """Explain how the server ended, with its last warnings (lines of level ``#``), else its last lines."""
+        code = os.waitstatus_to_exitcode(status)
+        ended = f"exit status {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
+        warnings = [line.partition(" # ")[2] for line in lines if " # " in line and " # WARNING" not in line]
+        text = ": ".join([ended, *([" / ".join((warnings or lines)[-3:])] if lines else [])])
+        if "append only file" in text:
+            text += f" (or move {self.folder} away, to begin anew)"
+        elif "AOF" in text:
+            with suppress(OSError):
+                disk = os.statvfs(self.folder)
+                text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.folder})"
+        return text
+
+    # The log: the keeper writes it, so that it is bounded, and the last lines are known also when the disk is full.
+
+    def read_output(self) -> None:
+        with suppress(BlockingIOError, KeyError):
+            while printed := os.read(self.output, 65536):
+                self.tail = (self.tail + printed)[-4096:]
+                self.log(printed)
+            self.selector.unregister(self.output)  # the server closed it
+
+    def close_output(self) -> None:
+        self.read_output()
+        with suppress(KeyError):  # a child of the server may still hold it open
+            self.selector.unregister(self.output)
+        os.close(self.output)
+
+    def log(self, text: bytes) -> None:
+        with suppress(OSError), open("server.log", "ab") as file:
+            if file.tell() > LOG_SIZE:
+                os.replace("server.log", "server.log.1")
+            file.write(text)
+
+    # The end
+
+    def leave(self) -> None:
+        """End the server, then remove its sockets. Users who arrive meanwhile find the door closed, and the lock held
+        until this process ends."""
+        self.door.close()
+        if self.server is not None:
+            if self.lost:  # ending by itself, it would remove the socket, whose name may be another server's now
+                os.kill(self.server, signal.SIGKILL)
+                self.log(f"the server was killed: {self.lost}\n".encode())
+            else:
+                self.ask(b"SHUTDOWN NOSAVE\r\n")  # it syncs its file, as on SIGTERM, at which it looks each 0.1 s
+                os.kill(self.server, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE
+            while os.waitpid(self.server, os.WNOHANG)[0] == 0:
+                if time.monotonic() > deadline:
+                    os.kill(self.server, signal.SIGKILL)
+                time.sleep(0.005)
+            self.close_output()
+        self.files.remove_sockets(own=not self.lost)
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)  # no child of the user that launched it: nobody must wait for it, and no process tree ends it
+    binary, folder, sockets, lock, door = sys.argv[1:]
+    os.set_inheritable(int(lock), False)
+    os.set_inheritable(int(door), False)
+    os.chdir(folder)
+    keeper = Keeper(binary, folder, sockets, int(lock), socket.socket(fileno=int(door)))
+    try:
+        keeper.run()
+    except BaseException:
+        import traceback
+
+        keeper.log(traceback.format_exc().encode())
+    finally:
+        keeper.leave()
+
+
+if __name__ == "__main__":
+    main()

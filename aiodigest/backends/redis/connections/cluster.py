@@ -1,0 +1,236 @@
+"""The primaries of a cluster: which one has a key's slot, and connections to each.
+
+Only the settings of redis-py's cluster client are used. That client repeats every failed call, even a script that adds.
+It follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it does not bound a whole call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from random import sample
+from typing import TypeVar, cast
+
+from redis.crc import key_slot
+
+from aiodigest.backends.redis.connections.errors import refused
+from aiodigest.backends.redis.connections.server import Link, Moved
+from aiodigest.backends.redis.connections.transport import Address, place
+from aiodigest.backends.redis.connections.url import Target
+from aiodigest.backends.redis.layout import SLOTS
+from aiodigest.backends.redis.scripts import Argument
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+
+T = TypeVar("T")
+
+SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
+
+
+class ClusterLink:
+    """Connections to the primaries of a cluster, for one event loop; each call goes to the primary with its key's slot.
+
+    A call refused because the slot has moved goes once more, to the slot's new primary. After any other failure of a
+    primary, the next call that would go to it first asks the nodes again for the slots.
+    """
+
+    def __init__(self, target: Target, timeout: float) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._links: dict[Address, Link] = {}
+        self._former: set[Link] = set()  # to former primaries, on which calls may still be under way
+        self._slots: list[Address | None] = [None] * SLOTS
+        self._halves: frozenset[int] = frozenset()  # slots whose keys another primary is taking over, one by one
+        # who was asked last comes last; at first by chance, or who begins again and again would ask the same one first
+        self._known = sample(target.nodes, len(target.nodes))
+        self._suspects: set[Address] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed = True
+        for link in [*self._links.values(), *self._former]:
+            await link.close()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])  # the only wait here: who is cancelled in it has closed all the same
+
+    async def run(
+        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
+    ) -> object:
+        """See ``Link.run``."""
+
+        def run(link: Link, until: float) -> Awaitable[object]:
+            return link.run(name, key, arguments, repeat=repeat, replicas=replicas, until=until)
+
+        return await self._routed(key, run)
+
+    async def command(self, key: str, *command: Argument) -> object:
+        """Send a command that may be repeated to the primary of a key."""
+        return await self._routed(key, lambda link, until: link.command(key, *command, until=until))
+
+    async def listen(self, stream: str, last: str) -> str:
+        """See ``Link.listen``."""
+        return await self._routed(stream, lambda link, _: link.listen(stream, last))
+
+    async def check_version(self, key: str) -> None:
+        """Refuse servers that are too old; one of them stands for all."""
+        await self._routed(key, lambda link, _: link.check_version(key))
+
+    @property
+    def primaries(self) -> Sequence[Link]:
+        """The primaries that are known to have slots."""
+        return [self._link(address) for address in dict.fromkeys(self._slots) if address is not None]
+
+    async def find_primaries(self) -> Sequence[Link]:
+        """Ask the nodes which primaries have slots now: for calls to all of them, without a key."""
+        await self._ask_nodes(asyncio.get_running_loop().time() + self._timeout)
+        return self.primaries
+
+    def place_of(self, key: str) -> Address | None:
+        """Return the primary of a key, if known."""
+        return self._slots[slot_of(key)]
+
+    async def hang_up(self, key: str) -> None:
+        """Drop a key's primary, which is no longer a primary."""
+        address = self._slots[slot_of(key)]
+        if address in self._links:
+            self._suspects.add(address)
+            await self._links[address].hang_up()
+
+    async def _routed(self, key: str, call: Callable[[Link, float], Awaitable[T]]) -> T:
+        slot, until = slot_of(key), asyncio.get_running_loop().time() + self._timeout
+        for _ in range(2):
+            address = await self._primary(slot, until)
+            try:
+                return await call(self._link(address), until)
+            except Moved as moved:
+                self._suspects.add(address)
+                self._ask_next(self._seen(moved.address))  # who has the slot knows best
+            except BackendUnavailable:
+                self._suspects.add(address)
+                raise
+        raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes do not agree on who has slot {slot}")
+
+    def _link(self, address: Address) -> Link:
+        if self._closed:
+            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
+        if address not in self._links:
+            self._links[address] = Link(self.target.at(address), self._timeout)
+        return self._links[address]
+
+    # Who has what
+
+    async def _primary(self, slot: int, until: float) -> Address:
+        """Return the primary of a slot; ask the nodes if it is unknown, or was wrong."""
+        address = self._slots[slot]
+        if address is None or address in self._suspects or slot in self._halves:
+            await self._ask_nodes(until)
+            address = self._slots[slot]
+        if address is None:
+            raise BackendUnavailable(f"{self.target.url} is unavailable: no node has slot {slot}")
+        if slot in self._halves:
+            raise BackendUnavailable(f"{self.target.url} is unavailable: slot {slot} is being moved")
+        return address
+
+    async def _ask_nodes(self, until: float) -> None:
+        """Ask the nodes for the slots, together with other callers who want to know now."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())
+        asking = self._asking
+        await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
+        if not asking.done() or asking.cancelled():
+            raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes did not tell in time who has what")
+        asking.result()
+
+    def _ask_next(self, node: Address) -> None:
+        """Have a node asked before all others."""
+        self._known = [node, *(known for known in self._known if known != node)]
+
+    async def _ask(self) -> None:
+        """Learn from a node which slots each primary has. Nodes that failed are asked last, the others in turn."""
+        share = max(self._timeout / (len(self._known) + 1), SHORTEST)
+        problems: list[str] = []
+        refusals = Counter[str]()
+        for node in sorted(self._known, key=self._suspects.__contains__):
+            self._known.remove(node)
+            self._known.append(node)
+            until = asyncio.get_running_loop().time() + share
+            try:
+                reply = await self._link(node).command("", "CLUSTER", "SLOTS", until=until)
+                if reply:
+                    await self._learn(node, cast("list[list[object]]", reply), share)
+                    return
+                problems.append(f"{place(*node)} knows of no slots")
+            except ConfigurationError as error:
+                refusals[refused(error)] += 1
+                problems.append(str(error))
+            except AiodigestError as error:
+                problems.append(str(error))
+        needed = (
+            "; its user needs +cluster|slots (before Redis 7: +cluster) on every node" if refusals["command"] else ""
+        )
+        message = f"no node of {self.target.url} tells who has what ({'; '.join(problems)}){needed}"
+        if refusals.total() == len(problems):
+            raise ConfigurationError(message)
+        raise BackendUnavailable(message)
+
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], patience: float = SHORTEST) -> None:
+        slots: list[Address | None] = [None] * SLOTS
+        known: dict[Address, None] = {}
+        for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):
+            addresses = [self._seen(_address(server, node)) for server in servers]
+            slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
+            known |= dict.fromkeys(addresses)
+        if slots != self._slots or self._halves:
+            self._halves = await self._find_halves(slots, patience)
+        self._slots = slots
+        # the given addresses may be names that lead to other nodes one day, so they stay
+        known |= dict.fromkeys(self.target.nodes)
+        self._known = [*(address for address in self._known if address in known), *(known.keys() - self._known)]
+        self._suspects.clear()
+        primaries = set(slots)
+        for address in [address for address in self._links if address not in primaries]:
+            link = self._links.pop(address)
+            self._former = {former for former in self._former if former.is_busy} | {link}
+            await link.retire()
+
+    async def _find_halves(self, slots: Sequence[Address | None], patience: float) -> frozenset[int]:
+        """Find slots that are moving to another primary, as the receiving primaries report them.
+
+        The primary that gives a slot away knows too, but before Valkey 8 a replica that takes over from it does not:
+        it would serve half of the keys as if they were all. So this matters only after something has changed hands.
+        A user who may not ask (``CLUSTER NODES``) depends on no primary being lost while its slots move.
+        """
+        until = asyncio.get_running_loop().time() + patience
+
+        async def arriving(address: Address) -> set[int]:
+            with suppress(AiodigestError):
+                told = cast("bytes", await self._link(address).command("", "CLUSTER", "NODES", until=until))
+                [own] = [line.split() for line in told.splitlines() if b"myself" in line]
+                return {int(slot[1:].partition(b"-<-")[0]) for slot in own[8:] if b"-<-" in slot}
+            return set()
+
+        primaries = {address for address in slots if address is not None}
+        return frozenset[int]().union(*await asyncio.gather(*map(arriving, primaries)))
+
+    def _seen(self, address: Address) -> Address:
+        """Return a node's address as seen from here, if the node knows itself under another one."""
+        return self.target.remap(address) if self.target.remap else address
+
+
+def slot_of(key: str) -> int:
+    return key_slot(key.encode())
+
+
+def _address(server: Sequence[object], told_by: Address) -> Address:
+    """Return a node's address. A node that gives no host may give an IP address; else it is on the same host."""
+    host, port = cast("bytes | None", server[0]), cast("int", server[1])
+    if host and host != b"?":
+        return host.decode(), port
+    facts = cast("list[bytes]", server[3] if len(server) > 3 else [])
+    beside = dict(zip(facts[::2], facts[1::2], strict=False))
+    return beside.get(b"ip", told_by[0].encode()).decode(), port

@@ -1,0 +1,328 @@
+"""The location of a server: a URL or a client, of one server, of one watched by sentinels, or of a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple, TypeAlias, cast
+from urllib.parse import unquote, urlsplit
+
+from redis import exceptions
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.connection import (
+    URL_QUERY_ARGUMENT_PARSERS,
+    AbstractConnection,
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
+from redis.asyncio.sentinel import SentinelConnectionPool
+
+from aiodigest.backends.redis.connections.sentinel import PORT as SENTINEL_PORT
+from aiodigest.backends.redis.connections.sentinel import Sentinels
+from aiodigest.backends.redis.connections.transport import Address, Wire, new_wire, place
+from aiodigest.errors import ConfigurationError
+
+Source: TypeAlias = "str | Redis | RedisCluster"
+
+PORT = 6379
+LONGEST = 4_096  # characters of a URL
+ALLOWED = (
+    "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, redis+sentinel://host1,host2:port/service/db, "
+    "redis+cluster://host1:port,host2:port, rediss+sentinel://..., rediss+cluster://..., embedded://, "
+    "embedded:///folder, or (in Python) a redis.asyncio.Redis or RedisCluster client"
+)
+ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
+
+# what is taken over from a client: where and who, never how replies are read, repeated or timed
+COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
+OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """Return the parameters allowed in a URL's query: those of redis-py's connections, and the sentinels' login."""
+    makers = cast(
+        "Sequence[Callable[..., object]]", (AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection)
+    )
+    taken = (signature(make).parameters for make in makers)
+    return OF_SENTINELS.union(URL_QUERY_ARGUMENT_PARSERS, *taken) - {"args", "kwargs"}
+
+
+SECRETS = "pass|secret|token"
+
+
+def hide_password(url: str) -> str:
+    """Return the URL safe to show: with ``***`` for its password, wherever that stands.
+
+    Everything before the last ``@`` may be a password in which somebody forgot to escape a ``/`` or a ``#``. So may
+    the text after a password in the query, up to the next known parameter, and the value of an unknown parameter.
+    """
+
+    def known(found: re.Match[str]) -> str:
+        return found[0] if found[2] in _parameters() else f"{found[1]}{found[2]}=***"
+
+    names = "|".join(map(re.escape, _parameters()))
+    secret = rf"([?&][^=&?]*(?:{SECRETS})[^=&]*)=[^&]*(?:&(?!(?:{names})=)[^&]*)*"
+    url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
+    head, at, host = url.rpartition("@")
+    host = re.sub(r"([?&])([^=&?]*)=([^&]*)", known, host)
+    if not at:
+        return host
+    scheme, mark, login = head.partition("://") if "://" in head else ("", "", head)
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{mark}{user if colon else ''}{colon}***@{host}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, and the way to connect to it."""
+
+    url: str
+    make: Callable[..., Wire]
+    settings: Mapping[str, object]
+    pool: object = None  # of the client that was given: engines with the same one share their connections
+    sentinels: Sentinels | None = None
+    nodes: Sequence[Address] = ()  # some of a cluster's, who know the others
+    remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
+    named: str = ""  # the host, as named by sentinels or a cluster
+
+    @property
+    def user(self) -> str:
+        """The user who connects, as rules name it."""
+        named = self.settings.get("username")
+        return named if isinstance(named, str) else "default"
+
+    async def primary(self, timeout: float) -> Target:
+        """Return the current primary, if sentinels say; else this very server.
+
+        The sentinels' answer may be out of date. A server that is not a primary refuses every transition with READONLY,
+        and its connections are then dropped; asking for its ROLE first would need a right that many users lack.
+        """
+        return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self
+
+    def connection(self, timeout: float) -> Wire:
+        """Make a connection, not connected yet."""
+        return new_wire(self.make, {**self.settings, "socket_connect_timeout": timeout})
+
+    def at(self, address: Address) -> Target:
+        """Return a node of a cluster, or a server of a service."""
+        host, port = address
+        settings = {**self.settings, "host": host, "port": port}
+        named = "" if address in self.nodes else host
+        return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings, named=named)
+
+    def check(self) -> None:
+        """Check that the settings make a connection, without I/O; Unreadable says what is wrong."""
+        for make, settings in [(self.make, self.settings), *([self.sentinels.ask] if self.sentinels else [])]:
+            try:
+                make(**settings)
+            except TypeError:
+                options = ", ".join(name for name in settings if name.startswith("ssl_"))
+                if not self.is_encrypted:
+                    raise Unreadable(f"the TLS options {options} need rediss{self._kind}://") from None
+                raise Unreadable(f"there is no such TLS option as one of {options}") from None
+            except exceptions.RedisError as error:
+                raise Unreadable(str(error)) from None
+
+    @property
+    def is_encrypted(self) -> bool:
+        return isinstance(self.make, type) and issubclass(self.make, SSLConnection)
+
+    @property
+    def _kind(self) -> str:
+        return "+sentinel" if self.sentinels else "+cluster" if self.nodes else ""
+
+    def hint(self, error: Exception) -> str:
+        """Guess the URL's fault from an error of a server that has never answered; '' if there is no guess."""
+        text = str(error) or ("no answer in time" if isinstance(error, TimeoutError) else "")
+        if self.named and "CERTIFICATE_VERIFY_FAILED" in text:
+            return f"{'its sentinels name' if self.sentinels else 'its cluster names'} it {self.named}"
+        if self.is_encrypted and re.search("no answer in time|WRONG_VERSION_NUMBER", text):
+            return f"does it speak TLS? Else give redis{self._kind}://"
+        if not self.is_encrypted and "path" not in self.settings and re.search("reset by peer|closed by server", text):
+            return f"is it a port for TLS? Then give rediss{self._kind}://"
+        return ""
+
+    def __repr__(self) -> str:
+        return f"Target({self.url!r})"
+
+
+class Unreadable(Exception):
+    """A URL that names no server; the message quotes only the names of its parameters."""
+
+
+def find_target(source: object) -> Target:
+    """Return the server that a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
+    if isinstance(source, Redis):
+        return _of_client(source.connection_pool)
+    if isinstance(source, RedisCluster):
+        return _of_cluster_client(source)
+    if not isinstance(source, str):
+        hint = " (is a variable unset?)" if source is None else ""
+        raise ConfigurationError(f"the URL is {type(source).__name__}{hint}; allowed is {ALLOWED}")
+    if len(source) > LONGEST:
+        raise ConfigurationError(f"the URL has {len(source):,} characters, and may have {LONGEST:,}")
+    shown = hide_password(source)
+    scheme = source.partition("://")[0].lower()
+    read = {"sentinel": _of_sentinels, "cluster": _of_cluster}.get(scheme.partition("+")[2], _of_server)
+    try:
+        target = read(source, shown)
+        target.check()
+        return target
+    except Unreadable as fault:
+        reason = str(fault)
+    except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
+        reason = "it does not parse"
+    raise ConfigurationError(f"{shown!r} is no URL of a server: {reason}; allowed is {ALLOWED}")
+
+
+def _of_server(url: str, shown: str) -> Target:
+    parts = urlsplit(url)
+    _ = parts.port  # parsed here; a bad one raises
+    scheme = parts.scheme if "://" in url else ""
+    if parts.fragment or "@" in parts.path + parts.query:
+        raise Unreadable(ESCAPE)
+    if scheme not in ("redis", "rediss", "unix"):
+        raise Unreadable("the scheme is not known")
+    if scheme == "unix" and not parts.path:
+        raise Unreadable("it names no socket")
+    if scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):
+        raise Unreadable("the database is not a number")
+    make, given = _parse(url)
+    return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given))
+
+
+class Parts(NamedTuple):
+    """A URL with several hosts, which urllib refuses to take apart if one of them has brackets."""
+
+    scheme: str
+    login: str
+    hosts: Sequence[str]
+    path: str
+    query: str
+
+    def of_one(self, path: str) -> str:
+        """Return the same URL with one host."""
+        return f"{self.scheme}://{self.login}localhost/{path}{self.query}"
+
+
+def _split(url: str) -> Parts:
+    scheme, _, rest = url.partition("://")
+    where, mark, query = rest.partition("?")
+    authority, _, path = where.partition("/")
+    login, at, hosts = authority.rpartition("@")
+    scheme = scheme.lower().partition("+")[0]
+    if "#" in rest or "@" in path + query:
+        raise Unreadable(ESCAPE)
+    if scheme not in ("redis", "rediss"):
+        raise Unreadable("the scheme is not known")
+    return Parts(scheme, login + at, hosts.split(","), path, mark + query)
+
+
+def _of_sentinels(url: str, shown: str) -> Target:
+    parts = _split(url)
+    found = re.fullmatch(r"([^/]*)(?:/(\d*))?", parts.path)
+    if not found:
+        raise Unreadable("the database is not a number")
+    if not found[1]:
+        raise Unreadable("it names no service")
+    make, given = _parse(parts.of_one(found[2] or "0"))
+    lent = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    lent |= {name: given[f"sentinel_{name}"] for name in ("username", "password") if f"sentinel_{name}" in given}
+    wire = cast("Callable[..., Wire]", make)
+    addresses = [_address(host, SENTINEL_PORT) for host in parts.hosts]
+    sentinels = Sentinels(unquote(found[1]), wire, _settings(make, lent), addresses)
+    return Target(shown, wire, _settings(make, given), sentinels=sentinels)
+
+
+def _of_cluster(url: str, shown: str) -> Target:
+    parts = _split(url)
+    make, given = _parse(parts.of_one(parts.path))
+    if parts.path not in ("", "0") or given.get("db"):
+        raise Unreadable("a cluster has one database, 0")
+    nodes = [_address(host, PORT) for host in parts.hosts]
+    return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given), nodes=nodes)
+
+
+def _address(host: str, default: int) -> Address:
+    found = re.fullmatch(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d{1,5}))?", host)
+    port = int(found[2] or default) if found else 0
+    if not found or not 0 < port < 65536:
+        raise Unreadable("each of several hosts is a name or name:port")
+    return found[1].strip("[]"), port
+
+
+def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
+    given = dict(cast("dict[str, object]", parse_url(url)))
+    after_secret = False
+    for name in given:
+        # those of TLS are checked where it is known whether there is any
+        if name not in {"connection_class", *_parameters()} and not name.startswith("ssl_"):
+            # after a password it may be a piece of it, in which somebody forgot to escape a "&"
+            named = repr(name) if name.isidentifier() and not after_secret else "one of them"
+            raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")
+        after_secret = after_secret or re.search(SECRETS, name) is not None
+    return cast("type[AbstractConnection]", given.pop("connection_class", Connection)), given
+
+
+def _of_client(pool: ConnectionPool) -> Target:
+    make, given = pool.connection_class, _kwargs(pool)
+    if isinstance(pool, SentinelConnectionPool):
+        return _of_sentinel_client(pool, SSLConnection if issubclass(make, SSLConnection) else Connection)
+    settings = _settings(make, given)
+    if "path" in settings:
+        url = f"unix://{settings['path']}"
+    else:
+        url = f"redis://{place(settings.get('host', 'localhost'), settings.get('port', 6379))}"
+    return Target(url, cast("Callable[..., Wire]", make), settings, pool)
+
+
+def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnection]) -> Target:
+    """Return the target of a client from ``Sentinel(...).master_for(...)``."""
+    if not cast("Any", pool).is_master:
+        raise ConfigurationError("the client is of replicas, which refuse writes; give that of master_for()")
+    settings, service = _settings(make, _kwargs(pool)), cast("str", pool.service_name)
+    clients = cast("Sequence[Redis]", pool.sentinel_manager.sentinels)
+    if not clients:
+        raise ConfigurationError("the client has no sentinels")
+    addresses = [(str(kwargs["host"]), cast("int", kwargs["port"])) for kwargs in map(_kwargs_of, clients)]
+    first = clients[0].connection_pool
+    ask = first.connection_class
+    sentinels = Sentinels(service, cast("Callable[..., Wire]", ask), _settings(ask, _kwargs(first)), addresses)
+    url = f"redis+sentinel://{','.join(place(*address) for address in addresses)}/{service}/{settings.get('db', 0)}"
+    return Target(url, cast("Callable[..., Wire]", make), settings, pool, sentinels)
+
+
+def _of_cluster_client(client: RedisCluster) -> Target:
+    """Return the target of a cluster client's settings; the client sends nothing, since it repeats unsafe calls."""
+    known = cast("Any", client)
+    nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
+    given = dict(cast("Mapping[str, object]", known.connection_kwargs))
+    make = cast("type[AbstractConnection]", given.pop("connection_class", Connection))
+    scheme = "rediss" if issubclass(make, SSLConnection) else "redis"
+    url = f"{scheme}+cluster://{','.join(place(*node) for node in nodes)}"
+    remap = cast("Callable[[Address], Address] | None", known.nodes_manager.address_remap)
+    return Target(url, cast("Callable[..., Wire]", make), _settings(make, given), client, nodes=nodes, remap=remap)
+
+
+def _kwargs(pool: ConnectionPool) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", pool.connection_kwargs)
+
+
+def _kwargs_of(client: Redis) -> Mapping[str, object]:
+    return _kwargs(client.connection_pool)
+
+
+def _settings(make: type[AbstractConnection], given: Mapping[str, object]) -> dict[str, object]:
+    settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
+    # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
+    settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
+    if issubclass(make, Connection):
+        settings["socket_keepalive"] = True  # a dead peer is noticed within 45 s, by redis-py's defaults
+    return settings

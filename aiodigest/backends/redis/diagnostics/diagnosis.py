@@ -1,0 +1,276 @@
+"""The verdict on a server, from its own answers. This module asks nothing: see ``servers.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from aiodigest.backends.redis.connections.transport import Address
+from aiodigest.backends.redis.layout import SLOTS
+from aiodigest.models import Finding
+
+OLDEST = (6, 2)  # the oldest version that works
+RECOMMENDED = (7, 2)
+FILLING, FULL = 0.8, 0.95  # of maxmemory
+SLOW_TRIP = 0.010  # seconds
+OFFSET, FAR_OFFSET = 1.0, 60.0  # seconds between two clocks
+IN_FILE = ", and the same in its configuration file"
+ADD_REPLICA: Mapping[str, str] = {
+    "": "add a replica, and redis+sentinel:// to fail over to it (README.md, With replicas and Sentinel)",
+    "sentinel": "start the old primary again (it becomes a replica), or add a replica",
+    "cluster": "start its replica again, or add one: redis-cli --cluster add-node NEW:PORT HOST:PORT --cluster-slave",
+}
+LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
+
+
+@dataclass(slots=True)
+class SlowCall:
+    """A call of an aiodigest script in the server's log of slow calls."""
+
+    script: str
+    seconds: float
+    age: float
+
+
+@dataclass(slots=True)
+class Facts:
+    """A server's answers; a missing one is empty or None."""
+
+    info: Mapping[str, str] = field(default_factory=dict[str, str])
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    cluster: Mapping[str, str] = field(default_factory=dict[str, str])
+    trips: Sequence[float] = ()  # round trips, seconds
+    offset: float | None = None  # of the server's clock, seconds ahead of this machine's
+    logged: int | None = None  # calls in its log of slow ones
+    slow: Sequence[SlowCall] = ()
+    wait_replicas: int = 0  # what the engine wants
+    failover: Literal["", "sentinel", "cluster"] = ""  # what follows one
+
+    def number(self, name: str) -> int | None:
+        """Return a number from INFO."""
+        text = self.info.get(name, "")
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def replicas(self) -> list[Address]:
+        """The replicas that are online, as the server sees them."""
+        lines = [at for name, at in self.info.items() if re.fullmatch(r"slave\d+", name) and "state=online" in at]
+        known = [dict(word.split("=", 1) for word in line.split(",") if "=" in word) for line in lines]
+        return [(each["ip"], int(each["port"])) for each in known]
+
+
+def judge(facts: Facts) -> Iterator[Finding]:
+    """Yield all findings on a server."""
+    for check in CHECKS:
+        yield from check(facts)
+
+
+def check_version(facts: Facts) -> Iterator[Finding]:
+    compatible = re.match(r"(\d+)\.(\d+)", facts.info.get("redis_version", ""))
+    if compatible is None:
+        return
+    name = facts.info.get("server_name", "redis")
+    message = f"{name.capitalize()} {facts.info.get(f'{name}_version', facts.info['redis_version'])}"
+    version = int(compatible[1]), int(compatible[2])
+    remedy = "upgrade to Redis 7.2 or Valkey"
+    if version < OLDEST:
+        yield Finding("version", "problem", f"{message}; 6.2 is the oldest that works", remedy)
+    elif version < RECOMMENDED:
+        yield Finding("version", "note", f"{message} works; 7.2 or newer is recommended", remedy)
+    else:
+        yield Finding("version", "ok", message)
+
+
+def check_role(facts: Facts) -> Iterator[Finding]:
+    if facts.info.get("role") == "slave":
+        remedy = "give the URL of its primary, or redis+sentinel://, or redis+cluster://"
+        yield Finding("role", "problem", "it is a replica, and refuses every write", remedy)
+
+
+def check_eviction(facts: Facts) -> Iterator[Finding]:
+    policy, most = facts.info.get("maxmemory_policy"), facts.number("maxmemory")
+    if policy is None or most is None:
+        return
+    if policy == "noeviction":
+        yield Finding("eviction", "ok", "maxmemory-policy is noeviction: a full server refuses adds, and drops nothing")
+        return
+    remedy = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
+    evicted = facts.number("evicted_keys") or 0
+    so_far = f"; it has dropped {evicted:,} keys since it started" if evicted else ""
+    if most:
+        full = f"once {in_bytes(most)} are full, it drops keys, and stored records with them"
+        yield Finding("eviction", "problem", f"maxmemory-policy is {policy}: {full}{so_far}", remedy)
+    else:
+        message = f"maxmemory-policy is {policy}, which drops stored records as soon as a maxmemory is set{so_far}"
+        yield Finding("eviction", "note", message, remedy)
+
+
+def check_memory(facts: Facts) -> Iterator[Finding]:
+    used, most = facts.number("used_memory"), facts.number("maxmemory")
+    if used is None or most is None:
+        return
+    used -= facts.number("mem_not_counted_for_evict") or 0
+    if not most:
+        yield Finding("memory", "ok", f"{in_bytes(used)} are used; maxmemory is not set")
+        return
+    share = used / most
+    level = "problem" if share >= FULL else "note" if share >= FILLING else "ok"
+    message = f"{in_bytes(used)} of the {in_bytes(most)} of maxmemory are used ({share:.0%})"
+    if level == "ok":
+        yield Finding("memory", level, message)
+    else:
+        remedy = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
+        yield Finding("memory", level, f"{message}; when it is full, adds are refused", remedy)
+
+
+def check_persistence(facts: Facts) -> Iterator[Finding]:
+    log, save, sync = (facts.info.get("aof_enabled"), facts.settings.get("save"), facts.settings.get("appendfsync"))
+    remedy = f"CONFIG SET appendonly yes{IN_FILE}"
+    always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
+    match log, save, sync:
+        case "0", "", _:
+            message = "there is no append-only file and no snapshot: all records are lost when the server restarts"
+            yield Finding("persistence", "problem", message, remedy)
+        case "0", str(), _:
+            changes = facts.number("rdb_changes_since_last_save") or 0
+            message = f"there are only snapshots (save {save}): what came since the last one ({changes:,} changes now)"
+            yield Finding("persistence", "note", f"{message} is lost if the server is killed", remedy)
+        case "0", None, _:
+            yield Finding("persistence", "note", "there is no append-only file; whether it saves was not told", remedy)
+        case "1", _, "always":
+            yield Finding("persistence", "ok", "append-only file, appendfsync always: on the disk before the answer")
+        case "1", _, "everysec":
+            message = "append-only file, appendfsync everysec: a power cut may lose a second of what was stored"
+            yield Finding("persistence", "note", message, always)
+        case "1", _, str():
+            message = f"append-only file, appendfsync {sync}: a power cut may lose all that the system has not written"
+            yield Finding("persistence", "note", f"{message} yet, half a minute or more", always)
+        case "1", _, None:
+            yield Finding("persistence", "ok", "append-only file; how often it is synced was not told")
+        case _:
+            pass
+
+
+def check_saves(facts: Facts) -> Iterator[Finding]:
+    failures = {
+        "aof_last_write_status": "the last write to its append-only file failed, so it refuses writes",
+        "aof_last_bgrewrite_status": "the last rewrite of its append-only file failed, so the file goes on growing",
+        "rdb_last_bgsave_status": "its last snapshot failed; by default it refuses writes from then on",
+    }
+    for name, message in failures.items():
+        if facts.info.get(name) == "err":
+            yield Finding("disk", "problem", message, LOG)
+
+
+def check_replicas(facts: Facts) -> Iterator[Finding]:
+    if facts.info.get("role") != "master":
+        return
+    online = len(facts.replicas)
+    least, good = int(facts.settings.get("min-replicas-to-write") or 0), facts.number("min_slaves_good_slaves")
+    message = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
+    if least and good is not None and good < least:
+        remedy = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}"
+        few = f"{good} of the {least} that min-replicas-to-write wants: it refuses writes"
+        yield Finding("replicas", "problem", few, remedy)
+    elif online < facts.wait_replicas:
+        remedy = "bring replicas back, or give the engine a smaller wait_replicas"
+        message += f", and wait_replicas={facts.wait_replicas}: every add fails"
+        yield Finding("replicas", "problem", message, remedy)
+    elif not online:
+        lost = "are its shards" if facts.failover == "cluster" else "is the namespace"
+        message = f"there is no replica: while this server is away, so {lost}"
+        yield Finding("replicas", "note", message, ADD_REPLICA[facts.failover])
+    elif not least and "min-replicas-to-write" in facts.settings:
+        remedy = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
+        lost = "min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"
+        yield Finding("replicas", "note", f"{message}; {lost}", remedy)
+    else:
+        yield Finding("replicas", "ok", message)
+
+
+def check_clock(facts: Facts) -> Iterator[Finding]:
+    if facts.offset is None:
+        return
+    apart = abs(facts.offset)
+    level = "problem" if apart > FAR_OFFSET else "note" if apart > OFFSET else "ok"
+    message = f"the server's is {in_time(apart)} {'ahead of' if facts.offset > 0 else 'behind'} this machine's"
+    if level == "ok":
+        yield Finding("clock", level, message, value=facts.offset)
+    else:
+        message += ": delays go by the server's, and timestamps that producers give by theirs"
+        yield Finding("clock", level, message, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
+
+
+def check_round_trip(facts: Facts) -> Iterator[Finding]:
+    if not facts.trips:
+        return
+    trip = median(facts.trips)
+    message = f"{in_time(trip)} (median of {len(facts.trips)})"
+    if trip > SLOW_TRIP:
+        remedy = "run workers and producers close to the server; concurrent adds share their calls all the same"
+        yield Finding("round trip", "note", f"{message}: each add that is awaited alone takes that long", remedy, trip)
+    else:
+        yield Finding("round trip", "ok", message, value=trip)
+
+
+def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
+    if facts.logged is None:
+        return
+    if not facts.slow:
+        yield Finding("slow scripts", "ok", f"none among the {facts.logged} calls in its log of slow ones")
+        return
+    longest, latest = max(facts.slow, key=lambda call: call.seconds), min(call.age for call in facts.slow)
+    message = (
+        f"{len(facts.slow)} of the {facts.logged} calls in its log of slow ones are scripts of this namespace: "
+        f"the longest, {longest.script}, took {in_time(longest.seconds)}; the latest came {in_time(latest)} ago"
+    )
+    remedy = "long timelines make long scripts (Policy.capacity); so does a server that shares its processor or swaps"
+    yield Finding("slow scripts", "note", message, remedy, longest.seconds)
+
+
+def check_cluster(facts: Facts) -> Iterator[Finding]:
+    if not facts.cluster:
+        return
+    state, served = facts.cluster.get("cluster_state"), int(facts.cluster.get("cluster_slots_ok") or 0)
+    message = f"cluster_state is {state}, {served:,} of {SLOTS:,} slots are served"
+    if state == "ok" and served == SLOTS:
+        yield Finding("cluster", "ok", message)
+    else:
+        remedy = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
+        yield Finding("cluster", "problem", f"{message}: what is in the others is out of reach", remedy)
+
+
+CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (
+    check_version,
+    check_role,
+    check_eviction,
+    check_memory,
+    check_persistence,
+    check_saves,
+    check_replicas,
+    check_cluster,
+    check_clock,
+    check_round_trip,
+    check_slow_scripts,
+)
+
+
+def in_bytes(number: int) -> str:
+    """Show a number of bytes to people."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def in_time(seconds: float) -> str:
+    """Show a duration to people."""
+    for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
+        if seconds < most:
+            return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"

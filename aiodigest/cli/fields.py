@@ -1,0 +1,176 @@
+"""Conversion of a line of NDJSON to an entry of an engine. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from string import Formatter
+from typing import NoReturn
+from uuid import uuid4
+
+from aiodigest import JSON, Entry
+from aiodigest.cli.words import shortened
+
+LONGEST_LINE = 8 * 1024 * 1024  # bytes; a value may have one MiB, but a line may be written wastefully
+
+
+class Malformed(ValueError):
+    """A line that cannot be added; the message gives the reason."""
+
+
+class Unusable(Malformed):
+    """An object that lacks a required field; ``names`` are the fields it has."""
+
+    def __init__(self, message: str, field: str, value: JSON) -> None:
+        super().__init__(message)
+        self.field = field
+        self.names = [str(name) for name in value] if isinstance(value, dict) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The path to a field of an object: ``payload.sender.login``, ``commits.0.id``."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not all(self.text.split(".")):
+            raise ValueError(f"{self.text!r} is no field: write name, or name.of.a.nested.one")
+
+    def find(self, value: JSON) -> JSON:
+        """Find the field's value; None if there is none. It also finds a name that has dots itself."""
+        return _find(value, self.text)
+
+
+def _find(value: JSON, path: str) -> JSON:
+    if isinstance(value, list):
+        head, _, rest = path.partition(".")
+        if not head.isascii() or not head.isdecimal() or int(head) >= len(value):
+            return None
+        return _find(value[int(head)], rest) if rest else value[int(head)]
+    if not isinstance(value, dict):
+        return None
+    if path in value:
+        return value[path]
+    dot = path.find(".")
+    while dot != -1:
+        if path[:dot] in value:
+            found = _find(value[path[:dot]], path[dot + 1 :])
+            if found is not None:
+                return found
+        dot = path.find(".", dot + 1)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A text with fields in it: ``{event}:{repository}``; or just one field, written without braces."""
+
+    text: str
+    parts: tuple[tuple[str, Path | None], ...]  # literal text, and the field that follows it
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Read a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is not one."""
+        if "{" not in text and "}" not in text:
+            return cls(text, (("", Path(text)),))
+        parts = tuple(_parts(text))
+        if not any(path for _, path in parts):
+            raise ValueError(f"{text!r} names no field: write {{name}}")
+        return cls(text, parts)
+
+    def fill(self, value: JSON) -> str:
+        """Fill the template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
+        return "".join(literal + (_text(path, value) if path else "") for literal, path in self.parts)
+
+
+def _parts(text: str) -> list[tuple[str, Path | None]]:
+    try:
+        pieces = list(Formatter().parse(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is no template: write {{field}} for a field, and {{{{ for a brace") from None
+    parts: list[tuple[str, Path | None]] = []
+    for literal, name, spec, conversion in pieces:
+        if spec or conversion:
+            raise ValueError(f"{text!r} is no template: {{{name}}} takes no format")
+        parts.append((literal, None if name is None else Path(name)))
+    return parts
+
+
+def _text(path: Path, value: JSON) -> str:
+    match path.find(value):
+        case str() as text:
+            return text
+        case None:
+            raise Unusable(f"there is no field {path.text}, or it is null", path.text, value)
+        case bool() | int() | float() as scalar:
+            return json.dumps(scalar)
+        case other:
+            kind = "a list" if isinstance(other, list) else "an object"
+            message = f"field {path.text} is {kind}: it must be text, a number, true or false"
+            raise Unusable(message, path.text, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The fields of a line that are its key, its id and its timestamp."""
+
+    group: Template
+    id: Template | None = None
+    timestamp: Path | None = None
+
+    def entry(self, line: bytes) -> Entry[JSON]:
+        """Make an entry of a line. It always has an id, so that it can be added again. Raises Malformed."""
+        if len(line) > LONGEST_LINE:
+            raise Malformed(f"the line is longer than {LONGEST_LINE:,} bytes")
+        value = _parse(line)
+        return Entry(
+            self.group.fill(value),
+            value,
+            self.id.fill(value) if self.id else uuid4().hex,
+            moment(self.timestamp, value) if self.timestamp else None,
+        )
+
+
+def _parse(line: bytes) -> dict[str, JSON]:
+    try:
+        value: JSON = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise Malformed(f"it is not JSON: {error.msg} (column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise Malformed(f"it is not UTF-8 (byte {error.start + 1})") from None
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Malformed("it is not a JSON object")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def moment(path: Path, value: JSON) -> datetime | float | None:
+    """Return the time in a field, naive ones taken as UTC; None, meaning the time of arrival, if there is none."""
+    match path.find(value):
+        case None:
+            return None
+        case str() as text:
+            return _iso(path, text)
+        case int() | float() as seconds if not isinstance(seconds, bool):
+            return seconds
+        case other:
+            raise Malformed(f"field {path.text} must be a time in ISO 8601 or epoch seconds, not {_brief(other)}")
+
+
+def _iso(path: Path, text: str) -> datetime:
+    try:
+        time = datetime.fromisoformat(text.strip())
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise Malformed(f"field {path.text} must be a time in ISO 8601, not {_brief(text)}") from None
+
+
+def _brief(value: JSON) -> str:
+    return shortened(json.dumps(value), 60)

@@ -1,0 +1,171 @@
+"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from aiodigest.cli.fields import LONGEST_LINE
+from aiodigest.cli.threads import DaemonThread
+
+CHUNK = 256 * 1024
+AHEAD = 4  # chunks read before they are wanted
+LOOK_AGAIN = 0.2  # seconds between looks at the end of a file that may grow
+
+
+class Line(NamedTuple):
+    """A line without its end; ``place`` is its file and number, for people."""
+
+    place: str
+    text: bytes
+
+
+class Splitter:
+    """Cuts the chunks of one source into lines. It keeps just enough of an overlong line to tell that it is one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._number = 0
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Line]:
+        """Return the lines that this chunk completes."""
+        first, *others = chunk.split(b"\n")
+        self._keep(first)
+        lines: list[Line] = []
+        for other in others:
+            lines.append(self._line())
+            self._keep(other)
+        return lines
+
+    def end(self) -> list[Line]:
+        """Return the last line, if it has no end of its own."""
+        return [self._line()] if self._rest else []
+
+    def _keep(self, piece: bytes) -> None:
+        self._rest += piece[: LONGEST_LINE + 1 - len(self._rest)]
+
+    def _line(self) -> Line:
+        self._number += 1
+        text, self._rest = bytes(self._rest), bytearray()
+        return Line(f"{self._name}:{self._number}", text)
+
+
+class Source:
+    """Standard input (no path), or a file; opened when made, so that a wrong name is known before anything starts.
+
+    ``size`` is the number of bytes to read, or None if only the end will tell; ``taken`` is the number read.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._name = "<stdin>" if path is None else str(path)
+        self._file = 0 if path is None else os.open(path, os.O_RDONLY)
+        status = os.fstat(self._file)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
+        self.taken = 0
+        self._splitter = Splitter(self._name)
+        self._thread = DaemonThread(f"aiodigest reads {self._name}")
+
+    async def lines(self, follow: bool) -> AsyncIterator[list[Line]]:
+        """Yield lines in batches; with ``follow`` a file's end is not the end."""
+        while True:
+            chunk = await self._thread.call(os.read, self._file, CHUNK)
+            self.taken += len(chunk)
+            if chunk:
+                yield self._splitter.feed(chunk)
+            elif not follow or self._path is None:
+                break
+            elif await self._thread.call(self._changed, self._path):
+                yield self._splitter.end()
+                self._splitter = Splitter(self._name)
+            else:
+                await asyncio.sleep(LOOK_AGAIN)
+        yield self._splitter.end()
+
+    def _changed(self, path: Path) -> bool:
+        """True if a file read to its end was cut, or replaced by another; its beginning is then next."""
+        held = os.fstat(self._file)
+        try:
+            found = os.stat(path)
+        except OSError:
+            return False  # between two files, perhaps
+        if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+            if held.st_size >= os.lseek(self._file, 0, os.SEEK_CUR):
+                return False
+            os.lseek(self._file, 0, os.SEEK_SET)
+            return True
+        if held.st_size > os.lseek(self._file, 0, os.SEEK_CUR):
+            return False  # written to after the last read
+        fresh = os.open(path, os.O_RDONLY)
+        os.dup2(fresh, self._file)
+        os.close(fresh)
+        return True
+
+
+class Intake:
+    """Reads sources one after the other (or all at once, if they are followed), a little ahead of the consumer.
+
+    It starts when it is made, inside a running loop.
+    """
+
+    def __init__(self, sources: Sequence[Source], follow: bool) -> None:
+        self._queue: asyncio.Queue[list[Line] | None] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._reading = asyncio.create_task(self._read_all(sources, follow))
+
+    async def batches(self) -> AsyncIterator[list[Line]]:
+        """Yield lines as they come, until the end or ``stop``; then raises OSError if reading failed."""
+        while (lines := await self._queue.get()) is not None:
+            self._room.set()
+            yield lines
+        await asyncio.wait([self._reading])
+        if not self._reading.cancelled():
+            self._reading.result()
+
+    def stop(self) -> None:
+        """Stop reading: lines already read still come."""
+        self._reading.cancel()
+
+    async def _read_all(self, sources: Sequence[Source], follow: bool) -> None:
+        try:
+            if follow:
+                await _all(self._read(source, follow) for source in sources)
+            else:
+                for source in sources:
+                    await self._read(source, follow)
+        finally:
+            self._queue.put_nowait(None)
+
+    async def _read(self, source: Source, follow: bool) -> None:
+        async for lines in source.lines(follow):
+            while self._queue.qsize() >= AHEAD:
+                self._room.clear()
+                await self._room.wait()
+            if lines:
+                self._queue.put_nowait(lines)
+
+
+async def _all(readings: Iterable[Coroutine[None, None, None]]) -> None:
+    """Await all until the first fails, and leave none behind. (A TaskGroup would wrap the error.)"""
+    tasks = [asyncio.create_task(reading) for reading in readings]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def sources(paths: Sequence[Path]) -> list[Source]:
+    """Open the sources that ``paths`` name; ``-``, or none, is standard input. Raises OSError."""
+    if sys.stdin is None and (not paths or Path("-") in paths):
+        raise OSError("standard input is closed: give a file")
+    return [Source(None if path == Path("-") else path) for path in paths or [Path("-")]]

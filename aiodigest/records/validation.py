@@ -1,0 +1,156 @@
+"""Arguments from callers, checked before anything is stored, in the form that the store takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from math import inf
+from typing import TypeVar
+
+from aiodigest.backoff import seconds
+from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
+from aiodigest.records.entries import pack
+
+Item = TypeVar("Item")
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
+FAR = 10**12  # seconds: beyond every year that there is
+MADE_UP = 32  # bytes of an id that the engine makes up
+
+
+def whole(value: int, what: str, least: int, most: int | None = None) -> int:
+    """Return a whole number of at least ``least``, and at most ``most`` if given."""
+    fits = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not fits or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise InvalidArgument(f"{what} must be a whole number {allowed}, not {shown(value)}")
+    return value
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits on the size of arguments; anything larger is refused, and nothing of it is stored.
+
+    Parameters
+    ----------
+    value : int, default 1 MiB, at most 64 MiB
+        Bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON before compression and after
+        decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
+    name : int, default 1024, from 32 to 65,535
+        Bytes of UTF-8 of a key or a record id.
+    records : int, default 100,000, at most 10,000,000
+        Entries of one ``add_many``.
+
+    Raises
+    ------
+    InvalidArgument
+        If one is not a whole number in its range.
+    """
+
+    value: int = 1_048_576
+    name: int = 1024
+    records: int = 100_000
+
+    def __post_init__(self) -> None:
+        whole(self.value, "bounds.value", 1, 67_108_864)  # more would keep a server busy for everybody else
+        whole(self.name, "bounds.name", MADE_UP, 65_535)  # a log entry has two bytes for the length of its id
+        whole(self.records, "bounds.records", 1, 10_000_000)
+
+
+DEFAULT = Bounds()
+
+
+def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
+    """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
+    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
+        raise InvalidArgument(f"{what} must be a str, not {shown(value)}")
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what} must be text that UTF-8 can hold, not {value[:50]!r}") from None
+    if not 1 <= len(encoded) <= most:
+        raise InvalidArgument(f"{what} must take 1 to {most} bytes of UTF-8, not {len(encoded)}")
+    return encoded
+
+
+def _offset(timestamp: datetime) -> timedelta | None:
+    try:
+        return timestamp.utcoffset()
+    except Exception:  # a time zone of the user's, which may not know one
+        return None
+
+
+def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
+    """Convert an aware datetime or epoch seconds to microseconds since the epoch."""
+    if isinstance(timestamp, datetime):
+        if _offset(timestamp) is None:
+            raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {shown(timestamp)}")
+        micros = (timestamp - EPOCH) // timedelta(microseconds=1)
+    elif isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not -inf < timestamp < inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {shown(timestamp)}")
+    else:
+        micros = round(max(-FAR, min(timestamp, FAR)) * 1_000_000)
+    try:
+        moment(micros, what)
+    except InvalidArgument:
+        hint = " (in milliseconds? divide by 1000)" if isinstance(timestamp, (int, float)) and timestamp > 1e11 else ""
+        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {shown(timestamp)}{hint}") from None
+    return micros
+
+
+def moment(micros: int, what: str = "timestamp") -> datetime:
+    """Convert microseconds since the epoch to an aware datetime."""
+    try:
+        return EPOCH + timedelta(microseconds=micros)
+    except OverflowError:
+        after = micros // 1_000_000
+        raise InvalidArgument(f"{what} must be in the years 1 to 9999 of UTC, not {after} s after 1970") from None
+
+
+def nearest(ms: int) -> datetime:
+    """Convert a time from the store; one beyond the calendar, which another program wrote, becomes the nearest."""
+    return moment(max(FIRST_MS, min(ms, LAST_MS)) * 1000)
+
+
+def pack_entry(
+    record_id: bytes,
+    timestamp: datetime | float | None,
+    value: bytes,
+    most: int = DEFAULT.value,
+    context: bytes = b"",
+) -> bytes:
+    """Pack a record as a log entry; its encoded value may take up to ``most`` bytes."""
+    if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
+        raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
+    if len(value) > most:
+        raise LimitExceeded(f"a value may take at most {most:,} bytes when encoded, not {len(value):,}")
+    return pack(record_id, None if timestamp is None else microseconds(timestamp), value, context)
+
+
+def taken(entries: Iterable[Item], most: int) -> list[Item]:
+    """Return the entries of an ``add_many``; takes no more than one over the limit before it refuses."""
+    try:
+        source = iter(entries)
+    except TypeError:
+        raise InvalidArgument(f"add_many takes entries one after another, not {shown(entries)}") from None
+    given = list(islice(source, most + 1))
+    if len(given) > most:
+        raise LimitExceeded(f"one add_many may have at most {most:,} entries: this one has more")
+    return given
+
+
+def require(fits: bool, what: str, allowed: str, given: object) -> None:
+    """Refuse an argument of the wrong type, which callers who run a type checker cannot pass."""
+    if not fits:
+        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
+
+
+def duration(value: float | timedelta, what: str, least: float = 0.0) -> float:
+    """Return a duration in seconds, of at least ``least``."""
+    number = seconds(value, what)
+    if number < least:
+        raise InvalidArgument(f"{what} must be at least {least:g} s, not {shown(value)}")
+    return number

@@ -1,0 +1,201 @@
+"""Many calls of one event-loop turn as one call to the store, each with an answer of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.worker.timer import GRAIN, Alarm
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+BATCH_ITEMS = 256
+BATCH_BYTES = 256 * 1024
+QUEUE_ITEMS = 10_000
+QUEUE_BYTES = 16 * 1024 * 1024
+
+LEFT = "the engine was left before this was sent"
+
+
+def batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
+    """Cut items into batches that one call may carry."""
+    start = total = 0
+    for index, item in enumerate(items):
+        if index > start and (index - start == BATCH_ITEMS or total + size(item) > BATCH_BYTES):
+            yield items[start:index]
+            start, total = index, 0
+        total += size(item)
+    if start < len(items):
+        yield items[start:]
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[Item, Answer]):
+    """An item on its way, and the future that its caller awaits."""
+
+    item: Item
+    size: int
+    deadline: float
+    answer: asyncio.Future[Answer]
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class Queue(Generic[Item, Answer]):
+    """A queue of items, sent in order, one call at a time."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Job[Item, Answer]] = deque()
+        self.flight: list[Job[Item, Answer]] = []
+        self.filled = asyncio.Event()
+
+
+class Coalescer(Generic[Item, Answer]):
+    """Sends a bounded number of items through several queues: each in order, and one call at a time.
+
+    ``share`` is the number of coalescers that divide the room among them.
+
+    ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
+    An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
+    was sent. Without room, ``submit`` waits for some within that time.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | AiodigestError]]],
+        timeout: float,
+        queues: int = 1,
+        share: int = 1,
+    ) -> None:
+        self._send = send
+        self._timeout = timeout
+        # the room: a share of it, but enough for two calls
+        self._most = (
+            max(QUEUE_ITEMS // share, min(QUEUE_ITEMS, 2 * BATCH_ITEMS)),
+            max(QUEUE_BYTES // share, min(QUEUE_BYTES, 2 * BATCH_BYTES)),
+        )
+        self._queues = [Queue[Item, Answer]() for _ in range(queues)]
+        self._items = 0  # that wait in all queues
+        self._bytes = 0
+        self._room = asyncio.Event()
+        self._room.set()
+        self._alarm = Alarm(self._expire)  # for the first deadline
+        self._ended = False
+
+    async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
+        """Queue an item and return its answer; ``since`` is when its time began, if earlier than now."""
+        loop = asyncio.get_running_loop()
+        deadline = (loop.time() if since is None else since) + self._timeout
+        if not self._room.is_set():
+            await self._wait_for_room(deadline)
+        if self._ended:
+            await asyncio.sleep(0)  # a caller that retries at once must not keep the loop from ending
+            raise BackendUnavailable(LEFT, stored="no")
+        job = Job(item, size, deadline, loop.create_future())
+        chosen = self._queues[queue]
+        chosen.waiting.append(job)
+        chosen.filled.set()
+        self._items += 1
+        self._bytes += size
+        if self._items >= self._most[0] or self._bytes >= self._most[1]:
+            self._room.clear()
+        self._alarm.set(deadline)
+        return await job.answer
+
+    async def _wait_for_room(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while not self._room.is_set():  # another waiter may have taken the room
+                    await self._room.wait()
+        except TimeoutError:
+            message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
+            raise BackendUnavailable(message, stored="no") from None
+
+    async def run(self) -> None:
+        """Send queued items until cancelled; anything then unsent fails as not stored."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for queue in self._queues:
+                    group.create_task(self._serve(queue))
+        finally:
+            self._ended = True
+            self._room.set()
+            self._alarm.cancel()
+            for queue in self._queues:
+                self._fail(queue.flight, "the engine was left before the answer came", "unknown")
+                self._fail(queue.waiting, LEFT, "no")
+
+    async def _serve(self, queue: Queue[Item, Answer]) -> None:
+        while True:
+            await queue.filled.wait()
+            queue.flight = self._take(queue)
+            if queue.flight:
+                await self._send_batch(queue.flight)
+                queue.flight = []
+
+    async def drain(self) -> None:
+        """Refuse new items, and return when nothing is queued or in flight."""
+        self._ended = True
+        self._room.set()
+        while pending := [job.answer for job in self._unanswered()]:
+            await asyncio.wait(pending)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits for an answer."""
+        return not self._unanswered()
+
+    def _unanswered(self) -> list[Job[Item, Answer]]:
+        return [job for queue in self._queues for job in (*queue.flight, *queue.waiting) if not job.answer.done()]
+
+    def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
+        batch: list[Job[Item, Answer]] = []
+        size, waiting = 0, queue.waiting
+        while waiting and len(batch) < BATCH_ITEMS:
+            if batch and size + waiting[0].size > BATCH_BYTES:
+                break
+            job = waiting.popleft()
+            self._items -= 1
+            self._bytes -= job.size
+            if not job.answer.done():  # else its caller was cancelled or timed out
+                size += job.size
+                batch.append(job)
+        if not waiting:
+            queue.filled.clear()
+        if self._items <= self._most[0] // 2 and self._bytes <= self._most[1] // 2:  # many who wait are woken at once
+            self._room.set()
+        return batch
+
+    async def _send_batch(self, batch: Sequence[Job[Item, Answer]]) -> None:
+        try:
+            answers = list(zip(batch, await self._send([job.item for job in batch]), strict=True))
+        except Exception as error:  # a fault too: it is for the callers to know, and the next batch may fare better
+            for job in batch:
+                job.fail(error)
+            return
+        for job, answer in answers:
+            if isinstance(answer, AiodigestError):
+                job.fail(answer)
+            elif not job.answer.done():
+                job.answer.set_result(answer)
+
+    def _expire(self) -> None:
+        """Fail items that have waited too long."""
+        now = asyncio.get_running_loop().time()
+        late = f"no answer within {self._timeout:g} s"
+        for queue in self._queues:
+            self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
+            self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
+        if unanswered := self._unanswered():
+            self._alarm.set(max(min(job.deadline for job in unanswered), now + GRAIN))
+
+    def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
+        for job in jobs:
+            job.fail(BackendUnavailable(message, stored=stored))
