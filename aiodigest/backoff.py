@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import inf, nan
+from math import inf
 from random import uniform
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from aiodigest.errors import InvalidArgument, shown
+from aiodigest.records.validation import duration, whole
 
 Strategy: TypeAlias = Callable[[int], float]
 """Maps a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
 
 Uniform: TypeAlias = Callable[[float, float], float]
 """Draws between two bounds, like :func:`random.uniform`; in tests, use ``random.Random(seed).uniform``."""
-
-_TEN_YEARS = 315_360_000
 
 
 @runtime_checkable
@@ -27,27 +26,6 @@ class Jittered(Protocol):
     def __call__(self, n: int, /) -> float: ...
 
     def window(self, n: int, /) -> tuple[float, float]: ...
-
-
-def seconds(value: float | timedelta, name: str, *, positive: bool = False) -> float:
-    """Return the duration ``value``, given in seconds or as a timedelta, in seconds.
-
-    Raises `InvalidArgument`, which names it ``name``, unless it is from 0 (or above 0, if ``positive``) to ten years.
-    """
-    match value:
-        case timedelta():
-            number = value.total_seconds()
-        case int() | float() if not isinstance(value, bool):
-            number = value
-        case _:
-            number = nan
-    if not 0 <= number <= _TEN_YEARS or (positive and not number):
-        least = "more than 0" if positive else "at least 0"
-        raise InvalidArgument(
-            f"{name} must be {least} and at most {_TEN_YEARS} seconds (ten years), or such a timedelta, "
-            f"not {shown(value)}"
-        )
-    return float(number)
 
 
 def longest(strategy: Strategy, n: int) -> float:
@@ -69,9 +47,9 @@ class IterationBackoff:
     steps: int
 
     def __init__(self, base: float | timedelta = 300, steps: int = 2) -> None:
-        object.__setattr__(self, "base", seconds(base, "base"))
-        object.__setattr__(self, "steps", _whole(steps, "steps", least=0, most=32))
-        seconds(self(self.steps), "base * 2**steps")
+        object.__setattr__(self, "base", duration(base, "base"))
+        object.__setattr__(self, "steps", whole(steps, "steps", least=0, most=32))
+        duration(self(self.steps), "base * 2**steps")
 
     def __call__(self, n: int, /) -> float:
         return self.base * _power(2, min(n, self.steps))
@@ -92,11 +70,11 @@ class IntervalBackoff:
         if not isinstance(intervals, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers are untyped)
             raise InvalidArgument(f"intervals must be a mapping from counts to waits, not {shown(intervals)}")
         checked = {
-            _whole(n, "a key of intervals", least=0): seconds(wait, f"intervals[{shown(n)}]")
+            whole(n, "a key of intervals", least=0): duration(wait, f"intervals[{shown(n)}]")
             for n, wait in intervals.items()
         }
         object.__setattr__(self, "intervals", checked)
-        object.__setattr__(self, "default", seconds(default, "default"))
+        object.__setattr__(self, "default", duration(default, "default"))
 
     def __call__(self, n: int, /) -> float:
         return self.intervals.get(n, self.default)
@@ -117,8 +95,8 @@ class DecorrelatedJitter:
     random: Uniform = field(repr=False, compare=False)
 
     def __init__(self, base: float | timedelta = 1, cap: float | timedelta = 60, random: Uniform = uniform) -> None:
-        object.__setattr__(self, "base", seconds(base, "base", positive=True))
-        object.__setattr__(self, "cap", seconds(cap, "cap", positive=True))
+        object.__setattr__(self, "base", duration(base, "base", positive=True))
+        object.__setattr__(self, "cap", duration(cap, "cap", positive=True))
         object.__setattr__(self, "random", random)
         if not callable(random):
             raise InvalidArgument(f"random must be a function of two bounds, not {shown(random)}")
@@ -148,9 +126,9 @@ class BackoffMode:
     maximum: float
 
     def __init__(self, threshold: int = 5, multiplier: float | timedelta = 1, maximum: float | timedelta = 120) -> None:
-        object.__setattr__(self, "threshold", _whole(threshold, "threshold", least=1))
-        object.__setattr__(self, "multiplier", seconds(multiplier, "multiplier", positive=True))
-        object.__setattr__(self, "maximum", seconds(maximum, "maximum"))
+        object.__setattr__(self, "threshold", whole(threshold, "threshold", least=1))
+        object.__setattr__(self, "multiplier", duration(multiplier, "multiplier", positive=True))
+        object.__setattr__(self, "maximum", duration(maximum, "maximum"))
 
     def wait(self, level: int) -> float:
         """Return the rest at ``level`` in seconds, before jitter."""
@@ -227,10 +205,3 @@ class ConsumerBackoff:
 def _power(base: float, exponent: int) -> float:
     # Past 600 the power overflows, while every wait has long reached its maximum.
     return float(base) ** min(exponent, 600)
-
-
-def _whole(value: object, name: str, *, least: int, most: float = inf) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        allowed = f"from {least} to {most}" if most < inf else f"of at least {least}"
-        raise InvalidArgument(f"{name} must be a whole number {allowed}, not {shown(value)}")
-    return value

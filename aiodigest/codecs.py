@@ -10,6 +10,7 @@ from typing_extensions import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.models import JSON
+from aiodigest.records.validation import whole
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeForm
 
 T = TypeVar("T", default=JSON)
+
+LARGEST = 536_870_912  # bytes of JSON
 
 _PLAIN = b"\x01"
 _ZSTD = b"\x02"
@@ -70,8 +73,8 @@ class JSONCodec(Generic[T]):
     ) -> None:
         from pydantic import TypeAdapter
 
-        self._compress_above = _whole(compress_above, "compress_above", least=0)
-        self._max_size = _whole(max_size, "max_size", least=1)
+        self._compress_above = whole(compress_above, "compress_above", 0, LARGEST)
+        self._max_size = whole(max_size, "max_size", 1, LARGEST)
         self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)
         try:
             self._adapter: TypeAdapter[T] = (
@@ -170,9 +173,3 @@ def _reason(error: Exception) -> str:
     else:
         text = shown(error, str).partition(" [")[0]
     return " ".join(text.split())[:200]
-
-
-def _whole(value: object, name: str, *, least: int, most: int = 536_870_912) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise InvalidArgument(f"{name} must be a whole number of bytes from {least} to {most}, not {shown(value)}")
-    return value

@@ -22,9 +22,21 @@ from aiodigest.management import Management
 from aiodigest.models import Activity, Delivery, Entry
 from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
 from aiodigest.records.entries import unpack
-from aiodigest.records.hooks import can_call_back, can_code, can_observe
 from aiodigest.records.tracing import Tracing
-from aiodigest.records.validation import DEFAULT, MADE_UP, Bounds, duration, name, pack_entry, require, taken, whole
+from aiodigest.records.validation import (
+    DEFAULT,
+    MADE_UP,
+    Bounds,
+    can_call_back,
+    can_code,
+    can_observe,
+    duration,
+    name,
+    pack_entry,
+    require,
+    taken,
+    whole,
+)
 from aiodigest.session.session import Entered, Session
 from aiodigest.session.signals import on_signals
 from aiodigest.session.store import Store

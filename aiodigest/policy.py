@@ -9,11 +9,13 @@ from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from aiodigest.backoff import DecorrelatedJitter, Strategy, longest, seconds
+from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
+from aiodigest.records.validation import duration, whole
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
+SHORTEST = 0.001  # seconds: what the store counts as a whole millisecond
 
 
 class Limits(NamedTuple):
@@ -55,13 +57,13 @@ class RetryPolicy:
     backoff: Strategy = field(default_factory=lambda: DecorrelatedJitter(base=1, cap=3600))
 
     def __post_init__(self) -> None:
-        _whole("max_attempts", self.max_attempts, 1, 1000)
+        whole(self.max_attempts, "max_attempts", 1, 1000)
         if not callable(self.backoff):
             raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {shown(self.backoff)}")
 
     def delay_ms(self, attempt: int) -> int:
         """Return the milliseconds from the failure of ``attempt`` to the next try; checks the strategy's answer."""
-        return milliseconds(seconds(self.backoff(attempt), f"the retry delay after attempt {attempt}"))
+        return milliseconds(duration(self.backoff(attempt), f"the retry delay after attempt {attempt}"))
 
     @cached_property
     def span(self) -> float:
@@ -73,7 +75,7 @@ class RetryPolicy:
             delays = [longest(self.backoff, attempt) for attempt in range(1, self.max_attempts)]
         except Exception as error:  # it is the user's
             raise InvalidArgument(f"the retry strategy cannot be asked: it raised {type(error).__name__}") from error
-        return sum(seconds(delay, "what the retry strategy returns") for delay in delays)
+        return sum(duration(delay, "what the retry strategy returns") for delay in delays)
 
 
 @dataclass(frozen=True)
@@ -118,21 +120,19 @@ class Policy:
     ttl: float | timedelta = 7 * DAY
 
     def __post_init__(self) -> None:
-        maximum = seconds(self.maximum_delay, "maximum_delay")
-        if not callable(self.minimum_delay) and seconds(self.minimum_delay, "minimum_delay") > maximum:
-            raise InvalidArgument(
-                f"minimum_delay ({self.minimum_delay}) must not be above maximum_delay ({maximum:g} s)"
-            )
-        if seconds(self.initial_delay, "initial_delay") > maximum:
-            raise InvalidArgument(
-                f"initial_delay ({self.initial_delay}) must not be above maximum_delay ({maximum:g} s)"
-            )
-        seconds(self.increment_delay, "increment_delay")
-        if self.max_age is not None and seconds(self.max_age, "max_age") < 0.001:
-            raise InvalidArgument(f"max_age must be at least 1 ms, or None; it is {shown(self.max_age)}")
-        _whole("capacity", self.capacity, 1, MAX_CAPACITY)
+        maximum = duration(self.maximum_delay, "maximum_delay")
+        below = {"initial_delay": self.initial_delay}
+        if not callable(self.minimum_delay):
+            below["minimum_delay"] = self.minimum_delay
+        for name, delay in below.items():
+            if duration(delay, name) > maximum:
+                raise InvalidArgument(f"{name} ({delay}) must not be above maximum_delay ({maximum:g} s)")
+        duration(self.increment_delay, "increment_delay")
+        if self.max_age is not None:
+            duration(self.max_age, "max_age", SHORTEST)
+        whole(self.capacity, "capacity", 1, MAX_CAPACITY)
         if self.max_size is not None:
-            _whole("max_size", self.max_size, 1, self.capacity)
+            whole(self.max_size, "max_size", 1, self.capacity)
         self._ttl_above(maximum, "maximum_delay")
 
     def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
@@ -144,33 +144,28 @@ class Policy:
         self._ttl_above(delivery_timeout, "delivery_timeout")
 
     def _ttl_above(self, bound: float, what: str) -> None:
-        ttl = seconds(self.ttl, "ttl")
-        if ttl <= bound or ttl < 0.001:
+        ttl = duration(self.ttl, "ttl", SHORTEST)
+        if ttl <= bound:
             raise InvalidArgument(f"ttl must be longer than {what} ({bound:g} s); it is {ttl:g} s")
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
-        return self._cooled(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._cool_ms
-
-    def _cooled(self, delay: float | timedelta) -> int:
-        return min(milliseconds(seconds(delay, "minimum_delay")), self.terms.maximum_ms)
-
-    @cached_property  # read for each digest
-    def _cool_ms(self) -> int:
-        return 0 if callable(self.minimum_delay) else self._cooled(self.minimum_delay)
+        delay = self.minimum_delay(iteration) if callable(self.minimum_delay) else self.minimum_delay
+        return min(milliseconds(duration(delay, "minimum_delay")), self.terms.maximum_ms)
 
     @cached_property
     def terms(self) -> Terms:
         """The policy in the store's units."""
-
-        def whole(delay: float | timedelta, name: str) -> int:
-            return milliseconds(seconds(delay, name))
-
         return Terms(
-            whole(self.initial_delay, "initial_delay"),
-            whole(self.increment_delay, "increment_delay"),
-            whole(self.maximum_delay, "maximum_delay"),
-            Limits(self.capacity, self.max_size or 0, whole(self.max_age or 0, "max_age"), whole(self.ttl, "ttl")),
+            milliseconds(duration(self.initial_delay, "initial_delay")),
+            milliseconds(duration(self.increment_delay, "increment_delay")),
+            milliseconds(duration(self.maximum_delay, "maximum_delay")),
+            Limits(
+                self.capacity,
+                self.max_size or 0,
+                milliseconds(duration(self.max_age or 0, "max_age")),
+                milliseconds(duration(self.ttl, "ttl")),
+            ),
         )
 
 
@@ -218,9 +213,3 @@ class Policies:
     def own(self, policy: Policy) -> bool:
         """True if a timeline must keep its own limits, because a claim would bring others."""
         return policy is not self.fixed and policy.terms.limits != self.limits
-
-
-def _whole(name: str, value: int, low: int, high: int) -> None:
-    # bool is an int to Python, and no number of anything to a reader
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-        raise InvalidArgument(f"{name} must be a whole number from {low} to {high:,}; it is {shown(value)}")

@@ -14,6 +14,7 @@ from aiodigest.records.entries import CONTEXT_SIZE, UNSTAMPED, pack, stamp, unpa
 from aiodigest.records.validation import (
     DEFAULT,
     EPOCH,
+    TEN_YEARS,
     Bounds,
     duration,
     microseconds,
@@ -153,10 +154,53 @@ def test_what_is_no_whole_number_is_refused(value: Any) -> None:
         whole(value, "concurrency", 1)
 
 
-@pytest.mark.parametrize("value", [0.05, -1, nan, inf, True, "1s", None, timedelta(0)])
-def test_what_is_no_duration_or_too_short_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidArgument, match="lease_timeout must be"):
-        duration(value, "lease_timeout", 0.1)
+@pytest.mark.parametrize(
+    ("given_value", "expected"),
+    [(0, 0.0), (30, 30.0), (0.25, 0.25), (timedelta(minutes=5), 300.0), (TEN_YEARS, float(TEN_YEARS))],
+)
+def test_a_duration_is_seconds_or_a_timedelta(given_value: float | timedelta, expected: float) -> None:
+    assert duration(given_value, "delay") == expected
+    assert type(duration(given_value, "delay")) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "5m",
+        "5",
+        b"5",
+        None,
+        True,
+        False,
+        [1],
+        1j,
+        nan,
+        inf,
+        -inf,
+        -1,
+        -0.001,
+        TEN_YEARS + 1,
+        10**400,
+        timedelta(seconds=-1),
+        timedelta.max,
+    ],
+)
+def test_what_is_no_duration_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^delay must be at least 0 and at most 315360000 seconds") as caught:
+        duration(value, "delay")
+    assert repr(value) in str(caught.value)
+
+
+def test_a_positive_duration_may_not_be_zero() -> None:
+    assert duration(0.001, "delay", positive=True) == 0.001
+    with pytest.raises(InvalidArgument, match="delay must be more than 0"):
+        duration(timedelta(0), "delay", positive=True)
+
+
+def test_a_duration_may_not_be_under_its_least() -> None:
+    assert duration(0.1, "lease_timeout", 0.1) == 0.1
+    with pytest.raises(InvalidArgument, match=r"lease_timeout must be at least 0\.1 and at most"):
+        duration(0.05, "lease_timeout", 0.1)
 
 
 def test_milliseconds_are_recognised() -> None:

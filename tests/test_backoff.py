@@ -20,7 +20,6 @@ from aiodigest.backoff import (
     IntervalBackoff,
     IterationBackoff,
     longest,
-    seconds,
 )
 from aiodigest.errors import InvalidArgument
 
@@ -41,52 +40,6 @@ def bottom(low: float, high: float) -> float:
 def untyped(call: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Calls as code without a type checker would."""
     return call(*args, **kwargs)
-
-
-# durations
-
-
-@pytest.mark.parametrize(
-    ("given_value", "expected"),
-    [(0, 0.0), (30, 30.0), (0.25, 0.25), (timedelta(minutes=5), 300.0), (TEN_YEARS, float(TEN_YEARS))],
-)
-def test_a_duration_is_seconds_or_a_timedelta(given_value: float | timedelta, expected: float) -> None:
-    assert seconds(given_value, "delay") == expected
-    assert type(seconds(given_value, "delay")) is float
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "5m",
-        "5",
-        b"5",
-        None,
-        True,
-        False,
-        [1],
-        1j,
-        math.nan,
-        math.inf,
-        -math.inf,
-        -1,
-        -0.001,
-        TEN_YEARS + 1,
-        10**400,
-        timedelta(seconds=-1),
-        timedelta.max,
-    ],
-)
-def test_what_is_no_duration_is_refused_by_name(value: object) -> None:
-    with pytest.raises(InvalidArgument, match=r"^delay must be at least 0 and at most 315360000 seconds") as caught:
-        untyped(seconds, value, "delay")
-    assert repr(value) in str(caught.value)
-
-
-def test_a_positive_duration_may_not_be_zero() -> None:
-    assert seconds(0.001, "delay", positive=True) == 0.001
-    with pytest.raises(InvalidArgument, match="delay must be more than 0"):
-        seconds(timedelta(0), "delay", positive=True)
 
 
 # iteration backoff

@@ -1,15 +1,16 @@
-"""Arguments from callers, checked before anything is stored, in the form that the store takes."""
+"""Arguments and functions from callers, checked before anything is stored, in the form that the engine takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunction, isgenerator, isgeneratorfunction
 from itertools import islice
-from math import inf
+from math import inf, nan
 from typing import TypeVar
 
-from aiodigest.backoff import seconds
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.records.entries import pack
 
@@ -19,15 +20,38 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
 FAR = 10**12  # seconds: beyond every year that there is
 MADE_UP = 32  # bytes of an id that the engine makes up
+TEN_YEARS = 315_360_000  # seconds
 
 
-def whole(value: int, what: str, least: int, most: int | None = None) -> int:
+def require(fits: bool, what: str, allowed: str, given: object) -> None:
+    """Refuse an argument of the wrong type, which callers who run a type checker cannot pass."""
+    if not fits:
+        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
+
+
+def whole(value: object, what: str, least: int, most: int | None = None) -> int:
     """Return a whole number of at least ``least``, and at most ``most`` if given."""
-    fits = isinstance(value, int) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not fits or value < least or (most is not None and value > most):
+    # bool is an int to Python, and no number of anything to a reader
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise InvalidArgument(f"{what} must be a whole number {allowed}, not {shown(value)}")
     return value
+
+
+def duration(value: float | timedelta, what: str, least: float = 0.0, *, positive: bool = False) -> float:
+    """Return a duration in seconds, of at least ``least`` (or above 0, if ``positive``) and at most ten years."""
+    match value:
+        case timedelta():
+            number = value.total_seconds()
+        case int() | float() if not isinstance(value, bool):
+            number = value
+        case _:
+            number = nan
+    if not least <= number <= TEN_YEARS or (positive and not number):
+        allowed = "more than 0" if positive else f"at least {least:g}"
+        allowed += f" and at most {TEN_YEARS} seconds (ten years), or such a timedelta"
+        raise InvalidArgument(f"{what} must be {allowed}, not {shown(value)}")
+    return float(number)
 
 
 @dataclass(frozen=True)
@@ -142,15 +166,31 @@ def taken(entries: Iterable[Item], most: int) -> list[Item]:
     return given
 
 
-def require(fits: bool, what: str, allowed: str, given: object) -> None:
-    """Refuse an argument of the wrong type, which callers who run a type checker cannot pass."""
-    if not fits:
-        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
+# Functions that users register: some never run, even when called.
 
 
-def duration(value: float | timedelta, what: str, least: float = 0.0) -> float:
-    """Return a duration in seconds, of at least ``least``."""
-    number = seconds(value, what)
-    if number < least:
-        raise InvalidArgument(f"{what} must be at least {least:g} s, not {shown(value)}")
-    return number
+def can_call_back(function: object) -> bool:
+    """True if it may be a callback. Calling a function with a ``yield`` in it does nothing."""
+    return callable(function) and not _is(function, isgeneratorfunction, isasyncgenfunction)
+
+
+def can_observe(function: object) -> bool:
+    """True if it may be an observer, which nobody awaits."""
+    return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
+
+
+def can_code(codec: object) -> bool:
+    """True if it has the methods of a codec."""
+    return all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
+
+
+def never_ran(answer: object) -> bool:
+    """True if a callback returned work instead of doing it, such as a coroutine that nobody awaits."""
+    kinds = (iscoroutine, isgenerator, isasyncgen, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
+    return any(is_kind(answer) for is_kind in kinds)
+
+
+def _is(function: Callable[..., object], *kinds: Callable[[object], bool]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return any(is_kind(function) or is_kind(type(function).__call__) for is_kind in kinds)

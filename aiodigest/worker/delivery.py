@@ -13,15 +13,13 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.backend import Close, Closed, Lease, Letter, Retry
-from aiodigest.backoff import seconds
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Digest, Record, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import RawRecord, unpack, unpack_latest
-from aiodigest.records.hooks import never_ran
 from aiodigest.records.tracing import Tracing
-from aiodigest.records.validation import EPOCH, moment
+from aiodigest.records.validation import EPOCH, duration, moment, never_ran
 from aiodigest.worker.logs import facts_of
 
 logger = logging.getLogger(__name__)
@@ -328,7 +326,7 @@ class Dispatcher(Generic[T]):
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:
-            delay = max(SHORTEST_DELAY, seconds(signal.delay, "the delay of RetryAfter"))
+            delay = max(SHORTEST_DELAY, duration(signal.delay, "the delay of RetryAfter"))
         except InvalidArgument as error:
             return self._failed(attempt, error)
         retry = Retry(attempt.lease, milliseconds(delay), describe(signal), attempt.policy.terms.limits, give_back=True)
