@@ -1,6 +1,7 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
 from aiodigest import _interrupt as _interrupt  # first: it is there for while the rest is loaded
+from aiodigest.backends.embedded import data_folder
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.engine import DigestEngine
@@ -78,4 +79,5 @@ __all__ = [
     "Strategy",
     "Sync",
     "Timeline",
+    "data_folder",
 ]

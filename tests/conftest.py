@@ -120,7 +120,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait only a moment, on starting an embedded server, for one that is down and may come back."""
-    monkeypatch.setattr(embedded, "_PATIENCE", 0.01)
+    monkeypatch.setattr(embedded, "_DOWN_TIMEOUT", 0.01)
 
 
 @pytest.fixture

@@ -98,16 +98,16 @@ async def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def all_told(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str | None]]:
-    """The server's process and why it is down, after each word of its keeper; who looks now and then misses some."""
+    """The server's process and why it is down, after each line of its supervisor; a look now and then misses some."""
     told: list[tuple[int | None, str | None]] = []
-    hear = embedded._Share.hear
+    read_status = embedded._Connection.read_status
 
-    async def hear_and_tell(share: embedded._Share) -> bool:
-        heard = await hear(share)
+    async def read_and_tell(connection: embedded._Connection) -> bool:
+        lives = await read_status(connection)
         told.append((server.pid, server.why_down()))
-        return heard
+        return lives
 
-    monkeypatch.setattr(embedded._Share, "hear", hear_and_tell)
+    monkeypatch.setattr(embedded._Connection, "read_status", read_and_tell)
     return told
 
 
@@ -122,7 +122,7 @@ def lives(pid: int) -> bool:
     return not status(pid)["State"].startswith("Z")
 
 
-def keeper_of(pid: int) -> int:
+def supervisor_of(pid: int) -> int:
     return int(status(pid)["PPid"])
 
 
@@ -159,7 +159,7 @@ def processes_of(server: EmbeddedServer) -> list[int]:
             command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
             if os.fsencode(server.folder) in command or os.fsencode(server.socket) in command:
                 found.append(int(entry.name))
-    return [pid for pid in found if keeper_of(pid) != os.getpid()]
+    return [pid for pid in found if supervisor_of(pid) != os.getpid()]
 
 
 @contextmanager

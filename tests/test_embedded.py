@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from embedded_users import NewUser, keeper_of, lives, opened_by, processes_of, started, until
+from embedded_users import NewUser, lives, opened_by, processes_of, started, supervisor_of, until
 
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import ConfigurationError
@@ -39,7 +39,7 @@ async def test_every_write_is_synced_to_an_append_only_file_and_nothing_is_ever_
             "maxmemory-policy": "noeviction",
             "dir": str(folder),
         }
-        assert await client.dbsize() == 0  # what the keeper writes to see that it can leaves nothing
+        assert await client.dbsize() == 0  # what the supervisor writes to see that it can leaves nothing
 
 
 async def test_only_its_user_can_reach_it_and_only_through_the_socket(folder: Path) -> None:
@@ -94,17 +94,17 @@ async def test_the_log_is_bounded(folder: Path) -> None:
         assert not log.exists() or log.stat().st_size < 1 << 20
 
 
-async def test_the_keeper_is_a_bare_interpreter_that_holds_nothing_of_its_launcher(folder: Path) -> None:
+async def test_the_supervisor_is_a_bare_interpreter_that_holds_nothing_of_its_launcher(folder: Path) -> None:
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         ours = os.readlink(f"/proc/self/fd/{file.fileno()}")
         async with started(folder) as (server, _):
             assert server.pid
-            keeper = keeper_of(server.pid)
-            assert b"\0-I\0-S\0" in Path(f"/proc/{keeper}/cmdline").read_bytes()
-            assert {os.readlink(f"/proc/{keeper}/fd/{stream}") for stream in (0, 1, 2)} == {"/dev/null"}
-            assert ours not in opened_by(keeper) | opened_by(server.pid)
-            assert keeper_of(keeper) != os.getpid()
+            supervisor = supervisor_of(server.pid)
+            assert b"\0-I\0-S\0" in Path(f"/proc/{supervisor}/cmdline").read_bytes()
+            assert {os.readlink(f"/proc/{supervisor}/fd/{stream}") for stream in (0, 1, 2)} == {"/dev/null"}
+            assert ours not in opened_by(supervisor) | opened_by(server.pid)
+            assert supervisor_of(supervisor) != os.getpid()
 
 
 # Shared
@@ -203,7 +203,7 @@ async def test_a_cancelled_start_leaves_nothing(folder: Path) -> None:
         await until(lambda: not processes_of(server))
 
 
-async def test_a_cancelled_stop_gives_its_share_back_too(folder: Path) -> None:
+async def test_a_cancelled_stop_leaves_nothing_either(folder: Path) -> None:
     server = EmbeddedServer(folder)
     for steps in range(4):  # of the loop, before the cancellation
         await server.start()
@@ -224,18 +224,18 @@ async def test_a_cancelled_stop_gives_its_share_back_too(folder: Path) -> None:
 async def test_it_is_gone_when_all_its_users_were_killed(folder: Path, new_user: NewUser) -> None:
     users = [new_user() for _ in range(3)]
     pid, *_ = [await each.server() for each in users]
-    keeper = keeper_of(pid)
+    supervisor = supervisor_of(pid)
     for each in users:
         each.kill()
-    await until(lambda: not lives(pid) and not lives(keeper))
+    await until(lambda: not lives(pid) and not lives(supervisor))
 
 
-async def test_it_is_gone_when_its_users_and_its_keeper_were_killed(folder: Path, new_user: NewUser) -> None:
+async def test_it_is_gone_when_its_users_and_its_supervisor_were_killed(folder: Path, new_user: NewUser) -> None:
     killed = new_user()
     pid = await killed.server()
-    keeper = keeper_of(pid)
+    supervisor = supervisor_of(pid)
     killed.kill()
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     await until(lambda: not lives(pid))
     async with started(folder) as (_, client):
         assert await client.ping()
@@ -249,7 +249,7 @@ async def test_it_is_gone_when_its_users_and_its_keeper_were_killed(folder: Path
     ],
     ids=["fork", "subprocess"],
 )
-async def test_a_child_process_does_not_keep_the_share_of_its_parent(new_user: NewUser, child: str) -> None:
+async def test_a_child_process_does_not_keep_the_server_of_its_parent(new_user: NewUser, child: str) -> None:
     parent = new_user(then=child + "; print(child, flush=True)")
     child_pid = int(await parent.says())
     try:
@@ -261,7 +261,7 @@ async def test_a_child_process_does_not_keep_the_share_of_its_parent(new_user: N
         os.kill(child_pid, signal.SIGKILL)
 
 
-async def test_a_forked_child_can_start_its_own_share(folder: Path, new_user: NewUser) -> None:
+async def test_a_forked_child_can_start_its_own(folder: Path, new_user: NewUser) -> None:
     async with started(folder) as (server, _):
         parent = new_user(
             then="""

@@ -24,16 +24,17 @@ import redis.exceptions
 from embedded_users import (
     NewUser,
     all_told,
-    keeper_of,
     lives,
     next_descriptor,
     opened_by,
     seconds_used,
     started,
+    supervisor_of,
     until,
     waits,
 )  # fmt: skip
 
+from aiodigest import data_folder
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError
@@ -97,23 +98,23 @@ async def test_a_server_that_keeps_crashing_is_started_ever_later(
 
 
 @pytest.mark.server_faults
-async def test_a_killed_keeper_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
+async def test_a_killed_supervisor_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
     async with started(folder) as (server, client), started(folder) as (other, _):
         await client.set("key", "value")
         first = server.pid
         assert first
-        keeper = keeper_of(first)
-        os.kill(keeper, signal.SIGKILL)
+        supervisor = supervisor_of(first)
+        os.kill(supervisor, signal.SIGKILL)
         await until(lambda: not lives(first))
         await works(client)
         assert await client.get("key") == "value"
-        assert await server.start() == await other.start()  # both are started, and on their way to the new keeper
+        assert await server.start() == await other.start()  # both are started, and on their way to the new supervisor
         await until(lambda: server.pid == other.pid not in (first, None))
 
 
 @pytest.mark.server_faults
 async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_away(folder: Path) -> None:
-    """As on macOS, where nothing ends a server whose keeper was killed."""
+    """As on macOS, where nothing ends a server whose supervisor was killed."""
     async with started(folder) as (server, client):
         assert server.pid
         command = os.readlink(f"/proc/{server.pid}/exe")
@@ -129,20 +130,22 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
 
 
 @pytest.mark.server_faults
-async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodigest.backends.embedded.server._ORPHAN", 0.05)
+async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiodigest.backends.embedded.server._ORPHANED_AFTER", 0.05)
     async with started(folder) as (server, client):
         assert server.pid
-        keeper, crowd = keeper_of(server.pid), list[socket.socket]()
-        other, knocks = EmbeddedServer(folder), list[None]()
-        knock = other._knock
+        supervisor, crowd = supervisor_of(server.pid), list[socket.socket]()
+        other, tries = EmbeddedServer(folder), list[None]()
+        connect = other._connect
 
         def counted() -> socket.socket | None:
-            knocks.append(None)
-            return knock()
+            tries.append(None)
+            return connect()
 
-        monkeypatch.setattr(other, "_knock", counted)
-        os.kill(keeper, signal.SIGSTOP)  # it is only slow
+        monkeypatch.setattr(other, "_connect", counted)
+        os.kill(supervisor, signal.SIGSTOP)  # it is only slow
         try:
             with suppress(BlockingIOError):
                 while True:
@@ -150,11 +153,11 @@ async def test_a_crowd_at_the_door_is_no_sign_of_an_orphan(folder: Path, monkeyp
                     crowd[-1].setblocking(False)
                     crowd[-1].connect(str(server.socket.with_name("keeper.sock")))
             starting = asyncio.create_task(other.start())
-            await until(lambda: len(knocks) > 8 or starting.done())
+            await until(lambda: len(tries) > 8 or starting.done())
         finally:
             for one in crowd:
                 one.close()
-            os.kill(keeper, signal.SIGCONT)
+            os.kill(supervisor, signal.SIGCONT)
         first = server.pid
         await starting
         assert other.pid == server.pid == first
@@ -194,8 +197,8 @@ async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_t
     async with started(folder) as (server, client):
         assert await client.rpush("list", "x")
         assert server.pid
-        keeper = keeper_of(server.pid)
-        for pid in (keeper, server.pid):
+        supervisor = supervisor_of(server.pid)
+        for pid in (supervisor, server.pid):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         acknowledged = await write_until_it_fails(client)
         await until(lambda: server.why_down() is not None)
@@ -207,7 +210,7 @@ async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_t
         with pytest.raises(BackendUnavailable, match=reason):
             await EmbeddedServer(folder).start()
 
-        resource.prlimit(keeper, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(supervisor, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         await until(lambda: server.why_down() is None)
         assert await client.llen("list") in (acknowledged, acknowledged + 1)
         assert await client.rpush("list", "y")
@@ -225,23 +228,23 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
 
 
 @pytest.mark.server_faults
-async def test_a_keeper_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
+async def test_a_supervisor_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
     async with started(folder) as (server, _):
         assert server.pid
-        keeper, log = keeper_of(server.pid), folder / "server.log"
-        limits = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
-        resource.prlimit(keeper, resource.RLIMIT_NOFILE, (next_descriptor(keeper), limits[1]))
+        supervisor, log = supervisor_of(server.pid), folder / "server.log"
+        limits = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (next_descriptor(supervisor), limits[1]))
         other = EmbeddedServer(folder)
         joining = asyncio.create_task(other.start())
-        await until(lambda: b"users have to wait at the door" in log.read_bytes())
-        began, used = waits(keeper), seconds_used(keeper)
-        await until(lambda: waits(keeper) > began + 8 or seconds_used(keeper) > used + 0.2)
-        assert waits(keeper) > began + 8
+        await until(lambda: b"users have to wait: " in log.read_bytes())
+        began, used = waits(supervisor), seconds_used(supervisor)
+        await until(lambda: waits(supervisor) > began + 8 or seconds_used(supervisor) > used + 0.2)
+        assert waits(supervisor) > began + 8
         assert not joining.done()
-        resource.prlimit(keeper, resource.RLIMIT_NOFILE, limits)
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limits)
         await joining
         assert other.pid == server.pid
-        assert log.read_bytes().count(b"users have to wait at the door") == 1
+        assert log.read_bytes().count(b"users have to wait: ") == 1
         await other.stop()
 
 
@@ -250,15 +253,15 @@ async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_starte
     async with started(folder) as (server, client):
         first = server.pid
         assert first
-        keeper = keeper_of(first)
-        limits = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
-        resource.prlimit(keeper, resource.RLIMIT_NOFILE, (next_descriptor(keeper), limits[1]))
+        supervisor = supervisor_of(first)
+        limits = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (next_descriptor(supervisor), limits[1]))
         os.kill(first, signal.SIGKILL)
         await until(lambda: "it cannot be started: [Errno 24] Too many open files" in (server.why_down() or ""))
-        resource.prlimit(keeper, resource.RLIMIT_NOFILE, limits)
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limits)
         await works(client)
         await until(lambda: server.pid not in (None, first))
-        assert keeper_of(server.pid or 0) == keeper
+        assert supervisor_of(server.pid or 0) == supervisor
 
 
 @pytest.mark.server_faults
@@ -266,12 +269,12 @@ async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: 
     user = new_user(
         then="""
     import re, resource
-    keeper = int(re.search(r"PPid:\\s+(\\d+)", Path(f"/proc/{server.pid}/status").read_text())[1])
+    supervisor = int(re.search(r"PPid:\\s+(\\d+)", Path(f"/proc/{server.pid}/status").read_text())[1])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     async with asyncio.timeout(60):
-        os.kill(keeper, 9)
+        os.kill(supervisor, 9)
         while "Too many open files" not in (server.why_down() or ""):
             await asyncio.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -300,11 +303,12 @@ async def test_a_folder_whose_name_is_no_text_is_refused_in_words_that_can_be_pr
     assert str(caught.value).encode()
 
 
-async def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODIGEST_DATA", str(folder))
-    assert EmbeddedServer().folder == folder
+    assert EmbeddedServer().folder == data_folder("embedded://") == data_folder("redis://server/0") == folder
+    assert data_folder("embedded:///some%20where") == Path("/some where")
     monkeypatch.delenv("AIODIGEST_DATA")
-    assert EmbeddedServer().folder.name == "aiodigest"
+    assert EmbeddedServer().folder.name == data_folder().name == "aiodigest"
 
 
 @pytest.mark.parametrize(

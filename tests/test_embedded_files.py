@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 import redis.exceptions
-from embedded_users import NewUser, all_told, keeper_of, lives, processes_of, started, until, waits
+from embedded_users import NewUser, all_told, lives, processes_of, started, supervisor_of, until, waits
 
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.backends.embedded.server import EmbeddedServer
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.server_faults
 
 FOLDER = "its folder {}, or the lock in it, was deleted, moved or replaced"
 APPEND_ONLY = "an append-only file in {} was deleted or replaced"
-DOOR = "its socket {}/run/keeper.sock was deleted or replaced"
+SOCKET = "its socket {}/run/keeper.sock was deleted or replaced"
 LONG = "a name that is too long for a socket " * 5
 
 
@@ -56,7 +56,7 @@ def replace(path: Path) -> None:
         shutil.copy(moved, path)
 
 
-def at_the_door(server: EmbeddedServer) -> socket.socket:
+def user_of(server: EmbeddedServer) -> socket.socket:
     user = socket.socket(socket.AF_UNIX)
     user.connect(str(server.socket.with_name("keeper.sock")))
     user.setblocking(False)
@@ -64,7 +64,7 @@ def at_the_door(server: EmbeddedServer) -> socket.socket:
 
 
 async def all_lines(user: socket.socket) -> list[str]:
-    """What a keeper says to one of its users until it ends."""
+    """What a supervisor says to one of its users until it ends."""
     said = b""
     async with asyncio.timeout(60):
         while more := await asyncio.get_running_loop().sock_recv(user, 4096):
@@ -97,8 +97,8 @@ async def fill(folder: Path) -> Path:
         ("appendonlydir/appendonly.aof.1.incr.aof", delete, APPEND_ONLY),
         ("appendonlydir/appendonly.aof.1.incr.aof", replace, APPEND_ONLY),
         ("appendonlydir/appendonly.aof.manifest", delete, APPEND_ONLY),
-        ("run", delete, DOOR),
-        ("run/keeper.sock", delete, DOOR),
+        ("run", delete, SOCKET),
+        ("run/keeper.sock", delete, SOCKET),
         ("run/server.sock", delete, "its socket {}/run/server.sock was deleted or replaced"),
     ],
 )
@@ -108,7 +108,7 @@ async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_anoth
     async with started(folder) as (server, _):
         first = server.pid
         assert first
-        with at_the_door(server) as user:
+        with user_of(server) as user:
             lose(folder / name)
             lines = await all_lines(user)
         assert lines == [f"up {first}", f"down {reason.format(folder)}"]
@@ -117,7 +117,9 @@ async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_anoth
             await until(lambda: server.pid != first and server.why_down() is None)
 
 
-async def test_why_a_keeper_ended_is_told_until_there_is_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_why_a_supervisor_ended_is_told_until_there_is_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with started(folder) as (server, _):
         told = all_told(server, monkeypatch)
         first = server.pid
@@ -182,7 +184,7 @@ async def test_a_server_that_is_slow_to_open_its_socket_is_not_taken_for_up_whil
     folder = folder / LONG
     async with started(folder) as (server, _):
         assert server.pid
-        old = keeper_of(server.pid)
+        old = supervisor_of(server.pid)
         os.kill(old, signal.SIGSTOP)  # it is slow to see that its folder is gone
         try:
             delete(folder)
@@ -199,7 +201,7 @@ exec {find_binary()} "$@"
             starting = asyncio.create_task(other.start())
             await until(lambda: other.pid or starting.done())
             if not starting.done():
-                new = keeper_of(other.pid or 0)
+                new = supervisor_of(other.pid or 0)
                 began = waits(new)
                 await until(lambda: waits(new) > began + 5 or starting.done())  # it has asked several times
             assert not starting.done()
@@ -226,16 +228,16 @@ async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(
     async with started(folder) as (server, client):
         first = server.pid
         assert first
-        keeper = keeper_of(first)
+        supervisor = supervisor_of(first)
         for name in "ab":
             await client.set(name, "x" * 1000)
             await client.bgrewriteaof()
             async with asyncio.timeout(60):
                 while (await client.info("persistence"))["aof_rewrite_in_progress"]:
                     pass
-            begin = waits(keeper)
-            await until(lambda begin=begin: waits(keeper) > begin + 3)  # it has looked, twice at least
-        assert (server.pid, keeper_of(first)) == (first, keeper)
+            begin = waits(supervisor)
+            await until(lambda begin=begin: waits(supervisor) > begin + 3)  # it has looked, twice at least
+        assert (server.pid, supervisor_of(first)) == (first, supervisor)
         assert (folder / "appendonlydir" / "appendonly.aof.3.incr.aof").exists()
 
 
@@ -302,12 +304,15 @@ async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Pa
 @pytest.mark.parametrize(
     "death",
     [
-        "EmbeddedServer._run_keeper = lambda *_: os.kill(os.getpid(), 9)",
-        "run = EmbeddedServer._run_keeper; EmbeddedServer._run_keeper = lambda *a: (run(*a), os.kill(os.getpid(), 9))",
+        "EmbeddedServer._run_supervisor = lambda *_: os.kill(os.getpid(), 9)",
+        """
+run = EmbeddedServer._run_supervisor
+EmbeddedServer._run_supervisor = lambda *a: (run(*a), os.kill(os.getpid(), 9))
+""",
     ],
-    ids=["before there is a keeper", "before it is in"],
+    ids=["before there is a supervisor", "before it is in"],
 )
-async def test_a_user_who_dies_while_it_launches_a_keeper_stands_in_nobodys_way(
+async def test_a_user_who_dies_while_it_launches_a_supervisor_stands_in_nobodys_way(
     folder: Path, new_user: NewUser, death: str
 ) -> None:
     assert await new_user(before=death).says() == ""

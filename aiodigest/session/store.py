@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from copy import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from aiodigest.backend import Backend
+from aiodigest.backends.embedded import data_folder
 from aiodigest.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -77,4 +77,4 @@ def _embedded(url: str) -> EmbeddedServer:
     parts = urlsplit(url)
     if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
         raise ConfigurationError(f"an embedded URL is embedded:// or embedded:///folder, not {hide_password(url)!r}")
-    return EmbeddedServer(Path(unquote(parts.path)) if parts.path.strip("/") else None)
+    return EmbeddedServer(data_folder(url))

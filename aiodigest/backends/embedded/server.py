@@ -1,12 +1,12 @@
 """``embedded://``: a real Valkey server on a private unix socket, shared by all processes that use its data folder.
 
-The first user locks the folder, opens a socket (the door) and launches a keeper (``supervisor.py``), which inherits
-both and owns the server. Every user, the first included, holds a connection through the door: its share. The keeper
-restarts a server that ends, and ends it when the last share is gone, however its holder went.
+The first user locks the folder, opens a socket and launches a supervisor (``supervisor.py``), which inherits both and
+owns the server. Every user, the first included, keeps a connection to that socket. The supervisor restarts a server
+that ends, and ends it when the last connection is gone, however its holder went.
 
-The data folder holds ``lock``, held by flock as long as the keeper *or* the server lives, so that there is never a
+The data folder holds ``lock``, held by flock as long as the supervisor *or* the server lives, so that there is never a
 second server; ``server.log`` and ``server.log.1``; the server's append-only files; and ``run``, the sockets. Leftovers
-of these after a power cut block nobody: only a held lock and an answering door count.
+of these after a power cut block nobody: only a held lock and a supervisor that answers count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from socket import AF_UNIX, SHUT_WR, SOCK_STREAM
@@ -26,28 +26,28 @@ from socket import socket as Socket
 from typing import NoReturn
 from urllib.parse import quote
 
+from aiodigest.backends.embedded import data_folder
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows no more
-_PATIENCE = 1.0  # for a server that is down and may come back, before start() fails
-_JOINING = 20.0  # to find or launch a keeper; the one before may take 10 s to end its server
-_ORPHAN = 0.5  # with the folder locked and nobody at the door for so long, the server may have lost its keeper
+_DOWN_TIMEOUT = 1.0  # for a server that is down and may come back, before start() fails
+_JOIN_TIMEOUT = 20.0  # to find or launch a supervisor; the one before may take 10 s to end its server
+_ORPHANED_AFTER = 0.5  # with the folder locked and nobody listening for so long, the server may be an orphan
 _TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 
 class EmbeddedServer:
     """An embedded server for one data folder, shared by all processes that use it; it ends with its last user.
 
-    ``folder`` defaults to the environment's ``AIODIGEST_DATA``, else to the user's data folder. Any number of these
-    may exist for one folder, in any number of threads and processes. Each belongs to the event loop that started
-    it, and may be started again after its ``stop``, even in another loop. A child made by ``os.fork`` does not inherit
-    its parent's share: it starts its own if it needs one.
+    Any number of these may exist for one folder, in any number of threads and processes. Each belongs to the event
+    loop that started it, and may be started again after its ``stop``, even in another loop. A child made by ``os.fork``
+    does not inherit its parent's use of the server: it starts its own if it needs one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._given = Path(os.path.abspath(folder or _default_folder()))
-        self._share: _Share | None = None
+        self._given = Path(os.path.abspath(folder or data_folder()))
+        self._connection: _Connection | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @cached_property
@@ -63,13 +63,13 @@ class EmbeddedServer:
     @property
     def pid(self) -> int | None:
         """The server's process id, while there is one."""
-        return self._share.pid if self._share else None
+        return self._connection.pid if self._connection else None
 
     def why_down(self) -> str | None:
         """Explain from its log why the server is unusable now; None if it is up, or was not started."""
-        if self._share is None or self._share.up:
+        if self._connection is None or self._connection.up:
             return None
-        return f"the embedded server in {self.folder} is down: {self._share.reason or 'it is starting'}"
+        return f"the embedded server in {self.folder} is down: {self._connection.reason or 'it is starting'}"
 
     async def start(self) -> str:
         """Start the server or join it, wait until it stores data, and return its URL for redis-py.
@@ -78,56 +78,54 @@ class EmbeddedServer:
         the binary cannot be used, and ``BackendUnavailable`` with the reason if the server ends again and again.
         """
         if not self._is_started():
-            share = self._share = await self._join()
+            connection = self._connection = await self._join()
             try:
-                await self._until_up(share)
+                await self._until_up(connection)
             except BaseException:
-                share.close()
+                connection.close()
                 raise
-            self._watcher = asyncio.create_task(self._watch(share), name="aiodigest-embedded")
+            self._watcher = asyncio.create_task(self._watch(connection), name="aiodigest-embedded")
         return f"unix://{quote(str(self.socket))}"
 
     async def stop(self) -> None:
-        """End this user's share; if it is the last, return once the server is gone and all data is on disk."""
+        """Leave the server; if this is its last user, return once the server is gone and all data is on disk."""
         watcher, self._watcher = self._watcher, None
         try:
             if watcher is not None and watcher.get_loop() is asyncio.get_running_loop():
                 watcher.cancel()
                 await asyncio.wait([watcher])
-        finally:  # a cancellation must not leave the share behind, and with it the server
-            share, self._share = self._share, None
-            if share is not None and share.is_open:
-                await share.leave()
+        finally:  # a cancellation must not leave the connection behind, and with it the server
+            connection, self._connection = self._connection, None
+            if connection is not None and connection.is_open:
+                await connection.leave()
 
     def _is_started(self) -> bool:
         """True if started in this loop: not in one closed without a ``stop``, nor in a parent process."""
         if self._watcher and self._watcher.get_loop() is asyncio.get_running_loop() and not self._watcher.done():
             return True
-        if self._share:
-            self._share.close()
+        if self._connection:
+            self._connection.close()
         return False
 
-    async def _until_up(self, share: _Share) -> None:
+    async def _until_up(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(None) as patience:
-                while not share.up:
-                    if share.reason is not None and patience.when() is None:
-                        patience.reschedule(loop.time() + _PATIENCE)
-                    if not await share.hear():
-                        share.lose()
+            async with asyncio.timeout(None) as limit:
+                while not connection.up:
+                    if connection.reason is not None and limit.when() is None:
+                        limit.reschedule(loop.time() + _DOWN_TIMEOUT)
+                    if not await connection.read_status():
                         raise BackendUnavailable(f"{self.why_down()}")
         except TimeoutError:
             raise BackendUnavailable(f"{self.why_down()} (its log is {self.folder / 'server.log'})") from None
 
-    async def _watch(self, share: _Share) -> None:
-        """Keep ``pid`` and ``why_down`` up to date; if the keeper is killed, and its server with it, launch another."""
+    async def _watch(self, connection: _Connection) -> None:
+        """Keep ``pid`` and ``why_down`` up to date; launch another supervisor if one is gone, with its server."""
         while True:
-            if not await share.hear():
-                share.lose()
-                share = self._share = await self._rejoin(share)
+            if not await connection.read_status():
+                connection = self._connection = await self._rejoin(connection)
 
-    async def _rejoin(self, lost: _Share) -> _Share:
+    async def _rejoin(self, lost: _Connection) -> _Connection:
         delay = 0.1
         while True:
             try:
@@ -137,118 +135,115 @@ class EmbeddedServer:
             await asyncio.sleep(delay)
             delay = min(2 * delay, 5.0)
 
-    async def _join(self) -> _Share:
+    async def _join(self) -> _Connection:
         """Enter as soon as possible: while the previous last user leaves, that takes a moment."""
         _check_platform()
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
         begin, delay = loop.time(), 0.005
         try:
-            async with asyncio.timeout(_JOINING):
+            async with asyncio.timeout(_JOIN_TIMEOUT):
                 while True:
                     try:
-                        if (share := await self._enter()) is not None:
-                            return share
-                    except BlockingIOError:  # so many are at the door, which a keeper holds open: there is no orphan
+                        if (connection := await self._connect_or_launch()) is not None:
+                            return connection
+                    except BlockingIOError:  # so many wait for a supervisor: there is no orphan
                         begin = loop.time()
-                    if loop.time() - begin > _ORPHAN:
+                    if loop.time() - begin > _ORPHANED_AFTER:
                         self._dismiss_orphan()
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, 0.1)
         except TimeoutError:
             raise BackendUnavailable(
-                f"the embedded server in {self.folder} neither started nor ended within {_JOINING:.0f} s "
+                f"the embedded server in {self.folder} neither started nor ended within {_JOIN_TIMEOUT:.0f} s "
                 f"(its log is {self.folder / 'server.log'})"
             ) from None
 
-    async def _enter(self) -> _Share | None:
-        """Go through the door, or launch a keeper and go through its door; None while neither is possible.
+    async def _connect_or_launch(self) -> _Connection | None:
+        """Connect to the supervisor, or launch one and connect to that; None while neither is possible.
 
-        Raises BlockingIOError if the door is too crowded.
+        Raises BlockingIOError if too many wait to connect.
         """
         launcher: subprocess.Popen[bytes] | None = None
-        connection = self._knock()
-        if connection is None:
+        socket = self._connect()
+        if socket is None:
             launched = self._launch(await asyncio.to_thread(find_binary))
             if launched is None:
                 return None
-            connection, launcher = launched
-        share = _Share(connection)
+            socket, launcher = launched
+        connection = _Connection(socket)
         try:
-            if await share.hear():
-                return share
+            if await connection.read_status():
+                return connection
         except BaseException:
-            share.close()
+            connection.close()
             raise
         finally:
-            if launcher is not None:  # the keeper is not this process, but its child
+            if launcher is not None:  # the supervisor is not this process, but its child
                 launcher.kill()
                 launcher.wait()
-        share.close()
         if launcher is not None:
-            raise BackendUnavailable(f"the keeper of the embedded server in {self.folder} ended at once")
+            raise BackendUnavailable(f"the supervisor of the embedded server in {self.folder} ended at once")
         return None
 
-    def _knock(self) -> Socket | None:
-        """Return a connection through the door, or None if nobody opens; BlockingIOError if the door is too crowded.
+    def _connect(self) -> Socket | None:
+        """Connect to the supervisor; None if nobody listens, BlockingIOError if too many wait.
 
         Unix sockets connect at once or not at all.
         """
-        with _no_fork:
-            connection: Socket | None = None
+        with _no_fork, ExitStack() as failed:
             try:
-                connection = Socket(AF_UNIX, SOCK_STREAM)
+                socket = failed.enter_context(Socket(AF_UNIX, SOCK_STREAM))
                 _check_private(self._sockets)
-                connection.setblocking(False)
-                connection.connect(str(self._door))
-            except BaseException as error:
-                if connection is not None:
-                    connection.close()
-                if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
-                    return None
-                if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
-                    _refuse(self._door, error)
+                socket.setblocking(False)
+                socket.connect(str(self._supervisor_socket))
+            except (FileNotFoundError, ConnectionRefusedError):
+                return None
+            except BlockingIOError:
                 raise
-            _connections.add(connection)
-            return connection
+            except OSError as error:
+                _refuse(self._supervisor_socket, error)
+            failed.pop_all()
+            _open_sockets.add(socket)
+            return socket
 
     def _launch(self, binary: str) -> tuple[Socket, subprocess.Popen[bytes]] | None:
-        """Launch a keeper on the folder if nobody holds it. The keeper inherits the lock, and a door already open."""
+        """Launch a supervisor if nobody holds the folder. It inherits the lock, and a socket that listens already."""
         import fcntl  # not on Windows
 
         try:
             with (
                 _no_fork,
                 open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
-                Socket(AF_UNIX, SOCK_STREAM) as door,
+                Socket(AF_UNIX, SOCK_STREAM) as listener,
             ):
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return None
                 _make_folder(self._sockets)
-                self._door.unlink(missing_ok=True)
-                door.bind(str(self._door))
-                door.listen(128)
-                connection = self._knock()
-                if connection is None:
+                self._supervisor_socket.unlink(missing_ok=True)
+                listener.bind(str(self._supervisor_socket))
+                listener.listen(128)
+                socket = self._connect()
+                if socket is None:
                     return None
                 try:
-                    return connection, self._run_keeper(binary, lock.fileno(), door.fileno())
+                    return socket, self._run_supervisor(binary, lock.fileno(), listener.fileno())
                 except BaseException:
-                    connection.close()
+                    socket.close()
                     raise
         except BlockingIOError:
             raise
         except OSError as error:
             _refuse(self.folder, error)
 
-    def _run_keeper(self, binary: str, lock: int, door: int) -> subprocess.Popen[bytes]:
-        """Run the keeper apart from this process: with its own session, descriptors, streams and folder."""
+    def _run_supervisor(self, binary: str, lock: int, listener: int) -> subprocess.Popen[bytes]:
+        """Run the supervisor apart from this process: with its own session, descriptors, streams and folder."""
         program = Path(__file__).with_name("supervisor.py")
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", program, binary, self.folder, self._sockets, str(lock), str(door)],
-            pass_fds=(lock, door),
+            [sys.executable, "-I", "-S", program, binary, self.folder, self._sockets, str(lock), str(listener)],
+            pass_fds=(lock, listener),
             start_new_session=True,
             umask=0o077,
             cwd="/",
@@ -258,9 +253,9 @@ class EmbeddedServer:
         )
 
     def _dismiss_orphan(self) -> None:
-        """Ask a server that holds the lock to end, because its keeper is dead (on macOS nothing else ends it then).
+        """Ask a server that holds the lock to end, because its supervisor is dead (on macOS nothing else ends it then).
 
-        If its keeper is only about to leave, this asks for something already under way.
+        If its supervisor is only about to leave, this asks for something already under way.
         """
         with suppress(OSError), Socket(AF_UNIX, SOCK_STREAM) as connection:  # an OSError: it is no orphan, or gone
             connection.setblocking(False)
@@ -278,15 +273,15 @@ class EmbeddedServer:
         return Path("/tmp") / f"aiodigest-{os.getuid()}-{sha256(os.fsencode(self.folder)).hexdigest()[:16]}"
 
     @property
-    def _door(self) -> Path:
+    def _supervisor_socket(self) -> Path:
         return self._sockets / "keeper.sock"
 
 
-class _Share:
-    """A connection to the keeper: the server lives while one is open. The keeper sends the server's state over it."""
+class _Connection:
+    """Connection to the supervisor, which sends the server's state over it. The server lives while one is open."""
 
-    def __init__(self, connection: Socket) -> None:
-        self._connection = connection
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
         self._received = b""
         self.up = False
         self.pid: int | None = None
@@ -294,16 +289,18 @@ class _Share:
 
     @property
     def is_open(self) -> bool:
-        return self._connection.fileno() != -1
+        return self._socket.fileno() != -1
 
-    async def hear(self) -> bool:
-        """Read the keeper's next line; False if the keeper is gone."""
+    async def read_status(self) -> bool:
+        """Read the supervisor's next line; False if it is gone. If it had a reason to end, it sent that before."""
         loop = asyncio.get_running_loop()
         while b"\n" not in self._received:
             received = b""
             with suppress(OSError):
-                received = await loop.sock_recv(self._connection, 65536)
+                received = await loop.sock_recv(self._socket, 65536)
             if not received:
+                self.close()
+                self.fail("its supervisor was killed" if self.up or self.reason is None else self.reason)
                 return False
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
@@ -319,52 +316,39 @@ class _Share:
     def fail(self, reason: str) -> None:
         self.up, self.pid, self.reason = False, None, reason
 
-    def lose(self) -> None:
-        """Note that the keeper is gone. If it had a reason to end, it sent that before."""
-        self.close()
-        self.fail("its keeper was killed" if self.up or self.reason is None else self.reason)
-
     async def leave(self) -> None:
-        """Leave, and wait for the keeper to answer: at once, or after the server's end if this was the last share."""
+        """Leave, and wait until the supervisor lets go: at once, or after the server's end if this is its last user."""
         loop = asyncio.get_running_loop()
         try:
-            self._connection.shutdown(SHUT_WR)
-            async with asyncio.timeout(_JOINING):
-                while await loop.sock_recv(self._connection, 65536):
+            self._socket.shutdown(SHUT_WR)
+            async with asyncio.timeout(_JOIN_TIMEOUT):
+                while await loop.sock_recv(self._socket, 65536):
                     pass
         except OSError:
-            pass  # the keeper is gone, or hangs: the share ends in any case
+            pass  # the supervisor is gone, or hangs: this ends in any case
         finally:
             self.close()
 
     def close(self) -> None:
-        self._connection.close()
-        _connections.discard(self._connection)
+        self._socket.close()
+        _open_sockets.discard(self._socket)
 
 
-# A forked child has copies of all descriptors, and one more copy would keep the share of a dead parent alive. So forks
-# wait while descriptors are being made here, and the child closes what there is. (What `exec`s has none anyway.)
+# A forked child has copies of all descriptors, and one more copy would keep the connection of a dead parent open. So
+# forks wait while descriptors are being made here, and the child closes what there is. (What `exec`s has none anyway.)
 _no_fork = threading.RLock()
-_connections: set[Socket] = set()
+_open_sockets: set[Socket] = set()
 
 
 def _after_fork_in_child() -> None:
-    for connection in _connections:
-        connection.close()
-    _connections.clear()
+    for socket in _open_sockets:
+        socket.close()
+    _open_sockets.clear()
     _no_fork.release()
 
 
 if sys.platform != "win32":
     os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_after_fork_in_child)
-
-
-def _default_folder() -> Path:
-    if named := os.environ.get("AIODIGEST_DATA"):
-        return Path(named)
-    from platformdirs import user_data_path
-
-    return user_data_path("aiodigest")
 
 
 def _check_platform() -> None:

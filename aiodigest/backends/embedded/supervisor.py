@@ -1,14 +1,15 @@
-"""The keeper: a small program that owns one embedded server, and ends when the server's last user has gone.
+"""The supervisor: a small program that owns one embedded server, and ends when the server's last user has gone.
 
-``embedded.py`` runs this file in a bare interpreter, because anything that ends with the last of several processes
-must be a process of its own. Every user holds a connection to the keeper's socket, the door; the kernel closes it
-however the user ends. The keeper sends each user lines of status: ``starting PID``, ``up PID`` or ``down REASON``.
+``server.py`` runs this file in a bare interpreter (standard library only), because anything that ends with the last of
+several processes must be a process of its own. Every user holds a connection to the supervisor's socket; the kernel
+closes it however the user ends. The supervisor sends each user lines of status: ``starting PID``, ``up PID`` or
+``down REASON``.
 
 It works in the data folder itself and not by its path, where another folder may appear one day. It keeps checking for
 that, and for deleted files without which the server cannot be found or started. If either happens, it kills the server,
-so that nothing more is acknowledged, and ends. The users launch another keeper.
+so that nothing more is acknowledged, and ends. The users launch another supervisor.
 
-Arguments: server binary, data folder, sockets folder, descriptor of the lock file, descriptor of the door.
+Arguments: server binary, data folder, sockets folder, descriptor of the lock file, descriptor of the listening socket.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-sys.path.append(os.path.dirname(__file__))  # the interpreter runs this file alone; last, so that it hides nothing
-
-from supervisor_files import ENDS_EARLY, Files
+PARTS = "appendonlydir"  # from version 7 on
+MANIFEST = os.path.join(PARTS, "appendonly.aof.manifest")
+ENDS_EARLY = b"Unexpected end of file reading the append only file"  # what a server says of it
 
 SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 STEADY = 10.0  # a server that was up for so long did not keep crashing
@@ -41,8 +42,8 @@ PROBE = b"EVAL \"redis.call('set', KEYS[1], 1) return redis.call('del', KEYS[1])
 
 
 def load_prctl() -> Callable[[int, int], int] | None:
-    """Return the call that ties the server's life to the keeper's. It exists on Linux; elsewhere the next user ends
-    an orphaned server. It ties the server to the *thread* that forks it: the keeper has only one."""
+    """Return the call that ties the server's life to the supervisor's. It exists on Linux; elsewhere the next user ends
+    an orphaned server. It ties the server to the *thread* that forks it: the supervisor has only one."""
     if sys.platform != "linux":
         return None
     with suppress(ImportError, OSError, AttributeError):
@@ -53,12 +54,118 @@ def load_prctl() -> Callable[[int, int], int] | None:
     return None
 
 
-class Keeper:
-    def __init__(self, binary: str, folder: str, sockets: str, lock: int, door: socket.socket) -> None:
+def identity(file: str | int) -> tuple[int, int] | None:
+    """Return the device and number of the file behind a path or descriptor; None if there is none."""
+    try:
+        status = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def append_only_files() -> list[str]:
+    """List the files in the manifest, the one being written to last; servers before version 7 have just one file."""
+    try:
+        with open(MANIFEST) as manifest:
+            lines = manifest.read().splitlines()
+    except FileNotFoundError:
+        return ["appendonly.aof"]
+    except UnicodeDecodeError:
+        lines = []
+    names = [line.split()[1:2] for line in lines if " type h" not in line]  # h: history, to be deleted
+    if not names or not all(names):
+        raise OSError(f"{MANIFEST} cannot be read")
+    return [os.path.join(PARTS, name) for [name] in names]
+
+
+class Files:
+    """The files without which the server, or what it stored, would not be found again.
+
+    They are known by number: another file, of another server, may appear under the same name.
+    """
+
+    def __init__(self, folder: str, sockets: str, lock: int) -> None:
+        self.folder = folder
+        self.sockets = sockets
+        self.lock = os.path.join(folder, "lock")
+        self.supervisor_socket = os.path.join(sockets, "keeper.sock")
+        self.server_socket = os.path.join(sockets, "server.sock")
+        self.known = {self.lock: identity(lock), self.supervisor_socket: identity(self.supervisor_socket)}
+        self.parts: dict[str, tuple[int, int]] = {}
+
+    def server_is_up(self) -> None:
+        """Expect the files of this server from now on, not those of an earlier one."""
+        self.known[self.server_socket] = identity(self.server_socket)
+        self.parts.clear()
+        with suppress(OSError):
+            self.parts.update((path, found) for path in append_only_files() if (found := identity(path)))
+
+    def missed(self, up: bool) -> str | None:
+        """Name a deleted file without which the server, or a record it acknowledges now, could not be found again.
+
+        This may be wrong while the server is ending, or is rewriting its append-only files.
+        """
+        gone = [path for path, known in self.known.items() if identity(path) != known]
+        if self.lock in gone:
+            return f"its folder {self.folder}, or the lock in it, was deleted, moved or replaced"
+        if gone:
+            return f"its socket {gone[0]} was deleted or replaced"
+        with suppress(OSError):  # the server itself will say that the manifest cannot be read
+            if up and not all(map(self.has, append_only_files())):
+                return f"an append-only file in {self.folder} was deleted or replaced"
+        return None
+
+    def has(self, path: str) -> bool:
+        found = identity(path)
+        if not path.startswith(PARTS):  # before version 7 a server replaces its file from time to time
+            return found is not None
+        return found is not None and self.parts.setdefault(path, found) == found
+
+    def unreadable(self) -> str | None:
+        """Give the reason not to start a server: it treats files without a manifest as nothing, and empties them."""
+        with suppress(FileNotFoundError):
+            for file in os.scandir(PARTS):
+                written = file.name.endswith(".incr.aof") and file.stat().st_size
+                compacted = ".base." in file.name and ".aof.1.base." not in file.name  # 1 is that of an empty store
+                if (written or compacted) and identity(MANIFEST) is None:
+                    return f"{MANIFEST} is missing: put it back, or move {PARTS} out of {self.folder}"
+        return None
+
+    def keep_copy(self) -> str:
+        """Copy the file that ends in the middle of a write, before the server cuts off what it cannot read.
+
+        After a power cut that is the last write, which was not acknowledged. But a damaged length in the middle of the
+        file looks the same, and then it is all that was written since.
+        """
+        import shutil
+
+        path = append_only_files()[-1]
+        copy = f"{os.path.basename(path)}.{time.time_ns() // 1_000_000}.before-repair"
+        try:
+            shutil.copyfile(path, copy)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(copy)  # it is useless, and may be filling the disk
+            raise
+        return copy
+
+    def remove_sockets(self, own: bool) -> None:
+        """Remove what a server that was killed leaves too; others' sockets may have the names that are not ``own``."""
+        for path in (self.server_socket, self.supervisor_socket):
+            with suppress(OSError):
+                if own or identity(path) == self.known.get(path):
+                    os.unlink(path)
+        if own:
+            with suppress(OSError):
+                os.rmdir(self.sockets)
+
+
+class Supervisor:
+    def __init__(self, binary: str, folder: str, sockets: str, lock: int, listener: socket.socket) -> None:
         self.binary = binary
         self.folder = folder
         self.lock = lock
-        self.door = door
+        self.listener = listener
         self.files = Files(folder, sockets, lock)
         self.next_look = 0.0
         self.missed: str | None = None  # what the last look missed
@@ -67,7 +174,7 @@ class Keeper:
         self.selector = selectors.DefaultSelector()
         self.users: set[socket.socket] = set()
         self.departed: list[socket.socket] = []
-        self.door_due: float | None = None  # when to accept users again; None: when they come
+        self.accept_due: float | None = None  # when to accept users again; None: when they come
         self.crowded = False
         self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with when no other is left
         self.dismissed = False
@@ -79,33 +186,35 @@ class Keeper:
         self.since = 0.0  # when it was started, or came up
         self.backoff = SHORTEST_BACKOFF
         self.due: float | None = time.monotonic()  # when to do the next step; None: when something happens
-        self.repair = False  # whether the next server may cut off what it cannot read at the end of its file
+        self.repair = False  # true if the next server may cut off what it cannot read at the end of its file
         self.status = b"starting 0\n"
 
     def run(self) -> None:
         self.watch_signals()
-        self.door.setblocking(False)
-        self.selector.register(self.door, selectors.EVENT_READ, self.accept)
-        self.accept()  # the launcher of this keeper is at the door already
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.accept()  # the launcher of this supervisor has connected already
         while self.users and not self.dismissed and not self.lost:
-            dues = [due for due in (self.next_look, self.door_due, self.due) if due is not None]
+            dues = [due for due in (self.next_look, self.accept_due, self.due) if due is not None]
             for key, _ in self.selector.select(max(0.0, min(dues) - time.monotonic())):
                 happened: Callable[[], None] = key.data
                 happened()
             self.reap()
             if not self.users:
-                self.accept()  # a user who is at the door now would find nobody in a moment
+                self.accept()  # a user who has connected now would find nobody in a moment
             if self.users:
                 self.release_departed()
-                if self.door_due is not None and time.monotonic() >= self.door_due:
-                    self.door_due = None
-                    self.selector.register(self.door, selectors.EVENT_READ, self.accept)
-                step = self.due is not None and time.monotonic() >= self.due
-                start = step and self.server is None
+                if self.accept_due is not None and time.monotonic() >= self.accept_due:
+                    self.accept_due = None
+                    self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+                due = self.due is not None and time.monotonic() >= self.due
+                start = due and self.server is None
                 if start or time.monotonic() >= self.next_look:
                     self.look()
-                if step and not (start and self.missed):
-                    self.step()
+                if start and not self.missed:
+                    self.start()
+                elif due and self.server is not None:
+                    self.probe(self.server)
 
     def watch_signals(self) -> None:
         wake, waker = socket.socketpair()
@@ -128,7 +237,7 @@ class Keeper:
     def accept(self) -> None:
         try:
             while True:
-                user, _ = self.door.accept()
+                user, _ = self.listener.accept()
                 user.setblocking(False)
                 self.users.add(user)
                 self.selector.register(user, selectors.EVENT_READ, lambda user=user: self.listen(user))
@@ -136,16 +245,16 @@ class Keeper:
         except BlockingIOError:
             self.crowded = False
         except OSError as error:  # no descriptor is left: waiting users must not wake the selector meanwhile
-            if self.door_due is None:
-                self.selector.unregister(self.door)
-            self.door_due = time.monotonic() + CROWDED
+            if self.accept_due is None:
+                self.selector.unregister(self.listener)
+            self.accept_due = time.monotonic() + CROWDED
             if not self.crowded:
                 self.crowded = True
                 with suppress(OSError):
                     if self.spare >= 0:
                         os.close(self.spare)
                     self.spare = -1
-                    self.log(f"users have to wait at the door: {error}\n".encode())
+                    self.log(f"users have to wait: {error}\n".encode())
                     self.spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, user: socket.socket) -> None:
@@ -187,48 +296,50 @@ class Keeper:
 
     # The server
 
-    def step(self) -> None:
+    def start(self) -> None:
         now = time.monotonic()
-        if self.server is None:
-            try:
-                unreadable = self.files.unreadable()
-                if unreadable is None:
-                    self.launch()
-            except OSError as error:  # no descriptor or process is left
-                unreadable = f"it cannot be started: {error}"
-            if unreadable is not None:
-                self.fail(unreadable)
-                return
-            self.publish(f"starting {self.server}")
-            self.since, self.up, self.answered = now, False, False
-            self.due = now + 0.01
+        try:
+            unreadable = self.files.unreadable()
+            if unreadable is None:
+                self.launch()
+        except OSError as error:  # no descriptor or process is left
+            unreadable = f"it cannot be started: {error}"
+        if unreadable is not None:
+            self.fail(unreadable)
             return
+        self.publish(f"starting {self.server}")
+        self.since, self.up, self.answered = now, False, False
+        self.due = now + 0.01
+
+    def probe(self, server: int) -> None:
+        """Ask the server that starts if it can store. It is up once it has."""
+        now = time.monotonic()
         answer = self.ask(PROBE)
         self.answered |= bool(answer)
         self.due = now + (0.1 if self.answered else 0.01)
         if answer == b":1\r\n":
-            self.up, self.since, self.due, self.tail = True, now, None, b""
-            self.repair = False
+            self.up, self.since, self.due, self.tail, self.repair = True, now, None, b"", False
             self.files.server_is_up()
-            self.publish(f"up {self.server}")
+            self.publish(f"up {server}")
         elif answer.startswith(b"-") and not answer.startswith(b"-LOADING"):
             self.publish(f"down it refuses writes: {answer[1:].decode().strip()}")
         elif not self.answered and now - self.since > SILENCE:
             self.log(f"the server did not answer for {SILENCE:.0f} s: killed\n".encode())
-            os.kill(self.server, signal.SIGKILL)
+            os.kill(server, signal.SIGKILL)
             self.due = None
 
     def launch(self) -> None:
-        self.files.clear_socket()
-        keeper = os.getpid()
+        with suppress(OSError):  # an earlier server may still listen at it, and would answer for the one that starts
+            os.unlink(self.files.server_socket)
+        supervisor = os.getpid()
         output, printed = os.pipe()
         os.set_blocking(output, False)
-        os.set_blocking(printed, False)  # a stopped keeper must not stop the server
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the keeper's
+        os.set_blocking(printed, False)  # a stopped supervisor must not stop the server
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the supervisor's
         try:
             self.server = os.fork()
             if self.server == 0:
-                self.become_server(keeper, printed)
+                self.become_server(supervisor, printed)
         except OSError:
             os.close(output)
             raise
@@ -238,16 +349,19 @@ class Keeper:
         self.output, self.tail = output, b""
         self.selector.register(output, selectors.EVENT_READ, self.read_output)
 
-    def become_server(self, keeper: int, printed: int) -> NoReturn:
-        """Run the server in the new process. SIGXFSZ stays ignored, as Python sets it, so that the server can log a
-        file-size limit as an error. The lock stays open: it is held for as long as the keeper or the server lives."""
+    def become_server(self, supervisor: int, printed: int) -> NoReturn:
+        """Run the server in the new process.
+
+        SIGXFSZ stays ignored, as Python sets it, so that the server can log a file-size limit as an error. The lock
+        stays open: it is held for as long as the supervisor or the server lives.
+        """
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             if self.prctl is not None:
                 self.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != keeper:
+            if os.getppid() != supervisor:
                 os._exit(1)
             os.dup2(printed, 1)
             os.dup2(printed, 2)
@@ -285,7 +399,7 @@ class Keeper:
             self.backoff = SHORTEST_BACKOFF
         self.close_output()
         self.server, self.up = None, False
-        self.files.server_is_gone()
+        self.files.known.pop(self.files.server_socket, None)
         reason = self.reason(status)
         if ENDS_EARLY in self.tail:
             try:
@@ -318,7 +432,7 @@ class Keeper:
                 text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.folder})"
         return text
 
-    # The log: the keeper writes it, so that it is bounded, and the last lines are known also when the disk is full.
+    # The log: the supervisor writes it, so that it is bounded, and the last lines are known also when the disk is full.
 
     def read_output(self) -> None:
         with suppress(BlockingIOError, KeyError):
@@ -342,9 +456,9 @@ class Keeper:
     # The end
 
     def leave(self) -> None:
-        """End the server, then remove its sockets. Users who arrive meanwhile find the door closed, and the lock held
+        """End the server, then remove its sockets. Users who arrive meanwhile cannot connect, and find the lock held
         until this process ends."""
-        self.door.close()
+        self.listener.close()
         if self.server is not None:
             if self.lost:  # ending by itself, it would remove the socket, whose name may be another server's now
                 os.kill(self.server, signal.SIGKILL)
@@ -364,19 +478,19 @@ class Keeper:
 def main() -> None:
     if os.fork():
         os._exit(0)  # no child of the user that launched it: nobody must wait for it, and no process tree ends it
-    binary, folder, sockets, lock, door = sys.argv[1:]
+    binary, folder, sockets, lock, listener = sys.argv[1:]
     os.set_inheritable(int(lock), False)
-    os.set_inheritable(int(door), False)
+    os.set_inheritable(int(listener), False)
     os.chdir(folder)
-    keeper = Keeper(binary, folder, sockets, int(lock), socket.socket(fileno=int(door)))
+    supervisor = Supervisor(binary, folder, sockets, int(lock), socket.socket(fileno=int(listener)))
     try:
-        keeper.run()
+        supervisor.run()
     except BaseException:
         import traceback
 
-        keeper.log(traceback.format_exc().encode())
+        supervisor.log(traceback.format_exc().encode())
     finally:
-        keeper.leave()
+        supervisor.leave()
 
 
 if __name__ == "__main__":
