@@ -1,4 +1,4 @@
-"""Waits before the next digest or attempt, and rests of a whole consumer. Pure: no I/O, no clock."""
+"""Waits before the next digest or attempt, and pauses of a process whose deliveries fail. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Jittered(Protocol):
 
 
 def longest(strategy: Strategy, n: int) -> float:
-    """Return the longest wait (seconds) that ``strategy`` may give for ``n``: the top of the window if it is
-    `Jittered`, else its answer."""
+    """Return the longest wait (seconds) that ``strategy`` may give for ``n``: its answer, unless it draws one."""
     return strategy.window(n)[1] if isinstance(strategy, Jittered) else strategy(n)
 
 
@@ -57,7 +56,7 @@ class IterationBackoff:
 
 @dataclass(frozen=True, slots=True, init=False)
 class IntervalBackoff:
-    """Looks waits up in ``intervals``, in seconds by count; any other count gets ``default`` (seconds too).
+    """Waits from ``intervals``, in seconds by count; any other count gets ``default`` (seconds too).
 
     ``IntervalBackoff({0: 30, 1: 300}, default=900)`` is the interval strategy of Sentry's digests (October 2015).
     Raises `InvalidArgument` if a key is not a whole number from 0, or a wait is not a duration.
@@ -113,10 +112,10 @@ class DecorrelatedJitter:
 
 @dataclass(frozen=True, slots=True, init=False)
 class BackoffMode:
-    """Settings of `ConsumerBackoff`: they say when a process whose deliveries fail should rest, and for how long.
+    """Rules for when a process whose deliveries fail rests, and for how long.
 
-    It begins after ``threshold`` failures in a row of distinct timelines (default 5; 1 is NSQ's rule). At level n the
-    rest lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1 and 120), the formula of NSQ's
+    A rest begins after ``threshold`` failures in a row of distinct timelines (default 5; 1 is NSQ's rule). At level n
+    it lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1 and 120), the formula of NSQ's
     ``ExponentialStrategy`` and ``MaxBackoffDuration``. A ``maximum`` of 0 turns backoff mode off.
     Raises `InvalidArgument` if ``threshold`` is below 1, ``multiplier`` not above 0, or ``maximum`` below 0.
     """

@@ -1,4 +1,4 @@
-"""Values to bytes and back. The first byte is the format's version, so that stored values stay readable."""
+"""Values as bytes. The first byte is the version of the format, so that stored values stay readable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ZSTD = b"\x02"
 
 
 class Codec(Protocol[T]):
-    """A way to store values of one type. Both methods raise `CodecError` for anything they cannot convert."""
+    """Values of one type as bytes. Both methods raise `CodecError` for anything they cannot convert."""
 
     def encode(self, value: T, /) -> bytes:
         """Encode ``value`` as bytes."""
@@ -42,7 +42,7 @@ class Codec(Protocol[T]):
 
 
 class JSONCodec(Generic[T]):
-    """Stores values as JSON by pydantic, compressed with zstd when they are large.
+    """Values as JSON, made by pydantic and compressed with zstd when they are large.
 
     An encoded value comes back equal, or is refused. A value must already be of its type: nothing is coerced, so "5" is
     not an int and a dict is not a model. Fields are stored under their names, whatever their aliases. Anything pydantic

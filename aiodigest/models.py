@@ -55,11 +55,12 @@ class Record(Generic[T]):
     Attributes
     ----------
     id : str
-        Names the record in its timeline: a later add under the same id replaces it while it waits.
+        The record's name in its timeline: a later add under the same id replaces it while it waits.
     value : T
         The value that was added.
     timestamp : datetime
-        Aware, in UTC: the time given to the add, else the server's time of arrival. Orders records and never schedules.
+        Aware, in UTC: the time given to the add, else the server's time of arrival. It orders records and schedules
+        nothing.
     """
 
     id: str
@@ -292,10 +293,9 @@ class Stats:
 
     def health(self, overdue: float = OVERDUE) -> Health:
         """Return the health: good if no timeline has been due for more than ``overdue`` seconds, by default 60."""
-        if self.overdue > overdue:
-            reason = f"a timeline has been due for {self.overdue:,.0f} s, and nobody has claimed it"
-            return Health(False, reason, self.overdue)
-        return Health(True, "", self.overdue)
+        late = f"a timeline has been due for {self.overdue:,.0f} s, and nobody has claimed it"
+        reason = late if self.overdue > overdue else ""
+        return Health(not reason, reason, self.overdue)
 
 
 @dataclass(frozen=True, slots=True)

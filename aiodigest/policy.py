@@ -1,4 +1,4 @@
-"""Due times and size limits of a timeline (Policy), and tries of a failed digest (RetryPolicy)."""
+"""Rules for due times and sizes of a timeline (Policy), and for the tries of a failed digest (RetryPolicy)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORTEST = 0.001  # seconds: what the store counts as a whole millisecond
 
 
 class Limits(NamedTuple):
-    """Limits on a timeline's size and on its time in the store, in the store's units; 0 means none."""
+    """Limits on a timeline's size and time in the store, as the store takes them; 0 is none."""
 
     capacity: int
     max_size: int
@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A policy's terms for one transition in the store, in whole milliseconds."""
+    """A policy as the store takes it: in whole milliseconds."""
 
     initial_ms: int
     increment_ms: int
@@ -155,7 +155,7 @@ class Policy:
 
     @cached_property
     def terms(self) -> Terms:
-        """The policy in the store's units."""
+        """The policy as the store takes it."""
         return Terms(
             milliseconds(duration(self.initial_delay, "initial_delay")),
             milliseconds(duration(self.increment_delay, "increment_delay")),
@@ -185,7 +185,7 @@ class Policies:
         self.limits = base.terms.limits
 
     async def of(self, key: str, timeout: float | None = None) -> Policy:
-        """Return the policy of a timeline.
+        """Return the policy of the timeline ``key``.
 
         Raises any error of the function, InvalidArgument for a result that is not a Policy, and ConfigurationError if
         it takes longer than ``timeout`` seconds (None: it may take forever).

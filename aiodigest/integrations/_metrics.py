@@ -1,4 +1,4 @@
-"""The instruments of metrics, and their observations at each collection; see ``opentelemetry``."""
+"""Instruments for metrics, and what each collection observes; see ``opentelemetry``."""
 
 from __future__ import annotations
 
@@ -27,39 +27,36 @@ class Figures:
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
         self._latest: dict[str, Stats] = {}
-        self._told: set[str] = set()  # the instruments that know the latest
+        self._read: set[str] = set()  # the instruments that have read the latest
 
     def of(self, instrument: str, options: CallbackOptions) -> Mapping[str, Stats]:
         """Return the latest figures by namespace; a second question from one instrument means another collection."""
-        if not self._told or instrument in self._told:
-            self._latest = self._asked(options.timeout_millis / 2000)
-            self._told.clear()
-        self._told.add(instrument)
+        if not self._read or instrument in self._read:
+            self._latest = self._ask(options.timeout_millis / 2000)
+            self._read.clear()
+        self._read.add(instrument)
         return self._latest
 
-    def _asked(self, most: float) -> dict[str, Stats]:
-        """Ask all servers at once, and return the answers that come within ``most`` seconds."""
+    def _ask(self, timeout: float) -> dict[str, Stats]:
+        """Ask all servers at once, and return the answers that come within ``timeout`` seconds."""
         began, found = monotonic(), dict[str, Stats]()
         asked: dict[str, tuple[float, Future[Stats]]] = {}
         for engine in self._engines():
             session, name = engine._session, engine.namespace
-            if session is None or session.is_over or name in asked:
+            if session is None or session.is_over or session.loop is None or name in asked:
                 continue
-            loop = session.loop
-            if loop is None:  # a test's own
-                continue
-            if loop is _running_loop():  # to wait here would keep the answer from coming
+            if session.loop is _running_loop():  # to wait here would keep the answer from coming
                 if name in self._latest:
                     found[name] = self._latest[name]
                 continue
             stats = engine.stats()
             try:
-                asked[name] = engine._timeout, asyncio.run_coroutine_threadsafe(stats, loop)
+                asked[name] = engine._timeout, asyncio.run_coroutine_threadsafe(stats, session.loop)
             except RuntimeError:  # it was closed just now
                 stats.close()
-        for name, (timeout, answer) in asked.items():
+        for name, (limit, answer) in asked.items():
             try:
-                found[name] = answer.result(max(0.0, began + min(timeout, most) - monotonic()))
+                found[name] = answer.result(max(0.0, began + min(limit, timeout) - monotonic()))
             except Exception:  # the server is away, or the engine was left; backend_unavailable shows it
                 answer.cancel()
         return found
@@ -110,7 +107,7 @@ class Metrics:
         """True if measurements end up in this provider, which may have been set after they began."""
         return provider is self._provider or (self._is_global and provider is get_meter_provider())
 
-    def take(self, engine: Engine) -> None:
+    def add(self, engine: Engine) -> None:
         """Measure another engine."""
         if any(engine is one for one in self._living()):
             raise ConfigurationError(f"engine {engine.namespace!r} is measured by this provider already")
@@ -135,15 +132,15 @@ class Metrics:
         self._lateness.record(delivery.lateness, attributes)
 
     def _adds(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._now(lambda activity: activity.adds, operator.add)
+        return self._observe(lambda activity: activity.adds, operator.add)
 
     def _backoff_level(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._now(lambda activity: activity.backoff_level, max)
+        return self._observe(lambda activity: activity.backoff_level, max)
 
     def _unavailable(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._now(lambda activity: int(activity.unavailable), max)
+        return self._observe(lambda activity: int(activity.unavailable), max)
 
-    def _now(self, read: Callable[[Activity], int], join: Callable[[int, int], int]) -> Iterable[Observation]:
+    def _observe(self, read: Callable[[Activity], int], join: Callable[[int, int], int]) -> Iterable[Observation]:
         """Observe the engines; those of one namespace are taken together."""
         values: dict[str, int] = {}
         for engine in self._living():

@@ -1,4 +1,4 @@
-"""A span for each attempt to deliver, linked to the spans that added its records; see ``opentelemetry``."""
+"""A span for each attempt to deliver, linked to the spans in which its records were added; see ``opentelemetry``."""
 
 from __future__ import annotations
 
@@ -6,34 +6,26 @@ import logging
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, TraceFlags, TracerProvider
 
 from aiodigest import Digest, __version__
-from aiodigest.models import Result
 from aiodigest.records.tracing import TracedAttempt, Tracing
 
 logger = logging.getLogger(__name__)
-
-Outcome: TypeAlias = Result | Literal["cancelled"]
 
 MOST_LINKS = 128
 ERRORS = ("failed", "timeout", "buried")
 
 
-def tracing(namespace: str, provider: TracerProvider | None) -> Tracing:
-    """Return an engine's spans, for a provider or for the process's own."""
-    return _Traces(trace.get_tracer("aiodigest", __version__, provider), namespace)
+class Spans(Tracing):
+    """The spans of an engine, for a provider or for the process's own."""
 
-
-class _Traces:
-    """See ``aiodigest.records.tracing``."""
-
-    def __init__(self, tracer: trace.Tracer, namespace: str) -> None:
-        self._tracer = tracer
+    def __init__(self, namespace: str, provider: TracerProvider | None) -> None:
+        self._tracer = trace.get_tracer("aiodigest", __version__, provider)
         self._namespace = namespace
 
     def context(self) -> bytes:
@@ -47,9 +39,9 @@ class _Traces:
         return span.trace_id.to_bytes(16) + span.span_id.to_bytes(8) + bytes([span.trace_flags & 0xFF])
 
     def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> TracedAttempt:
-        return _Attempt(digest, partial(self._begun, digest, contexts))
+        return _Attempt(digest, partial(self._begin, digest, contexts))
 
-    def _begun(self, digest: Digest[Any], added: Sequence[bytes]) -> Span:
+    def _begin(self, digest: Digest[Any], added: Sequence[bytes]) -> Span:
         links = [Link(span) for span in map(_unpacked, list(dict.fromkeys(added))[:MOST_LINKS]) if span.is_valid]
         return self._tracer.start_span(
             f"deliver {self._namespace}",
@@ -75,7 +67,7 @@ def _unpacked(context: bytes) -> SpanContext:
     return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(context[24]))
 
 
-class _Attempt:
+class _Attempt(TracedAttempt):
     """A span that is current for a while. If anything goes wrong with it, the delivery still goes on."""
 
     def __init__(self, digest: Digest[Any], begin: Callable[[], Span]) -> None:
@@ -88,29 +80,26 @@ class _Attempt:
         except Exception:
             logger.exception("a span of a delivery could not be begun", extra=self._facts)
 
-    def ended(self, result: Result, reason: str = "", error: BaseException | None = None) -> None:
-        self._end(result, reason, error)
-
     def left(self) -> None:
         if self._token is not None:
             contexts.detach(self._token)
-        self._end("cancelled")
+        self.ended("cancelled")
 
-    def _end(self, outcome: Outcome, reason: str = "", error: BaseException | None = None) -> None:
+    def ended(self, result: str, reason: str = "", error: BaseException | None = None) -> None:
         """Record the attempt's outcome and end its span, unless that is done."""
         span, self._span = self._span, None
         if span is None:
             return
         try:
             try:
-                _describe(span, outcome, reason, error)
+                _describe(span, result, reason, error)
             finally:
                 span.end()
         except Exception:
             logger.exception("a span of a delivery could not be ended", extra=self._facts)
 
 
-def _describe(span: Span, outcome: Outcome, reason: str, error: BaseException | None) -> None:
+def _describe(span: Span, outcome: str, reason: str, error: BaseException | None) -> None:
     span.set_attribute("aiodigest.outcome", outcome)
     if error is not None and outcome in ERRORS:
         kind = type(error)

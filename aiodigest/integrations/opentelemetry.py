@@ -55,7 +55,7 @@ def instrument(
     if engine._tracing is not None:
         raise ConfigurationError(f"engine {engine.namespace!r} is instrumented already")
     measure(engine, meter_provider=meter_provider)
-    engine._tracing = _spans.tracing(engine.namespace, tracer_provider)
+    engine._tracing = _spans.Spans(engine.namespace, tracer_provider)
 
 
 def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None = None) -> None:
@@ -65,4 +65,4 @@ def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None =
     """
     if engine._session is not None and not engine._session.is_over:
         raise ConfigurationError(f"engine {engine.namespace!r} is entered: it must be instrumented before")
-    _metrics.of(meter_provider).take(engine)
+    _metrics.of(meter_provider).add(engine)

@@ -1,4 +1,4 @@
-"""A single record as the bytes of a log entry, readable in Lua with ``struct.unpack('>Bi8Hc0', entry)``.
+"""A record as the bytes of a log entry, which Lua reads with ``struct.unpack('>Bi8Hc0', entry)``.
 
 An entry is a byte of version and flags (``UNSTAMPED``, ``TRACED``), the timestamp in microseconds, the length of
 the id, the id, a trace context if a flag says so, and the encoded value. The latest entry of an id wins.
@@ -33,22 +33,20 @@ class RawRecord(NamedTuple):
 
 def pack(record_id: bytes, timestamp_us: int | None, value: bytes, context: bytes = b"") -> bytes:
     """Pack a record as an entry; without a timestamp it gets the server's at arrival."""
-    flags = VERSION if timestamp_us is not None else VERSION | UNSTAMPED
-    if context:
-        return HEADER.pack(flags | TRACED, timestamp_us or 0, len(record_id)) + record_id + context + value
-    return HEADER.pack(flags, timestamp_us or 0, len(record_id)) + record_id + value
+    flags = VERSION | (UNSTAMPED if timestamp_us is None else 0) | (TRACED if context else 0)
+    return HEADER.pack(flags, timestamp_us or 0, len(record_id)) + record_id + context + value
 
 
 def stamp(entry: bytes, now_ms: int) -> bytes:
     """Return the entry with its time of arrival filled in, if it has no timestamp."""
-    flags, _, length = HEADER.unpack_from(entry)
+    flags, _, length = _unpack_header(entry)
     if not flags & UNSTAMPED:
         return entry
-    return HEADER.pack(flags ^ UNSTAMPED, now_ms * 1000, length) + entry[HEADER.size :]
+    return HEADER.pack(flags ^ UNSTAMPED, now_ms * 1000, length) + entry[HEADER_SIZE:]
 
 
 def unpack(entry: bytes) -> RawRecord:
-    """Take an entry apart; ``CodecError`` if another version of aiodigest, or another program, wrote it."""
+    """Take an entry apart. Raises ``CodecError`` if another version of aiodigest, or another program, wrote it."""
     if len(entry) >= HEADER_SIZE:
         flags, timestamp, length = _unpack_header(entry)
         end = HEADER_SIZE + length
@@ -62,7 +60,7 @@ def unpack(entry: bytes) -> RawRecord:
 
 
 def identity(entry: bytes) -> bytes:
-    """Return the id of an entry; an unreadable entry stands for itself, so that none hides another."""
+    """Return the id of an entry; an unreadable entry is its own id, so that none hides another."""
     try:
         return unpack(entry).id
     except CodecError:
@@ -89,7 +87,7 @@ def latest(entries: Sequence[bytes]) -> list[bytes]:
 
 
 def aged(entry: bytes, cut_ms: int) -> bool:
-    """True if a record is older than a cut-off (0: none)."""
+    """True if the record is older than the cut-off; 0 is none."""
     try:
         return cut_ms > 0 and unpack(entry).timestamp_us < cut_ms * 1000
     except CodecError:

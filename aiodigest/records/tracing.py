@@ -1,4 +1,4 @@
-"""The interface to a tracing library: it links a delivery to the adds of its records."""
+"""Interface to a tracing library, which links a delivery to the adds of its records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from aiodigest.models import Digest, Result
 
 
 class TracedAttempt(Protocol):
-    """The span of one attempt to deliver. None of its methods raises."""
+    """Span of one attempt to deliver. None of its methods raises."""
 
     def ended(self, result: Result, reason: str = "", error: BaseException | None = None) -> None:
-        """Record the outcome reported to observers, with ``error``, which the callback raised, and ``reason``, the text
-        kept of it. An attempt that was cut short reports nothing.
+        """Record the outcome that observers get, the callback's ``error``, and ``reason``, the text kept of it.
+
+        An attempt that was cut short has no outcome.
         """
         ...
 
@@ -23,10 +24,10 @@ class TracedAttempt(Protocol):
 
 
 class Tracing(Protocol):
-    """See ``aiodigest.integrations.opentelemetry``."""
+    """Spans of an engine; see ``aiodigest.integrations.opentelemetry``."""
 
     def context(self) -> bytes:
-        """Return the current span in 25 bytes (``wire.CONTEXT_SIZE``), for a record to carry; b"" if there is none."""
+        """Return the current span in ``entries.CONTEXT_SIZE`` bytes, for a record to carry; b"" if there is none."""
         ...
 
     def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> TracedAttempt:

@@ -136,7 +136,7 @@ class EmbeddedServer:
             delay = min(2 * delay, 5.0)
 
     async def _join(self) -> _Connection:
-        """Enter as soon as possible: while the previous last user leaves, that takes a moment."""
+        """Connect as soon as possible: while the previous last user leaves, that takes a moment."""
         _check_platform()
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
@@ -274,7 +274,7 @@ class EmbeddedServer:
 
     @property
     def _supervisor_socket(self) -> Path:
-        return self._sockets / "keeper.sock"
+        return self._sockets / "keeper.sock"  # the name by which processes of every version find each other
 
 
 class _Connection:
