@@ -31,7 +31,6 @@ from aiodigest import (
     ConfigurationError,
     Digest,
     DigestEngine,
-    Entry,
     InvalidArgument,
     LimitExceeded,
     PartialAdd,
@@ -195,19 +194,6 @@ async def test_a_timeline_that_nobody_delivers_is_told_once_it_is_overdue_for_to
         assert (await client.get("/livez")).status_code == 200
 
 
-async def test_a_server_that_does_not_answer_is_told_within_the_timeout(namespace: str) -> None:
-    with running_server() as server:
-        engine = DigestEngine(server.url, namespace=namespace, timeout=0.1)
-        async with engine, client_of(app_of(engine)) as client:
-            assert server.process is not None
-            server.process.send_signal(signal.SIGSTOP)
-            async with asyncio.timeout(DEADLINE):
-                ready = await client.get("/healthz")
-            assert ready.status_code == 503
-            assert ready.json()["engines"][namespace]["reason"]
-            assert (await client.get("/livez")).status_code == 200
-
-
 async def test_no_password_is_told(namespace: str) -> None:
     url = "redis://user:hunter2@127.0.0.1:1/0"
     async with DigestEngine(url, namespace=namespace) as engine, client_of(app_of(engine)) as client:
@@ -311,23 +297,6 @@ async def test_entries_that_found_no_server_are_answered_as_one_would_be(
     assert line.getMessage().startswith("POST /: ")
 
 
-@virtual_time
-async def test_add_many_that_finds_no_server_is_answered_503() -> None:
-    backend = WatchedBackend()
-    engine = engine_on(backend)
-    app = app_of(engine)
-    app.add_exception_handler(PartialAdd, answer_unavailable)
-
-    @app.put("/{key}")
-    async def add_many(key: str) -> None:
-        await engine.add_many([Entry(key, 1), Entry(key, 2)])
-
-    async with engine, client_of(app) as client:
-        backend.take_down("add")
-        answer = await client.put("/ann")
-    assert (answer.status_code, answer.json()["stored"]) == (503, "no")
-
-
 @pytest.mark.parametrize(
     "error", [KeyError("ann"), PartialAdd([BackendUnavailable("away"), LimitExceeded("too large")])]
 )
@@ -387,11 +356,20 @@ async def test_an_app_that_stops_waits_for_its_deliveries_for_the_drain_timeout(
 # Without FastAPI
 
 
-@pytest.mark.parametrize(("module", "missing"), [("fastapi", "fastapi"), ("starlette", "starlette.requests")])
-def test_without_the_extra_the_import_names_it(module: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("fastapi", "fastapi", "fastapi"),
+        ("starlette", "starlette.requests", "fastapi"),
+        ("opentelemetry", "opentelemetry.metrics", "otel"),
+    ],
+)
+def test_without_the_extra_the_import_names_it(
+    module: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}")
-    with pytest.raises(ConfigurationError, match=r"pip install 'aiodigest\[fastapi\]'"):
+    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}", raising=False)
+    with pytest.raises(ConfigurationError, match=rf"pip install 'aiodigest\[{extra}\]'"):
         importlib.import_module(f"aiodigest.integrations.{module}")
 
 

@@ -436,20 +436,6 @@ async def test_with_the_api_alone_an_engine_works_and_tells_nobody() -> None:
 
 
 @pytest.mark.processes
-def test_without_its_extra_the_module_says_what_to_install() -> None:
-    done = script("""
-        import sys
-        sys.modules["opentelemetry"] = None
-        from aiodigest import ConfigurationError
-        try:
-            import aiodigest.integrations.opentelemetry
-        except ConfigurationError as error:
-            print(error)
-    """)
-    assert (done.stdout, done.stderr) == ("OpenTelemetry is not installed: pip install 'aiodigest[otel]'\n", "")
-
-
-@pytest.mark.processes
 def test_an_engine_that_is_not_instrumented_has_nothing_to_do_with_it() -> None:
     done = script("""
         import sys
@@ -709,7 +695,7 @@ AWAY = "OSError: mail server away"
         (rewording, 2, "timeout", "ConnectionResetError", LATE),
     ],
 )
-async def test_a_span_says_what_observers_are_told_and_only_a_failure_is_an_error(
+async def test_a_span_says_what_observers_are_told_but_no_key_and_only_a_failure_is_an_error(
     reply: Any, attempts: int, outcome: str, kind: str | None, told: str | None, traced: Traced
 ) -> None:
     options = {"delivery_timeout": 0.05, "retry": RetryPolicy(max_attempts=attempts)}
@@ -717,6 +703,7 @@ async def test_a_span_says_what_observers_are_told_and_only_a_failure_is_an_erro
     facts = facts_of(span)
     assert facts["aiodigest.outcome"] == inbox.seen[0].result == outcome
     assert facts.get("error.type") == kind
+    assert KEY not in span.to_json()
     if told is None:
         assert span.status.status_code is StatusCode.UNSET
         assert not span.events
@@ -757,11 +744,6 @@ async def test_an_attempt_that_is_cut_short_is_no_error(traced: Traced) -> None:
     [span] = traced.spans()
     assert facts_of(span)["aiodigest.outcome"] == "cancelled"
     assert span.status.status_code is StatusCode.UNSET
-
-
-async def test_nothing_in_a_span_tells_the_key(traced: Traced) -> None:
-    span, _ = await deliver_one(traced, OSError("no"))
-    assert KEY not in span.to_json()
 
 
 @pytest.mark.parametrize("how", ["none", "not sampled", "invalid"])
