@@ -24,7 +24,7 @@ from aiodigest.backends.embedded import server as embedded
 from aiodigest.backends.embedded.server import EmbeddedServer
 
 USER = """
-import asyncio, os, sys, types
+import asyncio, os, sys, types{imports}
 from pathlib import Path
 
 # Without the rest of the package, whose import would take most of a test's time.
@@ -53,9 +53,9 @@ asyncio.run(main())
 class User:
     """Another process that uses the server of a folder: until its standard input ends, or it is killed."""
 
-    def __init__(self, folder: Path, then: str = "", before: str = "", **environment: str) -> None:
+    def __init__(self, folder: Path, then: str = "", before: str = "", imports: str = "", **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", USER.format(then=then or "pass", before=before), str(folder)],
+            [sys.executable, "-c", USER.format(then=then or "pass", before=before, imports=imports), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parents[2]), **environment},
@@ -184,8 +184,8 @@ def users_of(folder: Path) -> Generator[NewUser]:
     """What starts a user; at the end all of them are killed."""
     users: list[User] = []
 
-    def new_user(then: str = "", before: str = "", **environment: str) -> User:
-        users.append(User(folder, then, before, **environment))
+    def new_user(**settings: str) -> User:
+        users.append(User(folder, **settings))
         return users[-1]
 
     try:

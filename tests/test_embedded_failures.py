@@ -311,6 +311,12 @@ def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypat
     assert EmbeddedServer().folder.name == data_folder().name == "aiodigest"
 
 
+async def test_on_windows_the_error_says_to_give_a_url(folder: Path, new_user: NewUser) -> None:
+    lacks = "; import socket; unix = socket.AF_UNIX; del socket.AF_UNIX"
+    said = await new_user(imports=lacks, before="socket.AF_UNIX = unix; sys.platform = 'win32'").says()
+    assert said == "ConfigurationError embedded:// needs Linux or macOS: give the URL of a server"
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [

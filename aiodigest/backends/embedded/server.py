@@ -21,7 +21,7 @@ import threading
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from socket import AF_UNIX, SHUT_WR, SOCK_STREAM
+from socket import SHUT_WR
 from socket import socket as Socket
 from typing import NoReturn
 from urllib.parse import quote
@@ -193,7 +193,7 @@ class EmbeddedServer:
         """
         with _no_fork, ExitStack() as failed:
             try:
-                socket = failed.enter_context(Socket(AF_UNIX, SOCK_STREAM))
+                socket = failed.enter_context(_unix_socket())
                 _check_private(self._sockets)
                 socket.setblocking(False)
                 socket.connect(str(self._supervisor_socket))
@@ -215,7 +215,7 @@ class EmbeddedServer:
             with (
                 _no_fork,
                 open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
-                Socket(AF_UNIX, SOCK_STREAM) as listener,
+                _unix_socket() as listener,
             ):
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,7 +257,7 @@ class EmbeddedServer:
 
         If its supervisor is only about to leave, this asks for something already under way.
         """
-        with suppress(OSError), Socket(AF_UNIX, SOCK_STREAM) as connection:  # an OSError: it is no orphan, or gone
+        with suppress(OSError), _unix_socket() as connection:  # an OSError: it is no orphan, or gone
             connection.setblocking(False)
             connection.connect(str(self.socket))
             connection.send(b"SHUTDOWN NOSAVE\r\n")
@@ -349,6 +349,12 @@ def _after_fork_in_child() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_after_fork_in_child)
+
+
+def _unix_socket() -> Socket:
+    from socket import AF_UNIX  # not on Windows
+
+    return Socket(AF_UNIX)
 
 
 def _check_platform() -> None:
