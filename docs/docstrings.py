@@ -148,7 +148,7 @@ def _linked(text: str, links: dict[str, str]) -> str:
     parts = re.split(r"(^```.*?^```$|^#.*?$)", text, flags=re.DOTALL | re.MULTILINE)
     for index in range(0, len(parts), 2):
         plain = re.sub(r"``([^`]+)``", r"`\1`", parts[index])
-        parts[index] = re.sub(r"`(\w+)`|`[^`]+`|\b([A-Z]\w+[A-Z]\w+)\b", link, plain)
+        parts[index] = re.sub(r"`(\w+)`|`[^`]+`|\b(?=\w*[a-z])([A-Z]\w+[A-Z]\w+)\b", link, plain)
     return "".join(parts)
 
 

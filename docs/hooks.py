@@ -12,8 +12,8 @@ logger = logging.getLogger("properdocs.hooks")
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")
-COLOURS = (("friendly", ""), ("native", "@media (prefers-color-scheme: dark)"))  # of code, by style of Pygments
+LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")
+COLOURS = (("friendly", ""), ("github-dark", "@media (prefers-color-scheme: dark)"))  # of code, by style of Pygments
 
 
 class File(Protocol):
@@ -49,7 +49,7 @@ def relinked(markdown: str, source: str, page: str) -> str:
         place = place_of(file)
         return text if place is None else f"[{text}]({relpath(place, PurePosixPath(page).parent)}{anchor})"
 
-    return LINK.sub(link, markdown).replace("](docs/", "](")
+    return LINK.sub(link, markdown)
 
 
 def linked_files() -> set[str]:

@@ -6,7 +6,7 @@ How a block is run depends on its language:
   defines an app or an engine is thereby imported.
 * ``sh``: commands of ``make`` and ``pip install`` are looked up (the target, the extras exist); all others are run.
 * ``yaml``, ``toml``, ``json`` and ``ini`` (units of systemd too): parsed.
-* none: drawings and listings, which nobody can run.
+* none: drawings and listings, which nobody can run. ``py``: signatures in the reference, made from the code.
 * ``console``: what commands show, in pages alone that a test of their own follows from top to bottom.
 """
 
@@ -107,7 +107,7 @@ def data() -> Iterator[Path]:
 
 
 def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
-    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in {"python", "sh", "", *PARSERS}]
+    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in {"python", "sh", "py", "", *PARSERS}]
     assert not unknown
     assert {block.document.name for block in BLOCKS} >= {"README.md", "CONTRIBUTING.md", "design.md"}
 
@@ -124,6 +124,15 @@ def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     script.write_text(block.text)
     done = run(sys.executable, script, data=data)
     assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda path: path.name)
+def test_the_quickstart_prints_what_the_page_says(document: Path, data: Path) -> None:
+    blocks = list(blocks_of(document))
+    script = next(index for index, block in enumerate(blocks) if block.language == "python")
+    done = run(sys.executable, "-c", blocks[script].text, data=data)
+    assert (blocks[script + 1].language, done.stdout) == ("", blocks[script + 1].text)
 
 
 @pytest.mark.docs

@@ -244,7 +244,7 @@ def test_every_error_that_a_function_raises_is_named() -> None:
 
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:
     pages = {page.name: page.read_text() for page in REFERENCE.glob("*.md")}
-    told = [name for text in pages.values() for name in re.findall(r"^::: (\S+)", text, re.MULTILINE)]
+    told = [name for text in pages.values() for name in re.findall(r"^<!-- docstring: (\S+)", text, re.MULTILINE)]
     assert sorted(told) == sorted(public_names())
 
 
@@ -261,23 +261,27 @@ def test_the_command_line_page_tells_of_every_exit_code() -> None:
     assert [int(code) for code in told] == sorted(codes | {0})
 
 
-def test_the_command_line_page_shows_the_help_of_every_command(hooks: ModuleType) -> None:
-    told: dict[str, str] = dict(hooks.commands())
+def test_the_help_of_every_command_is_shown_and_is_no_wider_than_a_page(docstrings: ModuleType) -> None:
+    told: dict[str, str] = dict(docstrings.commands())
     assert {"aiodigest", "aiodigest run", "aiodigest pipe", "aiodigest dead replay"} <= told.keys()
     for name, text in told.items():
         assert f"Usage: {name}" in text
-        assert max(map(len, text.splitlines())) <= hooks.WIDTH
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/command-line.md"))
-    shown = hooks.on_page_markdown((REFERENCE / "command-line.md").read_text(), page, None, None)
-    assert all(text in shown for text in told.values())
+        assert max(map(len, text.splitlines())) <= docstrings.WIDTH
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in REFERENCE.glob("*.md")))
-def test_a_page_that_the_site_fills_says_so_where_it_is_read_as_it_stands(hooks: ModuleType, name: str) -> None:
-    text = (REFERENCE / name).read_text()
-    assert ("make docs" in text) == bool(re.search("^:::|^<!-- commands -->", text, re.MULTILINE))
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=f"reference/{name}"))
-    assert "make docs" not in hooks.on_page_markdown(text, page, None, None)
+@pytest.mark.docs
+def test_the_pages_say_what_docstrings_and_help_say(docstrings: ModuleType) -> None:
+    stale = [page.name for page, text in docstrings.pages().items() if page.read_text() != text]
+    assert not stale, f"{', '.join(stale)}: make reference renews them"
+
+
+def test_what_a_docstring_says_becomes_a_section_with_links(docstrings: ModuleType) -> None:
+    policy = (REFERENCE / "policy.md").read_text()
+    assert policy.count("\n## Policy\n") == 1
+    assert "aiodigest.Policy(\n    initial_delay: float | timedelta = 0.0,\n" in policy
+    assert "\n* [`InvalidArgument`](errors.md#invalidargument): If a duration is negative" in policy
+    for page in REFERENCE.glob("*.md"):
+        assert not re.search(r"lambda|cool_ms|\bself\b|``\w", page.read_text().replace("```", "")), page.name
 
 
 @pytest.mark.parametrize(
@@ -285,12 +289,14 @@ def test_a_page_that_the_site_fills_says_so_where_it_is_read_as_it_stands(hooks:
     [
         ("[a](design.md#words)", "[a](../design.md#words)"),
         ("[a](../README.md#the-engine)", "[a](../overview.md#the-engine)"),
-        ("[a](../examples/service.py)", "a"),
+        ("![a](demo.svg)", "![a](../demo.svg)"),
+        ("[a](../examples/service.py)", "[a](../files/examples/service.py.md)"),
+        ("[a](../examples)", "a"),
         ("[a](https://example.org/b)", "[a](https://example.org/b)"),
         ("[a](../no_such_file.py)", "[a](../no_such_file.py)"),
     ],
 )
-def test_a_link_out_of_the_documents_leads_to_a_page_or_is_text(hooks: ModuleType, written: str, shown: str) -> None:
+def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(hooks: ModuleType, written: str, shown: str) -> None:
     assert hooks.relinked(written, "docs/x.md", "howto/x.md") == shown
 
 
@@ -311,10 +317,27 @@ def test_a_page_that_needs_a_part_from_elsewhere_is_warned_of(
     assert bool(caplog.records) == warned
 
 
+def test_each_file_that_a_page_links_to_has_a_page_of_the_site(hooks: ModuleType) -> None:
+    files = hooks.linked_files()
+    assert {"examples/service.py", "examples/fastapi_app.py"} <= files
+    assert not [file for file in files if file.endswith(".svg") or not (ROOT / file).is_file()]
+
+
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
     """What the site's frame adds to the pages."""
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    return loaded("hooks")
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> ModuleType:
+    """What writes the reference."""
+    return loaded("docstrings")
+
+
+def loaded(name: str) -> ModuleType:
+    """A module of the folder of documents, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
