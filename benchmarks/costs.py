@@ -61,7 +61,7 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
     )
     for state, bound in (("ready", 0.3), ("waiting", 0.4)):
         beside, old = "the layout of 2017", took[f"old_{state}"]
-        yield Row(f"server time an add, coalesced, {state} timelines", beside, "us", took[state], old, bound)
+        yield Row(f"server time an add, batched, {state} timelines", beside, "us", took[state], old, bound)
         yield Row(f"server time an add, a call each, {state} timelines", beside, "us", took[f"alone_{state}"], old)
 
 
