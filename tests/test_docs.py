@@ -107,7 +107,9 @@ def data() -> Iterator[Path]:
 
 
 def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
-    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in {"python", "sh", "py", "", *PARSERS}]
+    unknown = [
+        f"{block}: {block.language}" for block in BLOCKS if block.language not in {"python", "sh", "py", "", *PARSERS}
+    ]
     assert not unknown
     assert {block.document.name for block in BLOCKS} >= {"README.md", "CONTRIBUTING.md", "design.md"}
 

@@ -296,7 +296,9 @@ def test_what_a_docstring_says_becomes_a_section_with_links(docstrings: ModuleTy
         ("[a](../no_such_file.py)", "[a](../no_such_file.py)"),
     ],
 )
-def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(hooks: ModuleType, written: str, shown: str) -> None:
+def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(
+    hooks: ModuleType, written: str, shown: str
+) -> None:
     assert hooks.relinked(written, "docs/x.md", "howto/x.md") == shown
 
 
