@@ -7,6 +7,10 @@ for (const block of document.querySelectorAll(".highlight")) {
   button.addEventListener("click", async () => {
     const text = block.querySelector("pre").innerText;
     const commands = text.split("\n").filter((line) => line.startsWith("$ ")).map((line) => line.slice(2));
+    if (!navigator.clipboard) {  // a page that came without TLS from another machine: the reader presses Ctrl-C
+      getSelection().selectAllChildren(block.querySelector("pre"));
+      return;
+    }
     await navigator.clipboard.writeText(commands.length ? commands.join("\n") : text);
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 2000);

@@ -1,4 +1,4 @@
-"""What the pages of the documents hold: fenced blocks, the prose around them, and what commands are said to show.
+"""The contents of the pages: fenced blocks, the prose around them, and the output that commands are said to have.
 
 A ``console`` block is a transcript: ``$ `` begins a command, and what it shows is below. There ``...`` stands for
 anything in a line, and alone in a line for any number of lines.
@@ -32,12 +32,12 @@ class Block:
 
 
 def title(document: Path) -> str:
-    """A document's name, below ``docs`` with its folder."""
+    """Return a document's name, below ``docs`` with its folder."""
     return document.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
 def blocks_of(document: Path) -> Iterator[Block]:
-    """The fenced code blocks of a document."""
+    """Yield the fenced code blocks of a document."""
     begin, opened, lines = 0, ("", ""), list[str]()
     for number, line in enumerate(document.read_text().splitlines(), 1):
         fence = FENCE.match(line)
@@ -53,7 +53,7 @@ def blocks_of(document: Path) -> Iterator[Block]:
 
 
 def prose_of(document: Path) -> str:
-    """A document without its blocks."""
+    """Return a document without its blocks."""
     lines = document.read_text().splitlines(keepends=True)
     for block in reversed(list(blocks_of(document))):
         del lines[block.line - 1 : block.line + block.text.count("\n") + 1]
@@ -61,7 +61,7 @@ def prose_of(document: Path) -> str:
 
 
 def commands_of(transcript: str) -> Iterator[tuple[str, str]]:
-    """The commands of a ``console`` block, each with what it is said to show."""
+    """Yield the commands of a ``console`` block, each with the output that the page gives it."""
     before, *commands = re.split(r"^\$ ", transcript, flags=re.MULTILINE)
     assert not before, f"no command shows {before!r}"
     for told in commands:
@@ -70,7 +70,7 @@ def commands_of(transcript: str) -> Iterator[tuple[str, str]]:
 
 
 def matches(shown: str, written: str) -> bool:
-    """Whether a program has shown what a page says, however wide its columns are; empty lines do not count."""
+    """True if a program printed what a page says, however wide its columns are; empty lines do not count."""
     parts = [r"(?:.*\n)*" if line == "..." else rf"{_pattern(line)}\n" for line in _lines(written)]
     return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in _lines(shown))) is not None
 

@@ -54,12 +54,12 @@ def test_every_command_of_the_page_shows_what_it_says(
 
 
 def fields_of(command: str) -> list[str]:
-    """The fields that the page's table gives the objects of a command."""
+    """Return the fields that the page's table gives the objects of a command."""
     return re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", FIELDS[command]))
 
 
 async def fill(url: str, namespace: str) -> list[str]:
-    """One timeline that waits, and two dead letters: their ids."""
+    """Make one timeline that waits, and two dead letters; return their ids."""
 
     async def refuse(digest: Digest) -> None:
         raise Reject("no")

@@ -1,4 +1,4 @@
-"""What is written is true: every code block of the documents runs, every link leads somewhere.
+"""The pages are true: every code block runs, every link leads somewhere, every table matches the code.
 
 How a block is run depends on its language:
 
@@ -69,7 +69,7 @@ def each_of(blocks: list[Block]) -> pytest.MarkDecorator:
 
 
 def commands_of(block: Block) -> Iterator[str]:
-    """The commands of a shell block, one whole pipeline each, without comments."""
+    """Yield the commands of a shell block, one whole pipeline each, without comments."""
     command = ""
     for line in block.text.splitlines():
         command += line.rstrip("\\") if line.endswith("\\") else line + "\n"
@@ -202,13 +202,13 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 
 def links_of(document: Path) -> list[tuple[str, str]]:
-    """The links to files of the repository: path and anchor."""
+    """Return the links to files of the repository: path and anchor."""
     plain = re.sub(r"`[^`\n]+`", "", prose_of(document))
     return re.findall(r"\]\((?!\w+:)([^()\s#]*)(?:#([^()\s]*))?\)", plain)
 
 
 def anchors_of(document: Path) -> set[str]:
-    """Those of a document's headings."""
+    """Return the anchors of a document's headings."""
     headings = re.findall(r"^#+ +(.+?) *$", prose_of(document), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -251,7 +251,7 @@ def test_the_readme_names_every_command() -> None:
 
 
 def between(begin: str, end: str) -> str:
-    """A part of the README."""
+    """Return a part of the README."""
     _, found, rest = (ROOT / "README.md").read_text().partition(begin)
     assert found
     return rest.partition(end)[0]
@@ -262,7 +262,7 @@ def table_rows(document: Path) -> list[tuple[str, str]]:
 
 
 def in_words(field: Field[Any]) -> str:
-    """The default of a field, as the table says it."""
+    """Return the default of a field, as the table words it."""
     match field.default:
         case None:
             return "none"

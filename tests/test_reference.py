@@ -32,7 +32,7 @@ INHERITED = {"InvalidArgument", "ConfigurationError", "BackendUnavailable"}  # b
 
 @dataclass(frozen=True)
 class Public:
-    """Something that users may use, its own docstring, and the class that it is a method of."""
+    """A public name, its own docstring, and the class that it is a method of."""
 
     path: str
     value: Any
@@ -44,7 +44,7 @@ class Public:
 
     @property
     def parameters(self) -> list[inspect.Parameter]:
-        """Those that a caller may give by name or place."""
+        """Return those that a caller may give by name or position."""
         try:
             found = inspect.signature(self.value).parameters.values()
         except (TypeError, ValueError):
@@ -54,54 +54,54 @@ class Public:
 
     @property
     def around(self) -> str:
-        """The docstring of its class."""
+        """Return the docstring of its class."""
         return inspect.cleandoc(doc_of(self.owner) or "") if self.owner else ""
 
     @property
     def explained(self) -> set[str]:
-        """The parameters of which its own docstring tells, or for all methods at once that of its class."""
+        """Return the parameters that its own docstring explains, or its class's for all methods at once."""
         shared = re.search(r"In its methods ([^.]*)\.", self.around)
         return {*entries_of(self.doc), *QUOTED.findall(self.doc), *QUOTED.findall(shared[1] if shared else "")}
 
     @property
     def inherited(self) -> set[str]:
-        """The errors that the docstring of its class says for all that is awaited."""
+        """Return the errors that the docstring of its class names for everything awaited."""
         shared = re.search(r"What is awaited may raise ([^;]*);", self.around)
         return set(re.findall(r"\b[A-Z]\w+", shared[1])) if shared else set()
 
     @property
     def refers(self) -> bool:
-        """Whether it names the method whose docstring explains its arguments."""
+        """True if it names the method whose docstring explains its arguments."""
         return re.search(r"^``[\w.]+``, with the same arguments|arguments are those of ``\w+``", self.doc) is not None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it is a coroutine or an asynchronous iterator or context manager."""
+        """True for a coroutine, and for an asynchronous iterator or context manager."""
         inner = inspect.unwrap(self.value) if isinstance(self.value, FunctionType) else None
         return inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)
 
     @property
     def raised(self) -> set[str]:
-        """The public errors that it makes and raises, as far as its source tells."""
+        """Return the public errors that it raises itself, as far as its source shows."""
         found = raised_by(self.value, self.owner) if isinstance(self.value, FunctionType) else set[str]()
         return found & set(aiodigest.__all__) - {"LeaseLost"}  # which the store tells workers alone
 
 
 def public_names() -> list[str]:
-    """All of them, with the module from which users import them."""
+    """Return all of them, with the module from which users import them."""
     offered = [f"{name}.{each}" for name in MODULES for each in offer(importlib.import_module(name))]
     return [*(f"aiodigest.{name}" for name in aiodigest.__all__), *offered]
 
 
 def offer(module: ModuleType) -> list[str]:
-    """What a module is imported for: what it says, or else its own functions and classes without an underscore."""
+    """Return a module's ``__all__``, or else its own functions and classes without an underscore."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     said: list[str] | None = getattr(module, "__all__", None)
     return said if said is not None else [name for name in own if re.match(r"[A-Za-z]\w", name)]
 
 
 def everything() -> Iterator[Public]:
-    """The public names, and what public classes offer."""
+    """Yield the public names, and the members of public classes."""
     for path in public_names():
         module, _, name = path.rpartition(".")
         value = getattr(importlib.import_module(module), name)
@@ -118,13 +118,13 @@ def callable_by_users(value: object) -> bool:
 
 
 def doc_of(value: Any) -> str | None:
-    """Its own docstring, not an inherited one, nor the one that ``dataclass`` makes up."""
+    """Return its own docstring, not an inherited one, nor the one that ``dataclass`` makes up."""
     doc: str | None = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     return None if doc is not None and doc.startswith(f"{value.__name__}(") else doc
 
 
 def method(owner: type, name: str) -> Any:
-    """The function behind a method or property that aiodigest defines; None for fields and what is Python's."""
+    """Return the function behind a method or property of aiodigest; None for fields and for Python's own."""
     found = inspect.getattr_static(owner, name, None)
     if isinstance(found, property):
         found = found.fget
@@ -134,7 +134,7 @@ def method(owner: type, name: str) -> Any:
 
 
 def raised_by(function: FunctionType, owner: type | None) -> set[str]:
-    """The names of the errors that a function makes and raises, or a method of its own or the store's that it calls."""
+    """Return the errors that a function raises, or a method that it calls of its own class or of the store."""
     raises, seen, left = set[str](), set[tuple[type, str]](), [(function, owner)]
     while left:
         one, mine = left.pop()
@@ -153,7 +153,7 @@ def raised_by(function: FunctionType, owner: type | None) -> set[str]:
 
 
 def alias_doc(name: str) -> str:
-    """The string below the assignment of an alias, which Python does not keep."""
+    """Return the string below the assignment of an alias, which Python does not keep."""
     for path in (ROOT / "aiodigest").rglob("*.py"):
         for assignment, below in pairwise(ast.parse(path.read_text()).body):
             match assignment, below:
@@ -168,7 +168,7 @@ def alias_doc(name: str) -> str:
 
 
 def is_in_seconds(doc: str, name: str) -> bool:
-    """Whether the entry of a parameter says so, or the rest of a sentence that names it."""
+    """True if the entry of a parameter says so, or the rest of a sentence that names it."""
     entry = entries_of(doc).get(name)
     return "seconds" in entry if entry is not None else re.search(rf"\b{name}\b[^.]*\bseconds\b", doc) is not None
 
@@ -181,7 +181,7 @@ EVERYTHING = list(everything())
 
 
 def entries_of(doc: str) -> dict[str, str]:
-    """What a docstring says of each parameter or attribute that it lists: type, default and meaning."""
+    """Return the entry of each parameter or attribute that a docstring lists: type, default and meaning."""
     entries: dict[str, str] = {}
     for lines in re.findall(r"^(?:Parameters|Attributes)\n-+\n(.*?)(?:\n\n|\Z)", doc, re.DOTALL | re.MULTILINE):
         for names, told in re.findall(r"^(\S.*?) : (.*(?:\n +.*)*)", lines, re.MULTILINE):
@@ -189,7 +189,7 @@ def entries_of(doc: str) -> dict[str, str]:
     return entries
 
 
-# What docstrings say
+# Docstrings
 
 
 def test_every_public_name_is_explained() -> None:
@@ -239,7 +239,7 @@ def test_every_error_that_a_function_raises_is_named() -> None:
     assert not {path: names for path, names in unsaid.items() if names}
 
 
-# What the pages hold
+# Pages
 
 
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:
@@ -327,18 +327,18 @@ def test_each_file_that_a_page_links_to_has_a_page_of_the_site(hooks: ModuleType
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    """What the site's frame adds to the pages."""
+    """Load docs/hooks.py, which adds pages to the site."""
     return loaded("hooks")
 
 
 @pytest.fixture(scope="module")
 def docstrings() -> ModuleType:
-    """What writes the reference."""
+    """Load docs/docstrings.py, which writes the reference."""
     return loaded("docstrings")
 
 
 def loaded(name: str) -> ModuleType:
-    """A module of the folder of documents, which is no package."""
+    """Load a module of the folder docs, which is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The tutorial, followed as a reader does: its code, its commands, and what it says they print.
+"""The tutorial, followed as a reader does: its code, its commands, and the output it gives them.
 
 Everything is taken from the page itself, one block after another; nothing on it is left out. Only the ports are free
 ones, the delays of the first version of the app are shorter, and nothing is installed.
@@ -37,19 +37,19 @@ class Page:
         self._blocks = [(block.language, settle(block.text)) for block in blocks_of(PAGE)]
 
     def code(self) -> str:
-        """The next block, which is Python."""
+        """Take the next block, which is Python."""
         return self._next("python")
 
     def listing(self) -> str:
-        """The next block, which is what a program shows."""
+        """Take the next block, which is the output of a program."""
         return self._next("")
 
     def commands(self) -> list[tuple[str, str]]:
-        """The next block, which is commands: each with what it shows."""
+        """Take the next block, which is commands, each with its output."""
         return list(commands_of(self._next("console")))
 
     def command(self) -> tuple[str, str]:
-        """The next block, which is a single command."""
+        """Take the next block, which is a single command."""
         [command] = self.commands()
         return command
 
@@ -96,7 +96,7 @@ class Terminal:
 
 
 class Reader:
-    """Somebody with terminals in one folder."""
+    """A reader with terminals in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,7 +106,7 @@ class Reader:
 
     @asynccontextmanager
     async def starts(self, command: tuple[str, str]) -> AsyncGenerator[Terminal]:
-        """A terminal with a command that goes on; interrupted, at the latest, at the end."""
+        """Open a terminal with a command that keeps running; it is interrupted at the end, at the latest."""
         process = await self._run(command[0])
         try:
             yield await Terminal(process).shows(command[1])
@@ -142,7 +142,7 @@ class Reader:
 
 
 async def ended(process: asyncio.subprocess.Process) -> str:
-    """What a process still tells until it has ended; killed if that takes too long."""
+    """Return what a process still prints until it has ended; kill it if that takes too long."""
     try:
         async with asyncio.timeout(DEADLINE):
             told, _ = await process.communicate()
@@ -160,7 +160,7 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    """The tutorial, with ports that are free and a server that is there."""
+    """Return the tutorial, with free ports and the URL of a real server."""
     web, smtp = str(free_port()), str(free_port())
 
     def settled(text: str) -> str:
@@ -230,7 +230,7 @@ def check_installing(page: Page) -> None:
 
 
 def check_installed(command: str) -> None:
-    """What a reader is told to install is here, with the extras that there are."""
+    """Check that what a reader is told to install is here, and that the extras exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for requirement in shlex.split(command.removeprefix("pip install ")):
         name, _, chosen = requirement.rstrip("]").partition("[")
