@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from zlib import crc32
 
-from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost
+from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.records.entries import aged, latest
 
 T = TypeVar("T")
 
-LETTER_TTL_MS = 30 * 86_400_000
-LETTER_LIMIT = 10_000
+DEAD_LETTER_TTL_MS = 30 * 86_400_000
+DEAD_LETTER_LIMIT = 10_000
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 MAX_SHARDS = 1024
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
@@ -66,20 +67,20 @@ class Lease:
 class Claims:
     """The answer to a claim: leases, how long to sleep, and problems met on the way.
 
-    ``wait_ms`` is the time until something is due (0: there is more now; None: nothing is held). ``broken`` names
-    timelines whose keys could not be read, set aside for one lease. ``expired`` pairs a key with the number of its
-    records that outlived their ttl.
+    ``wake_up`` is the last entry of the shard's wake-up stream, for ``Backend.wait``. ``wait_ms`` is the time until
+    something is due (0: there is more now; None: nothing is held). ``broken`` names timelines whose keys could not be
+    read, set aside for one lease. ``expired`` pairs a key with the number of its records that outlived their ttl.
     """
 
     leases: Sequence[Lease] = ()
-    bell: str = "0-0"
+    wake_up: str = "0-0"
     wait_ms: int | None = None
     now_ms: int = 0
     broken: Sequence[tuple[str, str]] = ()
     expired: Sequence[tuple[str, int]] = ()
 
 
-class Letter(NamedTuple):
+class NewDeadLetter(NamedTuple):
     """Records to set aside as a dead letter: the ones with these ids, or the whole part (None)."""
 
     reason: str
@@ -87,7 +88,7 @@ class Letter(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A delivery that ended for good: of the first ``taken`` entries, those in no letter were delivered.
+    """A delivery that ended for good: of the first ``taken`` entries, those in no dead letter were delivered.
 
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down.
     """
@@ -100,7 +101,7 @@ class Close(NamedTuple):
     lease_ms: int
     aged: int = 0
     counts: bool = True
-    letters: Sequence[Letter] = ()
+    dead_letters: Sequence[NewDeadLetter] = ()
 
 
 class Closed(NamedTuple):
@@ -143,8 +144,8 @@ class Move(NamedTuple):
     iteration: int = 0
 
 
-class Window(NamedTuple):
-    """A timeline as the store sees it; see ``models.Timeline``."""
+class StoredTimeline(NamedTuple):
+    """A timeline as stored; see ``models.Timeline``."""
 
     key: str
     state: State
@@ -175,7 +176,7 @@ class Page(NamedTuple, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class RawLetter:
+class StoredDeadLetter:
     """A dead letter as stored."""
 
     id: str
@@ -187,39 +188,133 @@ class RawLetter:
     entries: Sequence[bytes] = field(default=(), repr=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardMap:
+    """The shards of a store, as far as this process knows; replaced whole when their layout changes.
+
+    Numbers stay: when a layout with another number of shards takes over, its shards are numbered after the old ones.
+    """
+
+    count: int  # of the numbers given so far
+    current: range  # the shards that take adds
+    draining: range = range(0)  # those that take no adds, and may still hold something
+
+    @property
+    def adding(self) -> int:
+        """The number of shards that take adds."""
+        return len(self.current)
+
+    @property
+    def live(self) -> list[int]:
+        """The shards that take adds, or may still hold something; the older ones first."""
+        return sorted((*self.draining, *self.current))
+
+    def is_live(self, shard: int) -> bool:
+        """True if a shard takes adds, or may still hold something."""
+        return shard in self.current or shard in self.draining
+
+    def number_of(self, shard: int) -> int | None:
+        """Return a shard's number in the layout that takes adds; None if it takes none."""
+        return shard - self.current.start if shard in self.current else None
+
+    def shard_of(self, key: str) -> int:
+        """Return the shard that takes a timeline's records."""
+        return self.current[crc32(key.encode()) % len(self.current)]
+
+    def shards_of(self, key: str) -> list[int]:
+        """Return the shards that may hold a timeline, the one that takes its records first."""
+        return [shards[crc32(key.encode()) % len(shards)] for shards in (self.current, self.draining) if shards]
+
+
+class Operations(Protocol):
+    """The part of a store that only operators need. Every method may raise ``BackendUnavailable``."""
+
+    async def look(self, key: str) -> StoredTimeline | None:
+        """Return a timeline, or None if it holds no records (its iteration is 0 then)."""
+        ...
+
+    async def look_all(self, key: str) -> list[StoredTimeline]:
+        """Return a timeline, earliest due first: one for each shard that holds records of it, while resharding."""
+        timeline = await self.look(key)
+        return [] if timeline is None else [timeline]
+
+    async def entries(self, key: str) -> list[bytes]:
+        """Return all entries of a timeline: first those under delivery, then those that came since."""
+        ...
+
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
+        """Return up to ``count`` timelines of a state, the earliest due first.
+
+        ``after`` is the end of the previous page. A timeline that keeps its place comes once, even if others leave
+        meanwhile. A timeline placed later than everything there at the first page does not come.
+        """
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """Return set sizes and counters, summed over the shards, under the names of ``models.Stats``.
+
+        ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) describe the earliest due
+        timeline that waits or is ready.
+        """
+        ...
+
+    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        """Return ids of up to ``count`` dead letters, the oldest first, paged as timelines are."""
+        ...
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        """Return a dead letter, or None if there is none, or none in that shard."""
+        ...
+
+    async def examine(self) -> list[Finding]:
+        """Check the servers, and the namespace's contents there; changes nothing."""
+        return []
+
+    async def erase(self) -> int:
+        """Drop the namespace with all its contents; return the number of keys dropped."""
+        ...
+
+    async def try_erase(self) -> None:
+        """Raise ``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
+
+    async def reshard(self, shards: int) -> bool:
+        """Let ``shards`` shards take the adds; False if they already do, and nothing is left to drain."""
+        ...
+
+    async def drain(self) -> dict[str, int]:
+        """Bring the end of the old shards nearer; return what they hold, by state. An empty answer: they are gone."""
+        return {}
+
+
 class Backend(Protocol):
     """A store of timelines. Each transition happens whole or not at all.
 
     Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless. A method that
-    takes a shard may raise ``Retired``.
+    takes a shard may raise ``Retired``, except ``add``.
     """
 
     @property
-    def shards(self) -> int:
-        """The number of schedules, known once connected. It may grow later, but never shrinks."""
+    def url(self) -> str:
+        """The URL of the store, without its password."""
         ...
 
-    def lives(self, shard: int) -> bool:
-        """True if a shard takes adds, or may still hold something."""
-        return True
-
     @property
-    def changes(self) -> int:
-        """A number that changes whenever the shards do."""
-        return self.shards
-
-    @property
-    def takers(self) -> int:
-        """The number of shards that take adds."""
-        return self.shards
-
-    def number_of(self, shard: int) -> int | None:
-        """Return a shard's number in the namespace's layout; None: that has changed, and the shard is being drained."""
-        return shard
-
-    def shard_of(self, key: str) -> int:
-        """Return the shard that takes a timeline's records."""
+    def shard_map(self) -> ShardMap:
+        """The shards that are known now; ConfigurationError before they are, which is once connected."""
         ...
+
+    @property
+    def operations(self) -> Operations:
+        """The calls that operators need."""
+        ...
+
+    def clone(self) -> Self:
+        """Return a backend of the same store that is not connected, for another event loop or process."""
+        ...
+
+    def why_down(self) -> str | None:
+        """Explain why the store's own server is down, if it has one; None if it is up, or nothing is known of it."""
+        return None
 
     async def connect(self) -> None:
         """Look up the layout; ``ConfigurationError`` if it does not fit the engine."""
@@ -230,11 +325,14 @@ class Backend(Protocol):
         ...
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        """Append records; True for the add that made its timeline ready."""
+        """Append records; True for the add that made its timeline ready.
+
+        If the shard no longer takes adds, they go to those that do.
+        """
         ...
 
-    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-        """Recover ended leases, promote due timelines, and open up to ``slots`` digests, oldest due first."""
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+        """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first."""
         ...
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
@@ -257,8 +355,8 @@ class Backend(Protocol):
         """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
         ...
 
-    async def wait(self, shard: int, bell: str) -> str:
-        """Wait until the shard's doorbell has rung since ``bell``, or for a while; return its last ring."""
+    async def wait(self, shard: int, last: str) -> str:
+        """Wait for an entry of the shard's wake-up stream after ``last``, or for a while; return the last one."""
         ...
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
@@ -281,7 +379,7 @@ class Backend(Protocol):
         digest comes back with the same id. Records over ``max_size`` stay ready, and records left out by ``max_age``
         are counted.
         """
-        shard, limits = self.shard_of(key), policy.terms.limits
+        shard, limits = self.shard_map.shard_of(key), policy.terms.limits
         lease = await self.open(shard, key, lease_ms, limits)
         if lease is None:
             raise InvalidState(f"timeline {key!r} is not ready")
@@ -323,64 +421,6 @@ class Backend(Protocol):
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         """Move the due time of a waiting timeline; return the new one, or None if none waits at this ``iteration``."""
-        ...
-
-    async def look(self, key: str) -> Window | None:
-        """Return a timeline, or None if it holds no records (its iteration is 0 then)."""
-        ...
-
-    async def windows(self, key: str) -> list[Window]:
-        """Return a timeline, earliest due first: one for each shard that holds records of it, while resharding."""
-        window = await self.look(key)
-        return [] if window is None else [window]
-
-    async def entries(self, key: str) -> list[bytes]:
-        """Return all entries of a timeline: first those under delivery, then those that came since."""
-        ...
-
-    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
-        """Return up to ``count`` timelines of a state, the earliest due first.
-
-        ``after`` is the end of the previous page. A timeline that keeps its place comes once, even if others leave
-        meanwhile. A timeline placed later than everything there at the first page does not come.
-        """
-        ...
-
-    async def counts(self) -> dict[str, int]:
-        """Return set sizes and counters, summed over the shards, under the names of ``models.Stats``.
-
-        ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) describe the earliest due
-        timeline that waits or is ready.
-        """
-        ...
-
-    async def reshard(self, shards: int) -> bool:
-        """Let ``shards`` shards take the adds; False if they already do, and nothing is left to drain."""
-        if shards != self.shards:
-            raise ConfigurationError(f"this store keeps its number of shards, {self.shards}")
-        return False
-
-    async def drain(self) -> dict[str, int]:
-        """Bring the end of the old shards nearer; return what they hold, by state. An empty answer: they are gone."""
-        return {}
-
-    async def examine(self) -> list[Finding]:
-        """Check the servers, and the namespace's contents there; changes nothing."""
-        return []
-
-    async def erase(self) -> int:
-        """Drop the namespace with all its contents; return the number of keys dropped."""
-        ...
-
-    async def try_erase(self) -> None:
-        """Raise ``ConfigurationError`` if ``erase`` may not look for keys; drops nothing."""
-
-    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        """Return ids of up to ``count`` dead letters, the oldest first, paged as timelines are."""
-        ...
-
-    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
-        """Return a dead letter, or None if there is none, or none in that shard."""
         ...
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:

@@ -11,7 +11,7 @@ from typing import Generic, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.backend import MAX_SHARDS, Backend, Bookmark, Move, Page, RawLetter, Window
+from aiodigest.backend import MAX_SHARDS, Backend, Bookmark, Move, Page, StoredDeadLetter, StoredTimeline
 from aiodigest.codecs import JSON, Codec
 from aiodigest.errors import (
     AiodigestError,
@@ -71,7 +71,7 @@ class Management(Generic[T]):
         """Make a timeline due now, or at the end of the delivery under way; True if it holds records."""
         session, backend = self._entered(), await self._timeline(key)
         flushed = await backend.flush(key)
-        session.poke(backend.shard_of(key))
+        session.poke(backend.shard_map.shard_of(key))
         return flushed
 
     async def delete(self, key: str) -> bool:
@@ -107,7 +107,7 @@ class Management(Generic[T]):
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
         by_policy = at_ms is None and delay_ms is None
         while True:
-            windows = await backend.windows(key)
+            windows = await backend.operations.look_all(key)
             if not windows:
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
             iterations = _movable(windows) if by_policy else [windows[0].iteration]
@@ -117,16 +117,16 @@ class Management(Generic[T]):
                 dues.append(await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, iteration)))
             moved = [due for due in dues if due is not None]
             if len(moved) == len(dues):  # else a digest was closed since the look
-                session.poke(backend.shard_of(key))
+                session.poke(backend.shard_map.shard_of(key))
                 return nearest(min(moved))
 
     async def peek(self, key: str) -> Timeline[T] | None:
         """Return a timeline with its records, without delivering them; None if it holds none."""
         backend = await self._timeline(key)
-        window = await backend.look(key)
+        window = await backend.operations.look(key)
         if window is None:
             return None
-        return self._view(window, await self._records(await backend.entries(key)))
+        return self._view(window, await self._records(await backend.operations.entries(key)))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """Yield the timelines, the earliest due of each shard and state first; without records.
@@ -140,12 +140,12 @@ class Management(Generic[T]):
         backend = await self._backend()
         for shard in _shards_of(backend):
             for each in states if state is None else (state,):
-                async for window in _paged(partial(backend.page, shard, each)):
+                async for window in _paged(partial(backend.operations.page, shard, each)):
                     yield self._view(window)
 
     async def stats(self) -> Stats:
         """Return timelines by state, dead letters, and counters of events."""
-        counts = await (await self._backend()).counts()
+        counts = await (await self._backend()).operations.counts()
         oldest = counts.get("oldest_due_ms")
         numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name not in TIMES}
         due = None if oldest is None else nearest(oldest)
@@ -177,15 +177,15 @@ class Management(Generic[T]):
         """Yield all dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""
         backend = await self._backend()
         for shard in _shards_of(backend):
-            async for letter_id in _paged(partial(backend.letters, shard)):
-                letter = await backend.letter(letter_id, shard)
+            async for letter_id in _paged(partial(backend.operations.dead_letters, shard)):
+                letter = await backend.operations.dead_letter(letter_id, shard)
                 if letter is not None:  # else it is gone, or in a newer shard, whose letters come later
                     yield await self._letter(letter)
 
     async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
         """Return a dead letter, or None if no letter has that id."""
         name(letter_id, "the id of a dead letter")
-        letter = await (await self._backend()).letter(letter_id)
+        letter = await (await self._backend()).operations.dead_letter(letter_id)
         return None if letter is None else await self._letter(letter)
 
     async def replay(self, letter_id: str) -> bool:
@@ -197,12 +197,12 @@ class Management(Generic[T]):
         """
         name(letter_id, "the id of a dead letter")
         session, backend = self._entered(), await self._backend()
-        letter = await backend.letter(letter_id)
+        letter = await backend.operations.dead_letter(letter_id)
         if letter is None:
             raise InvalidState(f"there is no dead letter {letter_id!r}")
         policy = await self._policy(letter.key)
         ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
-        session.poke(backend.shard_of(letter.key))
+        session.poke(backend.shard_map.shard_of(letter.key))
         return ready
 
     async def discard(self, letter_id: str) -> bool:
@@ -219,7 +219,7 @@ class Management(Generic[T]):
         command. It takes some thirty calls to each server. Replicas that sentinels or a cluster may promote are asked
         if they know the user, provided that the primary lists them (``INFO``).
         """
-        return await (await self._backend()).examine()
+        return await (await self._backend()).operations.examine()
 
     async def erase(self) -> int:
         """Drop the namespace with all its contents, counters included; return the number of keys dropped.
@@ -229,11 +229,11 @@ class Management(Generic[T]):
 
         Raises ConfigurationError, and drops nothing, if the user may not ``SCAN``.
         """
-        return await (await self._backend()).erase()
+        return await (await self._backend()).operations.erase()
 
     async def _try_erase(self) -> None:
         """Raise the errors of ``erase``, before anything is in the namespace. It takes a call to each server."""
-        await (await self._backend()).try_erase()
+        await (await self._backend()).operations.try_erase()
 
     async def reshard(self, shards: int) -> AsyncIterator[Draining]:
         """Give the namespace ``shards`` shards, from 1 to 1024, while it is in use; yield the work left to do.
@@ -249,9 +249,9 @@ class Management(Generic[T]):
         Raises InvalidState while a change to another number is under way.
         """
         backend = await self._backend()
-        if not await backend.reshard(whole(shards, "shards", 1, MAX_SHARDS)):
+        if not await backend.operations.reshard(whole(shards, "shards", 1, MAX_SHARDS)):
             return
-        while left := await backend.drain():
+        while left := await backend.operations.drain():
             yield Draining(**left)
             await asyncio.sleep(PACE)
 
@@ -259,7 +259,7 @@ class Management(Generic[T]):
         contents = await read(entries, self._codec)
         return [*contents.records, *contents.raw]
 
-    def _view(self, window: Window, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
+    def _view(self, window: StoredTimeline, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
         return Timeline(
             window.key,
             window.state,
@@ -274,7 +274,7 @@ class Management(Generic[T]):
             tuple(records or ()),
         )
 
-    async def _letter(self, letter: RawLetter) -> DeadLetter[T]:
+    async def _letter(self, letter: StoredDeadLetter) -> DeadLetter[T]:
         return DeadLetter(
             letter.id,
             letter.key,
@@ -286,7 +286,7 @@ class Management(Generic[T]):
         )
 
 
-def _movable(windows: Sequence[Window]) -> list[int]:
+def _movable(windows: Sequence[StoredTimeline]) -> list[int]:
     """Return the iterations at which a policy can move a timeline: one, except while resharding.
 
     If nothing can be moved, return the first one's: the store then gives the reason.
@@ -309,6 +309,6 @@ async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) 
 def _shards_of(backend: Backend) -> Iterator[int]:
     """Yield all shards, including any that a call to one of them reveals."""
     shard = 0
-    while shard < backend.shards:
+    while shard < backend.shard_map.count:
         yield shard
         shard += 1

@@ -145,7 +145,7 @@ def delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:
     if not outcome.records:
         return None
     if isinstance(outcome.report, Close):
-        left = {record_id for letter in outcome.report.letters for record_id in letter.ids or ()}
+        left = {record_id for letter in outcome.report.dead_letters for record_id in letter.ids or ()}
     else:
         left = set(outcome.report.failed or ())
     digest = attempt.digest

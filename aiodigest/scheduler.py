@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry, ShardMap
 from aiodigest.backoff import BackoffMode
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
 from aiodigest.models import Delivery
@@ -92,7 +92,7 @@ class Scheduler:
         self._outage = outage
         self._numbers = numbers
         self._lanes: dict[int, Lane] = {}  # by shard
-        self._served = -1  # the last change of them it has seen
+        self._served: ShardMap | None = None  # whose shards it serves
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -156,8 +156,8 @@ class Scheduler:
     async def _look_for_shards(self) -> None:
         """Learn of a change of the layout while there is no shard to serve, whose loop would notice."""
         if not self._idle:
-            shards = {"shards": self._backend.takers}
-            there = f"the namespace has {self._backend.takers}, which count from 0"
+            shards = {"shards": self._backend.shard_map.adding}
+            there = f"the namespace has {self._backend.shard_map.adding}, which count from 0"
             logger.error("none of the chosen shards is there: %s. Nothing is delivered", there, extra=shards)
         self._idle = True
         await elapse(self._stopping, self._lease_timeout / 3)
@@ -172,10 +172,10 @@ class Scheduler:
 
     def _serve(self) -> None:
         """Start serving the shards that exist by now: at first, and after a change of the layout."""
-        if self._stopping.is_set() or self._ended or self._served == self._backend.changes:
+        if self._stopping.is_set() or self._ended or self._served is self._backend.shard_map:
             return
-        self._served = self._backend.changes
-        for shard in range(self._backend.shards):
+        self._served = self._backend.shard_map
+        for shard in range(self._backend.shard_map.count):
             if shard not in self._lanes and is_served(shard, self._numbers, self._backend):
                 self._begin(shard)
         warn_of_missing(self._numbers, self._backend)
@@ -250,10 +250,10 @@ class Scheduler:
         try:
             while not waker.done() and (rest := deadline - asyncio.get_running_loop().time()) > 0:
                 if lane.listener is None or lane.listener.done():
-                    lane.listener = asyncio.create_task(self._listen(lane, claims.bell))
+                    lane.listener = asyncio.create_task(self._listen(lane, claims.wake_up))
                 await asyncio.wait([waker, lane.listener], timeout=rest, return_when=asyncio.FIRST_COMPLETED)
                 # A listener that was armed before the claim may hear of a ring that the claim has seen.
-                if lane.listener.done() and lane.listener.result() != claims.bell:
+                if lane.listener.done() and lane.listener.result() != claims.wake_up:
                     break
         finally:
             waker.cancel()

@@ -223,7 +223,7 @@ class TestEngine(Generic[T]):
 
     async def _due(self) -> tuple[int | None, int]:
         """Return the next due time, and the number of timelines that wait or are due."""
-        counts = await (await self._store()).counts()
+        counts = await (await self._store()).operations.counts()
         due = counts.get("oldest_due_ms")
         return None if due is None else max(due, self._paused_ms), counts["waiting"] + counts["ready"]
 

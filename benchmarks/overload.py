@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from aiodigest import Digest, DigestEngine, Policy
-from aiodigest.backend import Close, Closed, Letter
+from aiodigest.backend import Close, Closed, NewDeadLetter
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.records.entries import identity
 from benchmarks.delivering import fill
@@ -112,9 +112,9 @@ async def set_aside(setting: Setting) -> AsyncGenerator[Row, None]:
         await backend.connect()
         try:
             [lease] = (await backend.claim(0, 1, 60_000, limits)).leases
-            letters = [Letter("unreadable", [identity(entry)]) for entry in lease.entries]
+            letters = [NewDeadLetter("unreadable", [identity(entry)]) for entry in lease.entries]
             began = time.perf_counter()
-            [closed] = await backend.close(0, [Close(lease, lease.size, 0, 0, limits, 60_000, letters=letters)])
+            [closed] = await backend.close(0, [Close(lease, lease.size, 0, 0, limits, 60_000, dead_letters=letters)])
             took = time.perf_counter() - began
         finally:
             await backend.aclose()

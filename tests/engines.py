@@ -17,8 +17,9 @@ from itertools import count
 from typing import Any, ParamSpec
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
-from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Retry
+from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Operations, Retry, StoredDeadLetter
 from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.backends.memory.operations import ReferenceOperations
 from aiodigest.policy import Limits
 from aiodigest.records.entries import pack
 from aiodigest.session.session import Session
@@ -109,6 +110,20 @@ async def patiently(call: Callable[[], Awaitable[object]]) -> None:
                 return
 
 
+class WatchedOperations(ReferenceOperations):
+    """The operators' calls on a watched backend, which may have others of its own."""
+
+    def __init__(self, backend: WatchedBackend) -> None:
+        super().__init__(backend.machines, lambda: backend.shard_map, now_ms)
+        self._backend = backend
+
+    async def counts(self) -> dict[str, int]:
+        return await self._backend.counts()
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        return await self._backend.dead_letter(letter_id, shard)
+
+
 class WatchedBackend(ReferenceBackend):
     """Counts calls, and lets them fail.
 
@@ -165,11 +180,11 @@ class WatchedBackend(ReferenceBackend):
         for value in values:
             name = record_id if record_id is not None else str(value)
             entry = pack(name.encode(), None, CODEC.encode(value))
-            await super().add(self.shard_of(key), [Add(key, entry, policy.terms)])
+            await super().add(self.shard_map.shard_of(key), [Add(key, entry, policy.terms)])
 
-    async def wait(self, shard: int, bell: str) -> str:
+    async def wait(self, shard: int, last: str) -> str:
         await self.ask("wait", shard)
-        return await super().wait(shard, bell)
+        return await super().wait(shard, last)
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         await self.ask("add", shard, len(adds))
@@ -177,13 +192,20 @@ class WatchedBackend(ReferenceBackend):
         self.answer("add")
         return added
 
+    @property
+    def operations(self) -> Operations:
+        return WatchedOperations(self)
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        return await super().operations.dead_letter(letter_id, shard)
+
     async def counts(self) -> dict[str, int]:
         await self.ask("counts", 0)
-        return await super().counts()
+        return await super().operations.counts()
 
-    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-        await self.ask("claim", shard, slots)
-        claims = await super().claim(shard, slots, lease_ms, limits)
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+        await self.ask("claim", shard, count)
+        claims = await super().claim(shard, count, lease_ms, limits)
         if claims.leases:
             self.answer("claim")
         return replace(claims, leases=[replace(lease, entries=lease.entries[:SLICE]) for lease in claims.leases])

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from storestate import COUNTERS, SETS, State
 
-from aiodigest.backend import Add, Claims, Close, Closed, Lease, Letter, Move, Retry
+from aiodigest.backend import Add, Claims, Close, Closed, Lease, Move, NewDeadLetter, Retry
 from aiodigest.errors import AiodigestError, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
 
@@ -93,7 +93,7 @@ def chosen(part: Sequence[bytes], ids: Iterable[bytes] | None) -> list[bytes]:
     return [entry for entry in newest(part) if wanted is None or record_of(entry)[1] in wanted]
 
 
-def letter_entries(letter: Letter, part: Sequence[bytes], cut: int) -> list[bytes]:
+def letter_entries(letter: NewDeadLetter, part: Sequence[bytes], cut: int) -> list[bytes]:
     return [entry for entry in chosen(part, letter.ids) if not too_old(entry, cut)]
 
 
@@ -277,7 +277,9 @@ class Ledger:
             assert after.log == before.log, "a close changed what came since"
             assert answer == (Closed("part", after.delivery.id, len(rest)) if rest else Closed("closed"))
             assert not rest or (after.delivery.id != before.delivery.id and after.attempts == 1)
-            buried = [(letter.reason, letter_entries(letter, part, before.delivery.cut)) for letter in close.letters]
+            buried = [
+                (letter.reason, letter_entries(letter, part, before.delivery.cut)) for letter in close.dead_letters
+            ]
             letters += [
                 (now, close.lease.key, reason, before.attempts, before.delivery.id, entries)
                 for reason, entries in buried

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Letter, Retry
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
 from aiodigest.records.entries import pack, unpack
@@ -42,7 +42,7 @@ class Store:
         terms = (policy or self.policy).terms
         own = policy is not None
         adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
-        return await self.backend.add(self.backend.shard_of(key), adds)
+        return await self.backend.add(self.backend.shard_map.shard_of(key), adds)
 
     async def claims(self, slots: int = 10, shard: int = 0) -> Claims:
         return await self.backend.claim(shard, slots, LEASE, self.policy.terms.limits)
@@ -56,15 +56,15 @@ class Store:
         """Let a lease go by, while a worker without free slots looks in as often as workers do."""
         for _ in range(3):
             self.now += LEASE // 3
-            for shard in range(self.backend.shards):
+            for shard in range(self.backend.shard_map.count):
                 await self.claims(0, shard)
 
     async def close(self, lease: Lease, taken: int | None = None, *, cool: int = 300_000, letter: str = "") -> Closed:
         taken = lease.size if taken is None else taken
-        letters = [Letter(letter)] if letter else []
+        letters = [NewDeadLetter(letter)] if letter else []
         delivered = 0 if letter else taken
-        close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, letters=letters)
-        [closed] = await self.backend.close(self.backend.shard_of(lease.key), [close])
+        close = Close(lease, taken, delivered, cool, self.policy.terms.limits, LEASE, dead_letters=letters)
+        [closed] = await self.backend.close(self.backend.shard_map.shard_of(lease.key), [close])
         assert isinstance(closed, Closed)
         return closed
 
@@ -73,27 +73,27 @@ class Store:
     ) -> bool:
         ids = None if failed is None else [record.encode() for record in failed]
         retry = Retry(lease, delay, "boo", self.policy.terms.limits, lease.size, ids, 0, False, unknown)
-        [kept] = await self.backend.retry(self.backend.shard_of(lease.key), [retry])
+        [kept] = await self.backend.retry(self.backend.shard_map.shard_of(lease.key), [retry])
         assert isinstance(kept, bool)
         return kept
 
     async def release(self, lease: Lease, *, started: bool) -> bool:
-        [released] = await self.backend.release(self.backend.shard_of(lease.key), [lease], started)
+        [released] = await self.backend.release(self.backend.shard_map.shard_of(lease.key), [lease], started)
         assert isinstance(released, bool)
         return released
 
     async def due(self, key: str) -> int:
         """When a timeline is due, in ms since the tests' beginning."""
-        window = await self.backend.look(key)
+        window = await self.backend.operations.look(key)
         assert window is not None
         return window.due_ms - NOW
 
     async def state(self, key: str) -> str | None:
-        window = await self.backend.look(key)
+        window = await self.backend.operations.look(key)
         return window and window.state
 
     async def held(self, key: str) -> list[tuple[str, str]]:
-        return records(await self.backend.entries(key))
+        return records(await self.backend.operations.entries(key))
 
 
 def records(entries: Sequence[bytes]) -> list[tuple[str, str]]:

@@ -43,11 +43,12 @@ from aiodigest import (
     Stats,
     Timeline,
 )
-from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Window
+from aiodigest.backend import Add, Backend, Close, Closed, Lease, Move, Operations, StoredTimeline
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
 from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
 from aiodigest.backends.redis.layout import Layout
+from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.records.entries import pack
 
 Check: TypeAlias = Callable[[Any], AsyncGenerator[Call]]
@@ -206,7 +207,7 @@ class Stage:
         """How many there are at the servers, of what the scene is about."""
         return sum(each["name"] == self.namespace for client in self.ground.clients for each in client.client_list())
 
-    async def is_in_step(self, look: Callable[[str], Awaitable[Window | Timeline[JSON] | None]]) -> None:
+    async def is_in_step(self, look: Callable[[str], Awaitable[StoredTimeline | Timeline[JSON] | None]]) -> None:
         """Every connection is: twice as much is asked at once as there are, and each gets what was asked for."""
         async with asyncio.timeout(PATIENCE):
             found = await asyncio.gather(*(look(key) for key in self.ground.probes))
@@ -214,9 +215,10 @@ class Stage:
 
     async def loses_its_servers(self) -> None:
         """The backend has to make its connections anew, and to ask in a cluster who has what."""
-        backend: Any = self.backend
-        for shard in range(backend.shards):
-            await backend._link.hang_up(backend._key(shard, "layout"))
+        backend = self.backend
+        assert isinstance(backend, RedisBackend)
+        for shard in range(backend.shard_map.count):
+            await backend.namespace.leave(shard)
 
     async def lease(self, *records: str) -> Lease:
         """A timeline that the backend may deliver."""
@@ -254,7 +256,9 @@ async def staged(ground: Ground, *, moves: bool = True) -> AsyncGenerator[Stage]
         await behind.backend.connect()
         probes = [Add(key, pack(key.encode(), None, b"v"), PATIENT.terms) for key in ground.probes]
         for shard in range(ground.shards):
-            await behind.backend.add(shard, [add for add in probes if behind.backend.shard_of(add.key) == shard])
+            await behind.backend.add(
+                shard, [add for add in probes if behind.backend.shard_map.shard_of(add.key) == shard]
+            )
         yield stage
     finally:
         await behind.backend.aclose()
@@ -276,7 +280,7 @@ scene = partial(scene_of, BACKEND)
 async def connecting(stage: Stage) -> AsyncGenerator[Call]:
     yield stage.backend.connect
     await stage.backend.connect()
-    assert stage.backend.shards == stage.ground.shards
+    assert stage.backend.shard_map.count == stage.ground.shards
 
 
 @scene("aclose")
@@ -325,7 +329,7 @@ async def renewing(stage: Stage) -> AsyncGenerator[Call]:
     stage.store.now += LEASE // 3
     yield partial(stage.backend.renew, 0, [lease], LEASE)
     assert await stage.backend.renew(0, [lease], LEASE) == [True]
-    window = await stage.backend.look("d")
+    window = await stage.backend.operations.look("d")
     assert window is not None
     assert (window.state, window.due_ms) == ("leased", stage.store.now + LEASE)
 
@@ -337,7 +341,7 @@ async def closing(stage: Stage) -> AsyncGenerator[Call]:
     assert await stage.store.state("d") in ("leased", None)
     assert await stage.store.close(lease) == Closed("closed")
     assert await stage.store.held("d") == []
-    counts = await stage.backend.counts()
+    counts = await stage.backend.operations.counts()
     assert (counts["digests"], counts["delivered"]) == (1, 2)
 
 
@@ -371,7 +375,7 @@ async def waiting(stage: Stage) -> AsyncGenerator[Call]:
     blocked = asyncio.create_task(stage.backend.wait(0, bell))
     await stage.behind.add("other", "a")
     async with asyncio.timeout(PATIENCE):
-        assert await blocked == (await stage.behind.claims()).bell != bell
+        assert await blocked == (await stage.behind.claims()).wake_up != bell
 
 
 @scene("schedule")
@@ -410,7 +414,7 @@ async def delivering_by_hand(stage: Stage) -> AsyncGenerator[Call]:
     yield deliver
     if await stage.store.state("d") is None:  # closed: only a call that came so far can have done it
         assert seen
-        assert (await stage.backend.counts())["digests"] == 1
+        assert (await stage.backend.operations.counts())["digests"] == 1
     else:
         await stage.is_claimed_again("a", "b", digest_id="".join(seen))
 
@@ -464,14 +468,14 @@ async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stag
     assert await call() == await look(stage.behind.backend, letter)
 
 
-scene("look")(partial(looking, lambda backend, _: backend.look("d")))
-scene("windows")(partial(looking, lambda backend, _: backend.windows("d")))
-scene("entries")(partial(looking, lambda backend, _: backend.entries("d")))
-scene("page")(partial(looking, lambda backend, _: backend.page(0, "waiting", 10)))
-scene("counts")(partial(looking, lambda backend, _: backend.counts()))
-scene("examine")(partial(looking, lambda backend, _: names_of(backend.examine())))
-scene("letters")(partial(looking, lambda backend, _: backend.letters(0, 10)))
-scene("letter")(partial(looking, lambda backend, letter: backend.letter(letter)))
+scene("look")(partial(looking, lambda backend, _: backend.operations.look("d")))
+scene("look_all")(partial(looking, lambda backend, _: backend.operations.look_all("d")))
+scene("entries")(partial(looking, lambda backend, _: backend.operations.entries("d")))
+scene("page")(partial(looking, lambda backend, _: backend.operations.page(0, "waiting", 10)))
+scene("counts")(partial(looking, lambda backend, _: backend.operations.counts()))
+scene("examine")(partial(looking, lambda backend, _: names_of(backend.operations.examine())))
+scene("dead_letters")(partial(looking, lambda backend, _: backend.operations.dead_letters(0, 10)))
+scene("dead_letter")(partial(looking, lambda backend, letter: backend.operations.dead_letter(letter)))
 
 
 async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
@@ -483,15 +487,15 @@ async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
 @scene("try_erase")
 async def trying_to_erase(stage: Stage) -> AsyncGenerator[Call]:
     kept = stage.ground.keys()
-    yield stage.backend.try_erase
+    yield stage.backend.operations.try_erase
     assert stage.ground.keys() == kept
 
 
 @scene("erase")
 async def erasing(stage: Stage) -> AsyncGenerator[Call]:
     await buried(stage.behind)
-    yield erased_for_a_while(stage, stage.backend.erase)
-    await stage.backend.erase()
+    yield erased_for_a_while(stage, stage.backend.operations.erase)
+    await stage.backend.operations.erase()
     assert stage.ground.keys() == {}
 
 
@@ -514,7 +518,7 @@ async def buried(store: Store) -> str:
     """The dead letter of a timeline."""
     await store.add("d", "a", "b", value=VALUE)
     await store.close(await store.claim(), letter="bad", cool=0)
-    [letter] = (await store.backend.letters(0, 10)).items
+    [letter] = (await store.backend.operations.dead_letters(0, 10)).items
     return letter
 
 
@@ -522,7 +526,7 @@ async def buried(store: Store) -> str:
 async def replaying(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(stage.backend.replay, letter, AT_ONCE.terms, False)
-    if (await stage.backend.letters(0, 10)).items:
+    if (await stage.backend.operations.dead_letters(0, 10)).items:
         assert await stage.store.held("d") == []
         assert await stage.backend.replay(letter, AT_ONCE.terms, False)
     with pytest.raises(InvalidState, match="no dead letter"):
@@ -534,9 +538,9 @@ async def replaying(stage: Stage) -> AsyncGenerator[Call]:
 async def discarding(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(stage.backend.discard, letter)
-    left = (await stage.backend.letters(0, 10)).items
+    left = (await stage.backend.operations.dead_letters(0, 10)).items
     assert await stage.backend.discard(letter) == bool(left)
-    assert (await stage.backend.letters(0, 10)).items == []
+    assert (await stage.backend.operations.dead_letters(0, 10)).items == []
 
 
 async def deliver_all(stage: Stage) -> None:
@@ -544,7 +548,7 @@ async def deliver_all(stage: Stage) -> None:
     for key in stage.ground.probes:
         await stage.behind.backend.flush(key)
     limits = AT_ONCE.terms.limits
-    for shard in range(stage.behind.backend.shards):
+    for shard in range(stage.behind.backend.shard_map.count):
         while leases := (await stage.behind.claims(100, shard)).leases:
             closes = [Close(lease, lease.size, lease.size, 0, limits, LEASE) for lease in leases]
             assert set(await stage.behind.backend.close(shard, closes)) == {Closed("closed")}
@@ -552,7 +556,7 @@ async def deliver_all(stage: Stage) -> None:
 
 async def has_moved(stage: Stage) -> None:
     """Nothing is left of the old layout, and the new one takes the probes."""
-    assert await stage.behind.backend.reshard(OTHERWISE) is False
+    assert await stage.behind.backend.operations.reshard(OTHERWISE) is False
     old, keys, root = Layout(stage.ground.shards), stage.ground.keys(), f"{{{stage.namespace}}}:layout".encode()
     assert keys[root].hget(root, "drains") is None
     for number in range(old.shards):
@@ -565,7 +569,7 @@ async def has_moved(stage: Stage) -> None:
 async def draining_begins(stage: Stage) -> None:
     """What is left to do with the shards is to move their dead letters and counters; the probes are elsewhere."""
     await deliver_all(stage)
-    assert await stage.behind.backend.reshard(OTHERWISE)
+    assert await stage.behind.backend.operations.reshard(OTHERWISE)
     for key in stage.ground.probes:
         assert await stage.behind.add(key, key, policy=PATIENT) == [False]
 
@@ -573,9 +577,9 @@ async def draining_begins(stage: Stage) -> None:
 async def letters_of(backend: Backend) -> list[tuple[str, list[bytes]]]:
     """The dead letters of all shards, with their entries."""
     found: list[tuple[str, list[bytes]]] = []
-    for shard in range(backend.shards):
-        for letter_id in (await backend.letters(shard, 10)).items:
-            letter = await backend.letter(letter_id)
+    for shard in range(backend.shard_map.count):
+        for letter_id in (await backend.operations.dead_letters(shard, 10)).items:
+            letter = await backend.operations.dead_letter(letter_id)
             assert letter is not None
             found.append((letter_id, [*letter.entries]))
     return found
@@ -583,13 +587,13 @@ async def letters_of(backend: Backend) -> list[tuple[str, list[bytes]]]:
 
 @scene("reshard")
 async def resharding(stage: Stage) -> AsyncGenerator[Call]:
-    yield partial(stage.backend.reshard, OTHERWISE)
-    assert await stage.backend.reshard(OTHERWISE)  # begun by now in any case
+    yield partial(stage.backend.operations.reshard, OTHERWISE)
+    assert await stage.backend.operations.reshard(OTHERWISE)  # begun by now in any case
     with pytest.raises(InvalidState, match=rf"on its way from {stage.ground.shards} to {OTHERWISE} shards"):
-        await stage.backend.reshard(OTHERWISE + 1)
-    assert await stage.backend.drain() == {"waiting": len(stage.ground.probes)}
+        await stage.backend.operations.reshard(OTHERWISE + 1)
+    assert await stage.backend.operations.drain() == {"waiting": len(stage.ground.probes)}
     await deliver_all(stage)
-    assert await stage.backend.drain() == {}
+    assert await stage.backend.operations.drain() == {}
     await has_moved(stage)
 
 
@@ -597,17 +601,18 @@ async def resharding(stage: Stage) -> AsyncGenerator[Call]:
 async def draining(stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await draining_begins(stage)
-    counts, letters = await stage.behind.backend.counts(), await letters_of(stage.behind.backend)
+    counts, letters = await stage.behind.backend.operations.counts(), await letters_of(stage.behind.backend)
     assert [letter_id for letter_id, _ in letters] == [letter]
-    yield stage.backend.drain
-    assert await stage.backend.drain() == {}
-    assert await stage.backend.counts() == counts
+    yield stage.backend.operations.drain
+    assert await stage.backend.operations.drain() == {}
+    assert await stage.backend.operations.counts() == counts
     assert await letters_of(stage.backend) == letters
     await has_moved(stage)
 
 
 def test_there_is_a_scene_for_every_coroutine_of_a_backend() -> None:
-    assert set(BACKEND) == public(Backend) | public(RedisBackend)
+    classes = (Backend, RedisBackend, Operations, RedisOperations)
+    assert set(BACKEND) == set[str]().union(*map(public, classes))
 
 
 def on_stage(ground: Ground, name: str, state: str) -> Scene:
@@ -621,7 +626,7 @@ def on_stage(ground: Ground, name: str, state: str) -> Scene:
         async with staged(ground) as stage, BACKEND[name](stage) as call:
             if name != "connect" or state == "known":
                 await stage.backend.connect()
-                await stage.backend.look("d")
+                await stage.backend.operations.look("d")
                 if state == "lost":
                     await stage.loses_its_servers()
             if state == "unknown":
@@ -630,7 +635,7 @@ def on_stage(ground: Ground, name: str, state: str) -> Scene:
             yield call
             if name in ("connect", "aclose"):
                 await stage.backend.connect()
-            await stage.is_in_step(stage.backend.look)
+            await stage.is_in_step(stage.backend.operations.look)
             ears = name == "wait" and stage.connections() > ground.all_connections  # one more, if it was not cancelled
             await until(lambda: stage.connections() == ground.all_connections + ears)
 
@@ -678,13 +683,13 @@ async def test_a_call_that_meets_a_slot_which_has_moved_may_be_cancelled_at_any_
     async def play() -> AsyncGenerator[Call]:
         async with staged(ground) as stage, BACKEND[name](stage) as call:
             await stage.backend.connect()
-            await stage.is_in_step(stage.backend.look)
+            await stage.is_in_step(stage.backend.operations.look)
             slot = key_slot(Layout(SHARDS).tag(stage.namespace, 0).encode())
             move(SlotMove(cluster, slot, first, second))
             yield call
-            await stage.is_in_step(stage.backend.look)
+            await stage.is_in_step(stage.backend.operations.look)
             move(SlotMove(cluster, slot, second, first))
-            await stage.is_in_step(stage.backend.look)
+            await stage.is_in_step(stage.backend.operations.look)
 
     def move(slot: SlotMove) -> None:
         slot.begin()
@@ -702,11 +707,11 @@ async def test_calls_that_wait_for_a_connection_may_be_cancelled_at_any_await(gr
             await stage.backend.connect()
             await stage.loses_its_servers()  # they are sought for all calls at once, which make connections or wait
             some, more = ground.probes[::4], [key for key in ground.probes if key not in ground.probes[::4]]
-            others = asyncio.gather(*(stage.backend.look(key) for key in some))
-            attempts = await asyncio.gather(*(at_awaits(stage.backend.look(key), moment, 1) for key in more))
+            others = asyncio.gather(*(stage.backend.operations.look(key) for key in some))
+            attempts = await asyncio.gather(*(at_awaits(stage.backend.operations.look(key), moment, 1) for key in more))
             cancelled = any(attempt.was_cancelled for attempt in attempts)
             assert [window and window.key for window in await others] == some
-            await stage.is_in_step(stage.backend.look)
+            await stage.is_in_step(stage.backend.operations.look)
             await until(lambda stage=stage: stage.connections() == ground.all_connections)
     assert moment > 4
 
@@ -744,7 +749,7 @@ async def test_an_add_that_too_few_replicas_have_may_be_cancelled_at_any_await(g
             patience = asyncio.create_task(give_up())  # there is no replica, and nobody waits for the timeout
             yield add
             patience.cancel()
-            await stage.is_in_step(waiting.backend.look)
+            await stage.is_in_step(waiting.backend.operations.look)
             await until(lambda: stage.connections() == CONNECTIONS)
             assert await waiting.held("d") in ([], [("a", "v")])
 
@@ -775,7 +780,7 @@ async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and
                     await filling
                     assert await waiting.held("d") in ([], [("a", "v")])
                     await fill(waiting, "after")
-                    await stage.is_in_step(waiting.backend.look)
+                    await stage.is_in_step(waiting.backend.operations.look)
                     await until(lambda: stage.connections() == CONNECTIONS)
 
             try:
@@ -848,7 +853,7 @@ async def adding_one(stage: EngineStage) -> AsyncGenerator[Call]:
 
 @engine_scene("add_many")
 async def adding_many(stage: EngineStage) -> AsyncGenerator[Call]:
-    keys = ["d", *{stage.behind.backend.shard_of(key): key for key in stage.ground.probes}.values()]
+    keys = ["d", *{stage.behind.backend.shard_map.shard_of(key): key for key in stage.ground.probes}.values()]
     before = {key: await held(stage, key) for key in keys}
     entries = [Entry(key, "v", record_id=name) for name in "abc" for key in keys]
     yield partial(stage.engine.add_many, entries)
@@ -920,10 +925,10 @@ async def discarding_one(stage: EngineStage) -> AsyncGenerator[Call]:
 async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await draining_begins(stage)
-    counts, letters = await stage.behind.backend.counts(), await letters_of(stage.behind.backend)
+    counts, letters = await stage.behind.backend.operations.counts(), await letters_of(stage.behind.backend)
     yield lambda: listed(stage.engine.reshard(OTHERWISE))
     assert await listed(stage.engine.reshard(OTHERWISE)) == []
-    assert await stage.behind.backend.counts() == counts
+    assert await stage.behind.backend.operations.counts() == counts
     assert await letters_of(stage.behind.backend) == letters
     assert await stage.engine.dead_letter(letter)
     await has_moved(stage)
@@ -1150,7 +1155,7 @@ async def test_leaving_may_be_cancelled_at_any_turn() -> None:
         assert len(backend.machines[0].held["new"].log) == 3
         assert not backend.machines[0].leased
         assert backend.closed == ["backend", "store"]
-        if await backend.look("d") is not None:  # its outcome is unknown
+        if await backend.operations.look("d") is not None:  # its outcome is unknown
             async with engine.delivering(after):
                 await after.digest(2)
             [again] = [digest for digest in after.digests if digest.key == "d"]
@@ -1188,7 +1193,7 @@ async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_d
                 await after.digest()
         digests = [*inbox.digests, *after.digests]
         assert [(digest.id, digest.attempt) for digest in digests[1:]] == [(digests[0].id, 2)] * was_cancelled
-        assert await backend.look("d") is None
+        assert await backend.operations.look("d") is None
     assert moment == 4
 
 
@@ -1215,7 +1220,7 @@ async def test_an_add_that_is_cancelled_while_it_waits_is_withdrawn_and_its_room
 
             yield add
             await asyncio.gather(*adds)
-            assert answers == ([] if await backend.look("d") is None else [True])
+            assert answers == ([] if await backend.operations.look("d") is None else [True])
             assert await engine.add("d", 2) == (not answers)
 
     assert await cancel_everywhere(play) == 3  # for its policy, for room, and for its answer

@@ -27,7 +27,7 @@ from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
 from aiodigest import backend as store
-from aiodigest.backends.redis import backend as redisbackend
+from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
 from aiodigest.backends.redis.connections.cluster import ClusterLink, _address
@@ -450,7 +450,7 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
     cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = cluster.primaries[0]
-    slot, scan = slot_of(namespace, shards_of(cluster, namespace, source)[0]), redisbackend._scan
+    slot, scan = slot_of(namespace, shards_of(cluster, namespace, source)[0]), operations._scan
     moves = [Move(cluster, slot, source, cluster.another(source)), Move(cluster, slot, cluster.another(source), source)]
 
     async def scan_and_move(server: connection.Link, *where: Any) -> Any:
@@ -462,7 +462,7 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
         return page
 
     cluster.allow("boss", "~*", "+@all")
-    monkeypatch.setattr(redisbackend, "_scan", scan_and_move)
+    monkeypatch.setattr(operations, "_scan", scan_and_move)
     async with engine_to(cluster.url.replace(USER, "boss"), namespace, policy=LATER) as engine:
         await engine.add_many([Entry(key, 1) for key in KEYS])
         with pytest.raises(BackendUnavailable, match="a slot moved meanwhile; erase again"):
@@ -838,11 +838,13 @@ class Held:
         claims = await backend.claim(0, 10, LEASE, LIMITS)
         self.leases = {lease.key: lease for lease in claims.leases}
         buried = self.leases["buried"]
-        await backend.close(0, [store.Close(buried, 3, 0, 300_000, LIMITS, LEASE, letters=[store.Letter("bad")])])
+        await backend.close(
+            0, [store.Close(buried, 3, 0, 300_000, LIMITS, LEASE, dead_letters=[store.NewDeadLetter("bad")])]
+        )
         await backend.retry(0, [store.Retry(self.leases["retry"], 3_600_000, "boo", LIMITS, 3)])
         await backend.add(0, [self.entry("leased", "leased-new"), self.entry("ready", "r")])
         await backend.add(0, [self.entry("waiting", f"w{number}", LATER) for number in range(3)])
-        [self.letter] = (await backend.letters(0, 10)).items
+        [self.letter] = (await backend.operations.dead_letters(0, 10)).items
 
     def closing(self) -> store.Close:
         lease = self.leases["leased"]
@@ -871,15 +873,15 @@ VERBS: dict[str, Verb] = {
     "reschedule": lambda held: held.backend.reschedule("waiting", store.Move(LATER.terms, delay_ms=1)),
     "replay": lambda held: held.backend.replay(held.letter, NO_GAP.terms, False),
     "discard": lambda held: held.backend.discard(held.letter),
-    "look": lambda held: held.backend.look("waiting"),
+    "look": lambda held: held.backend.operations.look("waiting"),
     "read": lambda held: held.backend.read(0, held.leases["leased"], 0, 10),
-    "counts": lambda held: held.backend.counts(),
-    "letter": lambda held: held.backend.letter(held.letter),
-    "letters": lambda held: held.backend.letters(0, 10),
+    "counts": lambda held: held.backend.operations.counts(),
+    "letter": lambda held: held.backend.operations.dead_letter(held.letter),
+    "letters": lambda held: held.backend.operations.dead_letters(0, 10),
     # those of a change of the layout
-    "keep": lambda held: held.backend._call("keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
-    "carry": lambda held: held.backend._call("carry", 0, "1:1:1:0", "delivered", 5),
-    "retire": lambda held: held.backend._call("retire", 0, ""),
+    "keep": lambda held: held.backend.namespace.call("keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
+    "carry": lambda held: held.backend.namespace.call("carry", 0, "1:1:1:0", "delivered", 5),
+    "retire": lambda held: held.backend.namespace.call("retire", 0, ""),
 }
 
 STAGES: dict[str, Callable[[bytes], bool]] = {  # by what has moved of a shard: the ends of its keys

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
-from aiodigest.backend import Close, Lease, Letter, Retry
+from aiodigest.backend import Close, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
 from aiodigest.records.entries import pack
 from aiodigest.worker.delivery import (
@@ -246,7 +246,7 @@ async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
         True,
     )
     assert close.limits == Policy().terms.limits
-    assert not close.letters
+    assert not close.dead_letters
 
 
 @virtual_time
@@ -384,19 +384,19 @@ async def test_the_last_attempt_that_fails_is_buried_with_its_error() -> None:
     outcome = await attempt(ValueError("no more"), entry("a"), attempt=3)
     assert (outcome.result, outcome.success) == ("buried", False)
     close = close_of(outcome)
-    assert (close.letters, close.delivered, close.counts) == ([Letter("ValueError: no more")], 0, True)
+    assert (close.dead_letters, close.delivered, close.counts) == ([NewDeadLetter("ValueError: no more")], 0, True)
 
 
 @virtual_time
 async def test_a_digest_whose_attempts_are_used_up_is_buried_with_the_last_error_and_no_callback() -> None:
     outcome = await attempt(AssertionError("called"), entry("a"), attempt=4, last_error="ValueError: earlier")
-    assert close_of(outcome).letters == [Letter("ValueError: earlier")]
+    assert close_of(outcome).dead_letters == [NewDeadLetter("ValueError: earlier")]
     assert outcome.success is None
 
 
 @virtual_time
 async def test_a_digest_no_attempt_at_which_ever_had_an_outcome_is_buried_saying_so() -> None:
-    [letter] = close_of(await attempt(AssertionError("called"), entry("a"), attempt=4)).letters
+    [letter] = close_of(await attempt(AssertionError("called"), entry("a"), attempt=4)).dead_letters
     assert "outcome" in letter.reason
 
 
@@ -404,7 +404,7 @@ async def test_a_digest_no_attempt_at_which_ever_had_an_outcome_is_buried_saying
 async def test_a_digest_left_empty_by_max_age_is_closed_although_its_attempts_are_used_up() -> None:
     outcome = await attempt(AssertionError("called"), entry("a", timestamp=1), cut_ms=2000, attempt=4)
     close = close_of(outcome)
-    assert (outcome.result, close.letters, close.aged, close.counts) == ("empty", [], 1, False)
+    assert (outcome.result, close.dead_letters, close.aged, close.counts) == ("empty", [], 1, False)
 
 
 # signals
@@ -441,7 +441,7 @@ async def test_retry_after_with_what_is_no_delay_is_a_failure(delay: Any) -> Non
 async def test_reject_buries_the_digest_at_once() -> None:
     outcome = await attempt(Reject("address gone"), entry("a"))
     assert (outcome.result, outcome.records, outcome.success) == ("rejected", 0, None)
-    assert close_of(outcome).letters == [Letter("address gone")]
+    assert close_of(outcome).dead_letters == [NewDeadLetter("address gone")]
 
 
 @virtual_time
@@ -462,7 +462,7 @@ async def test_a_partial_failure_of_every_record_is_a_failure_with_their_reasons
     with_aged = retry_of(await attempt(failed, entry("a"), entry("b"), entry("old", timestamp=1), cut_ms=2000))
     assert (with_aged.failed, with_aged.aged) == ([b"a", b"b"], 1)  # what is too old goes
     last = await attempt(failed, entry("a"), entry("b"), broken("bad"), attempt=3)
-    assert [letter.ids for letter in close_of(last).letters] == [[b"a", b"b"], [b"bad"]]
+    assert [letter.ids for letter in close_of(last).dead_letters] == [[b"a", b"b"], [b"bad"]]
 
 
 @virtual_time
@@ -470,7 +470,7 @@ async def test_a_partial_failure_at_the_last_attempt_buries_what_failed_and_clos
     outcome = await attempt(PartialFailure({"b": "bounced"}), entry("a"), entry("b"), attempt=3)
     assert (outcome.result, outcome.records) == ("buried", 1)
     close = close_of(outcome)
-    assert (close.delivered, close.letters) == (1, [Letter("b: bounced", [b"b"])])
+    assert (close.delivered, close.dead_letters) == (1, [NewDeadLetter("b: bounced", [b"b"])])
 
 
 @pytest.mark.parametrize("failed", [{"nobody": "x"}, {"a": "x", "nobody": "y"}, {"\ud800": "x"}, {1: "x"}, {None: "x"}])
@@ -502,7 +502,7 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
     outcome = await attempt(None, entry("a"), broken("bad"), entry("b"))
     assert (outcome.result, outcome.records) == ("delivered", 2)
     close = close_of(outcome)
-    [letter] = close.letters
+    [letter] = close.dead_letters
     assert (close.delivered, letter.ids) == (2, [b"bad"])
     assert "first byte" in letter.reason
 
@@ -512,7 +512,7 @@ async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_i
     outcome = await attempt(AssertionError("called"), broken("x"), broken("y"))
     assert (outcome.result, outcome.records, outcome.success) == ("empty", 0, None)
     close = close_of(outcome)
-    assert ([letter.ids for letter in close.letters], close.counts) == ([[b"x", b"y"]], True)  # a letter a reason
+    assert ([letter.ids for letter in close.dead_letters], close.counts) == ([[b"x", b"y"]], True)  # a letter a reason
 
 
 @virtual_time
@@ -528,7 +528,7 @@ async def test_a_partial_failure_keeps_what_cannot_be_decoded_for_the_dead_lette
     outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"))
     assert retry_of(outcome).failed == [b"a", b"bad"]
     outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"), attempt=3)
-    assert [letter.ids for letter in close_of(outcome).letters] == [[b"a"], [b"bad"]]
+    assert [letter.ids for letter in close_of(outcome).dead_letters] == [[b"a"], [b"bad"]]
 
 
 # policies and strategies of the user's that fail
@@ -632,4 +632,4 @@ async def test_a_partial_failure_that_names_a_stranger_says_so(caplog: pytest.Lo
 
 async def test_reject_needs_no_reason() -> None:
     outcome = await attempt(Reject(), entry("a"))
-    assert close_of(outcome).letters == [Letter("rejected by the callback")]
+    assert close_of(outcome).dead_letters == [NewDeadLetter("rejected by the callback")]

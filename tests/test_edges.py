@@ -31,17 +31,26 @@ async def test_a_replay_to_a_timeline_at_capacity_changes_nothing(store: Store) 
     await store.add("k", "a", policy=policy)
     await store.close(await store.claim(), letter="no", cool=0)
     await store.add("k", "b", "c", policy=policy)
-    [name] = (await store.backend.letters(0, 10)).items
-    before = (await store.backend.look("k"), await store.held("k"), await store.backend.letter(name))
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
+    before = (
+        await store.backend.operations.look("k"),
+        await store.held("k"),
+        await store.backend.operations.dead_letter(name),
+    )
     with pytest.raises(LimitExceeded, match="capacity is 2"):
         await store.backend.replay(name, policy.terms, True)
-    assert (await store.backend.look("k"), await store.held("k"), await store.backend.letter(name)) == before
+    assert (
+        await store.backend.operations.look("k"),
+        await store.held("k"),
+        await store.backend.operations.dead_letter(name),
+    ) == before
 
 
 def other_process(backend: WatchedBackend) -> WatchedBackend:
     """The same store as another process sees it, which can lose its own connection."""
-    other = WatchedBackend(backend.shards)
-    other.machines, other._rung, other._bells = backend.machines, backend._rung, backend._bells
+    other = WatchedBackend(backend.shard_map.count)
+    other.machines[:] = backend.machines
+    other._wake_ups, other._woken = backend._wake_ups, backend._woken
     return other
 
 
@@ -95,9 +104,13 @@ async def test_a_late_close_after_another_claim_is_lost_and_changes_nothing(stor
     late = await store.claim()
     await store.lapse()
     other = await store.claim()
-    before = (await store.backend.look("k"), await store.held("k"), await store.backend.counts())
+    before = (await store.backend.operations.look("k"), await store.held("k"), await store.backend.operations.counts())
     assert [await store.close(late) for _ in range(2)] == [Closed("lost")] * 2
-    assert (await store.backend.look("k"), await store.held("k"), await store.backend.counts()) == before
+    assert (
+        await store.backend.operations.look("k"),
+        await store.held("k"),
+        await store.backend.operations.counts(),
+    ) == before
     assert await store.close(other) == Closed("closed")
 
 
@@ -211,7 +224,7 @@ async def test_a_replay_of_a_new_timeline_makes_it_ready_and_counts_newer_values
     policy = Policy(capacity=2)
     await store.add("k", "a", "b", policy=policy, value="old")
     await store.close(await store.claim(), letter="no", cool=0)
-    [name] = (await store.backend.letters(0, 10)).items
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
     await store.add("k", "a", policy=policy, value="new")
     assert not await store.backend.replay(name, policy.terms, True)  # the add had made it ready
     lease = await store.claim()
@@ -223,7 +236,7 @@ async def test_the_doorbell_rings_when_a_waiting_timeline_is_flushed(place: Plac
     await backend.connect()
     try:
         await backend.add(0, [Add("k", pack(b"a", None, b"1"), Policy(initial_delay=600).terms)])
-        bell = (await backend.claim(0, 0, LEASE, LIMITS)).bell
+        bell = (await backend.claim(0, 0, LEASE, LIMITS)).wake_up
         sleeper = asyncio.create_task(backend.wait(0, bell))
         await backend.flush("k")
         async with asyncio.timeout(600):
@@ -237,7 +250,7 @@ async def test_a_log_that_waits_is_never_longer_than_its_max_size_and_a_quarter(
     policy = Policy(max_size=size, initial_delay=600)
     for number in range(4 * size):
         assert await store.add("k", f"{number % (size - 1)}", policy=policy, value=f"{number}") == [False]
-        window = await store.backend.look("k")
+        window = await store.backend.operations.look("k")
         assert window is not None
         assert window.logged <= size + size // 4
     assert await store.add("k", *(f"new {number}" for number in range(1 + size // 4)), policy=policy)
@@ -250,7 +263,7 @@ async def test_a_log_is_never_longer_than_its_capacity_and_a_quarter(store: Stor
     policy = Policy(capacity=8, initial_delay=600)
     for number in range(50):
         await store.add("k", f"{number}", policy=policy)
-        window = await store.backend.look("k")
+        window = await store.backend.operations.look("k")
         assert window is not None
         assert window.logged <= 10
         assert window.logged + window.dropped == number + 1

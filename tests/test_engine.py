@@ -58,7 +58,7 @@ RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
 
 async def state_of(backend: WatchedBackend, key: str) -> tuple[str, int] | None:
     """A timeline's state and the attempts charged to it."""
-    window = await backend.look(key)
+    window = await backend.operations.look(key)
     return None if window is None else (window.state, window.attempt)
 
 
@@ -979,9 +979,9 @@ async def test_leaving_waits_for_what_connecting_has_to_put_away() -> None:
 @virtual_time
 async def test_leaving_waits_for_what_listening_has_to_put_away() -> None:
     class Slow(WatchedBackend):
-        async def wait(self, shard: int, bell: str) -> str:
+        async def wait(self, shard: int, last: str) -> str:
             try:
-                return await super().wait(shard, bell)
+                return await super().wait(shard, last)
             finally:
                 await asyncio.sleep(0.5)
                 self.closed.append("doorbell")

@@ -27,7 +27,7 @@ from aiodigest import (
     PartialAdd,
     Policy,
 )
-from aiodigest.backend import MOVES, Add, Close, Closed, Letter, Retry
+from aiodigest.backend import MOVES, Add, Close, Closed, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.server import OLDEST, Link
 from aiodigest.backends.redis.connections.url import find_target
@@ -129,7 +129,7 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
     clock.now += 2_000
     claims = await backend.claim(0, 3_000, LEASE, LIMITS)
     assert (len(claims.leases), claims.wait_ms) == (100, 0)
-    assert await backend.counts() == {
+    assert await backend.operations.counts() == {
         "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
         "overdue_ms": 1_000,
     }  # fmt: skip
@@ -139,10 +139,10 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
 async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: RedisBackend) -> None:
     await backend.add(0, [record("k", f"{number}") for number in range(1_000)])
     [lease] = (await backend.claim(0, 1, LEASE, LIMITS)).leases
-    letters = [Letter("unreadable", [b"%d" % number]) for number in range(1_000)]
-    closed = await backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, letters=letters)])
+    letters = [NewDeadLetter("unreadable", [b"%d" % number]) for number in range(1_000)]
+    closed = await backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, dead_letters=letters)])
     assert closed == [Closed("closed")]
-    assert (await backend.counts())["dead"] == 1_000
+    assert (await backend.operations.counts())["dead"] == 1_000
 
 
 @asynccontextmanager
@@ -203,7 +203,7 @@ async def test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_make
         claims = await backend.claim(0, 10, LEASE, LIMITS)
         assert (claims.leases, claims.expired) == ([], [("k", 0)])
         assert redis_state(client, namespace)["timelines"] == {}
-    assert await backend.look("k") is None
+    assert await backend.operations.look("k") is None
     assert await backend.add(0, [record("k")]) == [True]
 
 
@@ -246,9 +246,14 @@ async def test_every_key_of_a_timeline_lives_as_long_as_its_records_may(
 async def test_each_record_that_is_set_aside_has_a_letter_with_its_own_reason(store: Store) -> None:
     await store.add("k", "good", "bad", "worse")
     lease = await store.claim()
-    letters = [Letter("bad", [b"bad"]), Letter("worse", [b"worse"])]
-    assert await store.backend.close(0, [Close(lease, 3, 1, 0, LIMITS, LEASE, letters=letters)]) == [Closed("closed")]
-    kept = [await store.backend.letter(name) for name in (await store.backend.letters(0, 10)).items]
+    letters = [NewDeadLetter("bad", [b"bad"]), NewDeadLetter("worse", [b"worse"])]
+    assert await store.backend.close(0, [Close(lease, 3, 1, 0, LIMITS, LEASE, dead_letters=letters)]) == [
+        Closed("closed")
+    ]
+    kept = [
+        await store.backend.operations.dead_letter(name)
+        for name in (await store.backend.operations.dead_letters(0, 10)).items
+    ]
     assert [(letter.reason, records(letter.entries)) for letter in kept if letter] == [
         ("bad", [("bad", "v")]),
         ("worse", [("worse", "v")]),
@@ -263,15 +268,15 @@ async def bury(store: Store, *record_ids: str) -> None:
     """Make a dead letter of each record."""
     await store.add("k", *record_ids, policy=NO_GAP)
     [lease] = (await store.claims(1)).leases
-    letters = [Letter("no", [record_id.encode()]) for record_id in record_ids]
-    await store.backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, letters=letters)])
+    letters = [NewDeadLetter("no", [record_id.encode()]) for record_id in record_ids]
+    await store.backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, dead_letters=letters)])
 
 
 async def letters(store: Store) -> list[str]:
     """The record ids of all dead letters, the oldest first."""
     found: list[str] = []
-    for name in (await store.backend.letters(0, 10)).items:
-        letter = await store.backend.letter(name)
+    for name in (await store.backend.operations.dead_letters(0, 10)).items:
+        letter = await store.backend.operations.dead_letter(name)
         assert letter is not None
         found += [record_id for record_id, _ in records(letter.entries)]
     return found
@@ -286,18 +291,18 @@ async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
         limit = 10_000
     else:
         limit = 20  # the reference takes long over many letters, and its limit is a number in Python
-        monkeypatch.setattr("aiodigest.backends.memory.timelines.LETTER_LIMIT", limit)
+        monkeypatch.setattr("aiodigest.backends.memory.timelines.DEAD_LETTER_LIMIT", limit)
     for first in range(0, limit, 1_000):
         store.now += 1
         await bury(store, *(f"{number}" for number in range(first, min(first + 1_000, limit))))
-    assert (await store.backend.counts())["dead"] == limit
-    [oldest] = (await store.backend.letters(0, 1)).items
-    assert not (await store.backend.counts()).get("letters_dropped")
+    assert (await store.backend.operations.counts())["dead"] == limit
+    [oldest] = (await store.backend.operations.dead_letters(0, 1)).items
+    assert not (await store.backend.operations.counts()).get("letters_dropped")
     store.now += 1
     await bury(store, "one too many")
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["dead"], counts["letters_dropped"]) == (limit, 1)
-    assert await store.backend.letter(oldest) is None
+    assert await store.backend.operations.dead_letter(oldest) is None
 
 
 async def test_dead_letters_of_30_days_make_room_at_the_next_burial_counted(store: Store) -> None:
@@ -310,7 +315,7 @@ async def test_dead_letters_of_30_days_make_room_at_the_next_burial_counted(stor
     store.now += 1
     await bury(store, "fourth")
     assert await letters(store) == ["second", "third", "fourth"]
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["dead"], counts["letters_dropped"]) == (3, 1)
 
 
@@ -319,9 +324,9 @@ async def test_the_keys_of_a_dead_letter_end_after_30_days(
 ) -> None:
     await backend.add(0, [record("k")])
     [lease] = (await backend.claim(0, 1, LEASE, LIMITS)).leases
-    await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
+    await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")])])
     with server.client() as client:
-        [name] = (await backend.letters(0, 10)).items
+        [name] = (await backend.operations.dead_letters(0, 10)).items
         for kind in ("letter", "remains"):
             assert 30 * DAY - 60_000 < client.pttl(f"{{{namespace}}}:{kind}:{name}") <= 30 * DAY
 
@@ -336,12 +341,12 @@ async def test_all_keys_of_a_shard_are_in_one_slot_whatever_the_keys_of_its_time
     backend = RedisBackend(server.url, namespace=namespace, shards=3)
     await backend.connect()
     for key in keys:
-        await backend.add(backend.shard_of(key), [record(key)])
+        await backend.add(backend.shard_map.shard_of(key), [record(key)])
     for shard in range(3):
         await backend.add(shard, [record("{no", "x")])
         leases = (await backend.claim(shard, 100, LEASE, LIMITS)).leases
         await backend.add(shard, [record(lease.key, "b") for lease in leases[::2]])
-        ends = [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")]) for lease in leases[:5]]
+        ends = [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")]) for lease in leases[:5]]
         await backend.close(shard, ends)
     await backend.aclose()
     with server.client() as client:

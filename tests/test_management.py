@@ -40,7 +40,7 @@ from aiodigest import (
     Timeline,
     management,
 )
-from aiodigest.backend import Move, RawLetter
+from aiodigest.backend import Move, StoredDeadLetter
 
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 100.0)
 
@@ -598,9 +598,9 @@ async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_
 @virtual_time
 async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone() -> None:
     class Asked(WatchedBackend):
-        async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
+        async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
             asked.append(shard)
-            return await super().letter(letter_id, shard)
+            return await super().dead_letter(letter_id, shard)
 
     asked: list[int | None] = []
     inbox, backend = Inbox(*[Reject("no")] * 9), Asked(shards=3)
@@ -609,7 +609,7 @@ async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone() -> No
     async with delivering(inbox, backend) as (engine, _):
         await inbox.outcome(9)
         await settle()
-        listed = [backend.shard_of(letter.key) async for letter in engine.dead_letters()]
+        listed = [backend.shard_map.shard_of(letter.key) async for letter in engine.dead_letters()]
     assert len(listed) == 9
     assert asked == listed
 
@@ -683,7 +683,7 @@ async def test_discard_drops_a_dead_letter_and_says_whether_there_was_one() -> N
 @virtual_time
 async def test_a_dead_letter_that_goes_while_all_are_listed_is_left_out() -> None:
     class Vanishing(WatchedBackend):
-        async def letter(self, letter_id: str, shard: int | None = None) -> None:
+        async def dead_letter(self, letter_id: str, shard: int | None = None) -> None:
             return None
 
     inbox, backend = Inbox(Reject("no")), Vanishing()

@@ -760,7 +760,7 @@ async def test_a_span_that_nobody_records_is_not_taken_along(how: str, traced: T
         with current():
             await engine.add(KEY, 1)
             assert trace.get_current_span().get_span_context().trace_flags.sampled is False
-        assert [unpack(entry).context for entry in await (await engine._backend()).entries(KEY)] == [b""]
+        assert [unpack(entry).context for entry in await (await engine._backend()).operations.entries(KEY)] == [b""]
     off.shutdown()
 
 

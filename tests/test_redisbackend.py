@@ -16,7 +16,8 @@ from servers import Proxy, Server, running_server
 from storestate import check_invariants, redis_state
 
 from aiodigest import DigestEngine, Entry, Stats
-from aiodigest.backend import Add, Claims, Close, Closed, Lease, Letter, Retry
+from aiodigest.backend import Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
@@ -77,7 +78,7 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
             assert isinstance(refused, BackendUnavailable)
             assert (refused.stored, refused.record_id) == ("no", "a")
             assert "maxmemory" in str(refused)
-            assert await backend.look("full") is None
+            assert await backend.operations.look("full") is None
             assert await backend.renew(0, first.leases, LEASE) == [True, True]
             assert await backend.retry(0, [Retry(first.leases[0], 1_000, "boo", LIMITS)]) == [True]
             assert await backend.release(0, [first.leases[1]], started=False) == [True]
@@ -104,7 +105,7 @@ async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_
             assert [lease.key for lease in claims.leases] == ["sound"]
             assert [key for key, _ in claims.broken] == ["broken0", "broken1", "broken2"]
             assert all("WRONGTYPE" in problem for _, problem in claims.broken)
-            window = await backend.look("broken0")
+            window = await backend.operations.look("broken0")
             assert window is not None
             assert (window.state, window.due_ms) == ("waiting", now + LEASE)
             assert "WRONGTYPE" in window.last_error
@@ -127,7 +128,7 @@ async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, se
     assert closed["good"] == Closed("closed")
     assert isinstance(closed["bad"], InvalidState)
     assert "'bad' is broken" in str(closed["bad"])
-    window = await backend.look("good")
+    window = await backend.operations.look("good")
     assert window is not None
     assert (window.state, window.logged, window.opened) == ("waiting", 1, 0)
     await backend.delete("bad")
@@ -144,7 +145,7 @@ async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, s
         # 40 batches; each compaction reads some 1,000 entries, after which a call ends
         assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 50
     for number in range(5):
-        window = await backend.look(f"k{number}")
+        window = await backend.operations.look(f"k{number}")
         assert window is not None
         assert window.logged <= 900 * 5 // 4
 
@@ -180,7 +181,7 @@ async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> Non
     assert (lease.size, len(lease.entries)) == (40, 5)
     entries = [*lease.entries, *await backend.read(0, lease, 5, 1_000)]
     assert [unpack(entry).id for entry in entries] == [b"%d" % number for number in range(40)]
-    assert entries == await backend.entries("k")
+    assert entries == await backend.operations.entries("k")
 
 
 # Replies that are lost
@@ -227,7 +228,7 @@ async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(serv
         [lease] = (await claim(backend)).leases
         proxy.swallow = 1
         assert await backend.close(0, [closing(lease)]) == [Closed("closed")]
-        assert (await backend.counts())["digests"] == 1
+        assert (await backend.operations.counts())["digests"] == 1
         await backend.add(0, [record("other")])
         proxy.swallow, requests = 1, proxy.requests
         with pytest.raises(BackendUnavailable) as caught:
@@ -241,7 +242,7 @@ CALLS: dict[str, Callable[[RedisBackend, Lease], Awaitable[object]]] = {
     "open": lambda backend, _: backend.open(0, "other", LEASE, LIMITS),
     "read": lambda backend, lease: backend.read(0, lease, 0, 1),
     "renew": lambda backend, lease: backend.renew(0, [lease], LEASE),
-    "look": lambda backend, _: backend.look("k"),
+    "look": lambda backend, _: backend.operations.look("k"),
     "connect": lambda backend, _: backend.connect(),
     "retry": lambda backend, lease: backend.retry(0, [Retry(lease, 0, "x", LIMITS)]),
     "close": lambda backend, lease: backend.close(0, [closing(lease)]),
@@ -267,7 +268,7 @@ async def test_after_an_answer_to_another_question_what_may_be_repeated_is_and_a
             assert caught.value.stored == "unknown"
         else:
             await CALLS[call](backend, lease)
-        await backend.look("k")
+        await backend.operations.look("k")
         assert proxy.connections == before + 1
 
 
@@ -445,12 +446,12 @@ async def test_without_a_descriptor_to_read_its_scripts_with_a_backend_is_unavai
 async def test_an_emptied_server_gets_its_layout_again(namespace: str) -> None:
     with running_server() as server, server.client() as client:
         async with connected(server.url, namespace, shards=2) as backend:
-            shard = backend.shard_of("k")
+            shard = backend.shard_map.shard_of("k")
             await backend.add(shard, [record("k")])
             client.flushall()
             assert await backend.add(shard, [record("k")]) == [True]
             async with connected(server.url, namespace) as other:
-                assert other.shards == 2
+                assert other.shard_map.count == 2
 
 
 async def test_connecting_takes_three_commands_and_a_call_one(server: Server, namespace: str) -> None:
@@ -460,7 +461,7 @@ async def test_connecting_takes_three_commands_and_a_call_one(server: Server, na
         client.config_resetstat()
         async with connected(server.url, namespace) as backend:
             await backend.add(0, [record("k")])
-            await backend.look("k")
+            await backend.operations.look("k")
             calls = {name: facts["calls"] for name, facts in client.info("commandstats").items()}
             assert calls["cmdstat_info"] == 1
             # what the user may do, the add and the look; each may be unknown to the server, and then sent whole
@@ -512,7 +513,7 @@ async def test_another_shard_count_is_refused_with_the_stored_one_named(server: 
         async with connected(server.url, namespace, shards=2):
             pass
     async with connected(server.url, namespace) as backend:
-        assert backend.shards == 4
+        assert backend.shard_map.count == 4
 
 
 async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(server: Server, namespace: str) -> None:
@@ -555,7 +556,7 @@ async def test_a_worker_begins_a_namespace_so_that_others_see_its_shard_count(se
             async with connected(server.url, namespace, shards=1):
                 pass
         async with connected(server.url, namespace) as other:
-            assert other.shards == 4
+            assert other.shard_map.count == 4
 
 
 async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_is_refused(
@@ -563,7 +564,7 @@ async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_
 ) -> None:
     async with connected(server.url, namespace, shards=4) as one, connected(server.url, namespace, shards=1) as other:
         await one.add(2, [record("k")])
-        for call in (other.add(0, [record("k")]), claim(other), other.counts()):
+        for call in (other.add(0, [record("k")]), claim(other), other.operations.counts()):
             with pytest.raises(ConfigurationError, match="has 4 shards, not 1"):
                 await call
 
@@ -603,14 +604,84 @@ def test_sixteen_shards_lie_on_three_primaries_as_five_six_and_five(name: str) -
     assert [sum(slot * 3 // 16_384 == primary for slot in slots) for primary in range(3)] == [5, 6, 5]
 
 
+async def test_a_backend_that_is_connected_again_has_learnt_nothing(server: Server, namespace: str) -> None:
+    backend = RedisBackend(server.url, namespace=namespace, shards=4)
+    await backend.connect()
+    await backend.add(backend.shard_map.shard_of("k"), [record("k")])
+    async with connected(server.url, namespace) as other:
+        await other.operations.reshard(8)
+        await other.operations.drain()
+        assert await backend.operations.look("k") is not None
+        assert backend.shard_map.adding == 8  # it has gone over while it ran
+        await backend.aclose()
+        with pytest.raises(ConfigurationError, match="has 8 shards, not 4"):
+            await backend.connect()
+        await backend.aclose()
+
+
+async def test_a_server_of_ones_own_lives_as_long_as_backends_are_connected(folder: Path, namespace: str) -> None:
+    server = EmbeddedServer(folder)
+    backend = RedisBackend(server, namespace=namespace)
+    other = backend.clone()
+    assert not folder.exists()
+    assert backend.url == other.url == f"embedded://{folder}"
+    try:
+        await backend.connect()
+        await other.connect()
+        assert await backend.add(0, [record("k")]) == [True]
+        await backend.aclose()
+        assert await other.operations.look("k") is not None
+        await backend.connect()  # again
+        assert await backend.operations.look("k") is not None
+    finally:
+        await other.aclose()
+        await backend.aclose()
+
+
+class Broken:
+    """A server that was started, and is gone."""
+
+    url = "embedded:///gone"
+
+    async def start(self) -> str:
+        return "unix:///nobody/is/here"
+
+    async def stop(self) -> None: ...
+
+    def why_down(self) -> str:
+        return "its disk is full"
+
+    def clone(self) -> Broken:
+        return Broken()
+
+
+async def test_an_error_says_why_a_server_of_ones_own_is_down(namespace: str) -> None:
+    backend = RedisBackend(Broken(), namespace=namespace)
+    for call in (backend.connect, lambda: backend.add(0, [record("k")]), lambda: backend.flush("k")):
+        with pytest.raises(BackendUnavailable, match=r"^unix:///nobody/is/here is unavailable.* \(its disk is full\)$"):
+            await call()
+    await backend.aclose()
+
+
+def test_making_a_backend_does_no_io_and_checks_its_arguments(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a namespace is 1 to 64"):
+        RedisBackend(EmbeddedServer(folder), namespace="a b")
+    with pytest.raises(ConfigurationError, match="shards must be from 1 to 1024"):
+        RedisBackend("redis://localhost", namespace="mail", shards=0)
+    with pytest.raises(ConfigurationError, match="known once the backend is connected"):
+        _ = RedisBackend("redis://localhost", namespace="mail").shard_map
+
+
 async def test_timelines_of_several_shards_are_found_again(server: Server, namespace: str) -> None:
     async with connected(server.url, namespace, shards=3) as backend:
         keys = [f"k{number}" for number in range(30)]
         for key in keys:
-            assert await backend.add(backend.shard_of(key), [record(key)]) == [True]
-        assert {backend.shard_of(key) for key in keys} == {0, 1, 2}
-        assert (await backend.counts())["ready"] == 30
-        found = [window.key for shard in range(3) for window in (await backend.page(shard, "ready", 100)).items]
+            assert await backend.add(backend.shard_map.shard_of(key), [record(key)]) == [True]
+        assert {backend.shard_map.shard_of(key) for key in keys} == {0, 1, 2}
+        assert (await backend.operations.counts())["ready"] == 30
+        found = [
+            window.key for shard in range(3) for window in (await backend.operations.page(shard, "ready", 100)).items
+        ]
         assert sorted(found) == sorted(keys)
 
 
@@ -632,28 +703,28 @@ def test_a_shard_count_out_of_range_is_refused(shards: int) -> None:
 async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_for_nothing_else(
     backend: RedisBackend,
 ) -> None:
-    bell = (await claim(backend)).bell
+    bell = (await claim(backend)).wake_up
     sleeper = asyncio.create_task(backend.wait(0, bell))
     later = Add("k", pack(b"a", None, b"v"), Policy(initial_delay=60).terms)
     await backend.add(0, [later])
     await sleeper
-    bell = (await claim(backend)).bell
+    bell = (await claim(backend)).wake_up
     sleeper = asyncio.create_task(backend.wait(0, bell))
     await backend.add(0, [later, Add("last", pack(b"a", None, b"v"), Policy(initial_delay=90).terms)])
-    assert (await claim(backend)).bell == bell
+    assert (await claim(backend)).wake_up == bell
     await backend.add(0, [record("now"), record("too")])
     await sleeper
-    assert (await claim(backend)).bell != bell
+    assert (await claim(backend)).wake_up != bell
 
 
 async def test_a_ring_between_claim_and_sleep_is_not_missed(backend: RedisBackend) -> None:
-    bell = (await claim(backend)).bell
+    bell = (await claim(backend)).wake_up
     await backend.add(0, [record("k")])
     await backend.wait(0, bell)
 
 
 async def test_a_cancelled_sleep_can_be_slept_again(backend: RedisBackend) -> None:
-    bell = (await claim(backend)).bell
+    bell = (await claim(backend)).wake_up
     for steps in range(30):
         sleeper = asyncio.create_task(backend.wait(0, bell))
         for _ in range(steps):
@@ -678,7 +749,7 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
     assert await asyncio.to_thread(asyncio.run, once()) == [True]
     assert await asyncio.to_thread(asyncio.run, once()) == [False]
     with pytest.raises(BackendUnavailable, match="not connected"):
-        await backend.look("k")
+        await backend.operations.look("k")
 
 
 # Shared connections
@@ -694,10 +765,10 @@ async def test_backends_given_the_same_client_share_its_connections(server: Serv
             assert await second.add(0, [record("key")]) == [True]
             assert client.info("clients")["connected_clients"] == before
         await first.aclose()
-        assert await second.look("key") is not None
+        assert await second.operations.look("key") is not None
         await second.aclose()
         with pytest.raises(BackendUnavailable, match="not connected"):
-            await second.look("key")
+            await second.operations.look("key")
 
 
 @pytest.mark.parametrize(
@@ -723,7 +794,7 @@ async def test_a_timeline_whose_fields_nobody_can_reckon_with_is_set_aside_and_t
         assert [key for key, _ in claims.broken] == ["broken"]
         assert f"'{field}'" in claims.broken[0][1]
         assert await backend.delete("broken")
-        assert await backend.look("broken") is None
+        assert await backend.operations.look("broken") is None
 
 
 async def test_an_add_to_a_timeline_whose_fields_nobody_can_reckon_with_fails_alone(
@@ -789,7 +860,7 @@ async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_nu
             client.hset(f"{{{namespace}}}:layout", "delivered", "x")
         assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
         async with asyncio.timeout(60):
-            await backend.wait(0, claims.bell)
+            await backend.wait(0, claims.wake_up)
         with server.client() as client:
             assert client.hmget(f"{{{namespace}}}:layout", "digests", "delivered") == [b"1", b"x"]
 
@@ -815,7 +886,7 @@ async def nameless(server: Server, namespace: str) -> AsyncGenerator[RedisBacken
     async with connected(server.url, namespace) as backend:
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
-        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
+        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")])])
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
         await backend.release(0, [lease], started=False)
@@ -828,7 +899,7 @@ async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_op
     server: Server, namespace: str
 ) -> None:
     async with nameless(server, namespace) as backend:
-        window = await backend.look("k")
+        window = await backend.operations.look("k")
         assert window is not None
         assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
         lease = await backend.open(0, "k", LEASE, LIMITS)
@@ -849,7 +920,7 @@ async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_w
 
 async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(server: Server, namespace: str) -> None:
     async with nameless(server, namespace) as backend:
-        [letter] = (await backend.letters(0, 10)).items
+        [letter] = (await backend.operations.dead_letters(0, 10)).items
         with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
             await backend.replay(letter, TERMS, own=False)
         [lease] = (await claim(backend)).leases
@@ -886,23 +957,23 @@ async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_int
             client.zadd(f"{{{namespace}}}:waiting", {"k": 5})
             client.zadd(f"{{{namespace}}}:leased", {"k": "inf"})
         assert await backend.delete("k")
-        assert await backend.look("k") is None
+        assert await backend.operations.look("k") is None
 
 
 async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(server: Server, namespace: str) -> None:
     async with connected(server.url, namespace) as backend:
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
-        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, letters=[Letter("no")])])
-        [letter] = (await backend.letters(0, 10)).items
+        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")])])
+        [letter] = (await backend.operations.dead_letters(0, 10)).items
         with server.client() as client:
             client.hdel(f"{{{namespace}}}:letter:{letter}", "reason", "attempt", "digest")
             client.hset(f"{{{namespace}}}:letter:{letter}", "buried", "x")
-        told = await backend.letter(letter)
+        told = await backend.operations.dead_letter(letter)
         assert told is not None
         assert (told.key, told.reason, told.attempt, len(told.entries)) == ("k", "", 0, 1)
         await backend.replay(letter, TERMS, own=False)
-        assert len(await backend.entries("k")) == 1
+        assert len(await backend.operations.entries("k")) == 1
 
 
 async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behind(

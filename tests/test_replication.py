@@ -229,10 +229,10 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
             [letter] = [letter async for letter in engine.dead_letters()]
             backend = await engine._backend()
             assert isinstance(backend, RedisBackend)
-            assert await backend.reshard(2)
+            assert await backend.operations.reshard(2)
             freeze(replica)
             with pytest.raises(BackendUnavailable, match="0 replicas"):
-                await cut_short(primary, backend._move(0, letter.id))
+                await cut_short(primary, backend._resharding.move(0, letter.id))
             with primary.client() as client:
                 assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
             thaw(replica)
@@ -246,7 +246,7 @@ async def drained(backend: Backend) -> None:
     async with asyncio.timeout(PATIENCE):
         while left:
             with suppress(BackendUnavailable):  # the replica links up with its primary anew
-                left = await backend.drain()
+                left = await backend.operations.drain()
 
 
 async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(namespace: str) -> None:
@@ -280,9 +280,9 @@ async def test_a_shard_that_is_drained_does_not_end_before_the_replicas_know_of_
             await other.delete("first")
         async with engine_to(primary, namespace, wait_replicas=1) as engine:
             backend = await session_of(engine).backend()
-            assert await backend.reshard(4)
+            assert await backend.operations.reshard(4)
             freeze(replica)
             with pytest.raises(BackendUnavailable, match="0 replicas"):
-                await cut_short(primary, backend.drain())
+                await cut_short(primary, backend.operations.drain())
             thaw(replica)
             await drained(backend)

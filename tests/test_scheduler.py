@@ -25,7 +25,7 @@ from engines import (
 )
 
 from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
-from aiodigest.backend import Claims, Lease, Retired
+from aiodigest.backend import Claims, Lease, Retired, ShardMap
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.policy import Limits
 from aiodigest.scheduler import FEW
@@ -43,7 +43,7 @@ def lines(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
 
 
 def keys_in(backend: WatchedBackend, shard: int, count: int = 1) -> list[str]:
-    return [key for key in map(str, range(1000)) if backend.shard_of(key) == shard][:count]
+    return [key for key in map(str, range(1000)) if backend.shard_map.shard_of(key) == shard][:count]
 
 
 # idling and waking
@@ -308,21 +308,14 @@ class Relocated(WatchedBackend):
     """A store in which shard 0 is gone when it is claimed from, and 1 has its timelines."""
 
     def __init__(self) -> None:
-        self._moved = False
         super().__init__(shards=2)
+        self._shard_map = ShardMap(1, range(1, 2), draining=range(1))
 
-    @property
-    def shards(self) -> int:
-        return 2 if self._moved else 1
-
-    def shard_of(self, key: str) -> int:
-        return 1
-
-    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
         if shard == 0:
-            self._moved = True
+            self._shard_map = ShardMap(2, range(1, 2))
             raise Retired("shard 0 is no more")
-        return await super().claim(shard, slots, lease_ms, limits)
+        return await super().claim(shard, count, lease_ms, limits)
 
 
 @virtual_time
@@ -569,7 +562,7 @@ async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_del
         assert not inbox.seen  # the store does not know yet
         backend.bring_up()
         await asyncio.sleep(5 * MINUTE)
-        assert await backend.look("key") is None
+        assert await backend.operations.look("key") is None
     assert (inbox.values, inbox.results) == ([[1]], ["delivered"])
 
 
@@ -626,7 +619,7 @@ async def test_a_long_delivery_keeps_its_lease() -> None:
         await inbox.outcome()
         await settle()
         assert backend.count("renew") == pytest.approx(290 / (LEASE / 3), abs=1)
-        assert await backend.look("key") is None
+        assert await backend.operations.look("key") is None
     assert inbox.results == ["delivered"]
 
 
@@ -692,7 +685,7 @@ async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is
         other = machine.open("key", 60_000, Policy().terms.limits, int(1e9), "other")
         await inbox.outcome()
         await settle()
-        window = await backend.look("key")
+        window = await backend.operations.look("key")
         assert other is not None
         assert window is not None
         assert window.state == "leased"
@@ -853,10 +846,10 @@ async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_burie
     async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=3)):
         await inbox.outcome()
         await settle()
-        [letter_id] = (await backend.letters(0, 10)).items
+        [letter_id] = (await backend.operations.dead_letters(0, 10)).items
     assert not inbox.digests
     assert inbox.results == ["buried"]
-    letter = await backend.letter(letter_id)
+    letter = await backend.operations.dead_letter(letter_id)
     assert letter is not None
     assert "outcome" in letter.reason
 
@@ -1068,8 +1061,8 @@ async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Reporting(WatchedBackend):
-        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-            claims = await super().claim(shard, slots, lease_ms, limits)
+        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+            claims = await super().claim(shard, count, lease_ms, limits)
             return replace(claims, broken=[("odd", "WRONGTYPE")], expired=[("gone", 7)])
 
     async with delivering(Inbox(), Reporting()):
@@ -1083,8 +1076,8 @@ async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_a
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Reporting(WatchedBackend):
-        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-            claims = await super().claim(shard, slots, lease_ms, limits)
+        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+            claims = await super().claim(shard, count, lease_ms, limits)
             broken = [(f"odd-{number}", "WRONGTYPE") for number in range(500)]
             gone = [(f"gone-{number}", number % 2) for number in range(500)]
             return replace(claims, broken=broken, expired=gone)
@@ -1101,8 +1094,8 @@ async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_a
 @virtual_time
 async def test_a_timeline_without_records_is_no_loss_of_0_records(caplog: pytest.LogCaptureFixture) -> None:
     class Reporting(WatchedBackend):
-        async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-            return replace(await super().claim(shard, slots, lease_ms, limits), expired=[("ghost", 0)])
+        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+            return replace(await super().claim(shard, count, lease_ms, limits), expired=[("ghost", 0)])
 
     async with delivering(Inbox(), Reporting()):
         await settle()
@@ -1143,7 +1136,7 @@ async def test_an_observer_that_raises_changes_no_outcome(caplog: pytest.LogCapt
     await backend.put("key", 1)
     async with delivering(inbox, backend):
         await asyncio.sleep(5 * MINUTE)
-        assert await backend.look("key") is None
+        assert await backend.operations.look("key") is None
     assert inbox.values == [[1]]
     assert lines(caplog, "observer")
 
@@ -1221,7 +1214,7 @@ async def test_leaving_waits_for_deliveries_under_way_while_their_leases_are_ren
     assert now() == pytest.approx(150, abs=0.1)
     assert backend.count("renew") == 7
     assert inbox.results == ["delivered"]
-    assert await backend.look("key") is None
+    assert await backend.operations.look("key") is None
 
 
 @virtual_time
@@ -1232,7 +1225,7 @@ async def test_leaving_claims_nothing_more() -> None:
         await inbox.digest()
         await backend.put("other", 2)
     assert inbox.values == [[1]]
-    window = await backend.look("other")
+    window = await backend.operations.look("other")
     assert window is not None
     assert window.state == "ready"
 
@@ -1245,7 +1238,7 @@ async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_cha
         await inbox.digest()
     assert now() == pytest.approx(20, abs=0.1)
     assert not inbox.seen
-    window = await backend.look("key")
+    window = await backend.operations.look("key")
     assert window is not None
     assert (window.state, window.attempt) == ("ready", 0)
     await backend.put("key", 2)
@@ -1269,7 +1262,7 @@ async def test_a_callback_that_fails_because_it_is_cut_short_is_not_charged(erro
     await backend.put("key", 1)
     async with delivering(inbox, backend, drain_timeout=1):
         await inbox.digest()
-    window = await backend.look("key")
+    window = await backend.operations.look("key")
     assert window is not None
     assert (window.state, window.attempt) == ("ready", 0)
 
@@ -1287,7 +1280,7 @@ async def test_a_callback_that_finishes_although_it_is_cut_short_has_delivered()
     async with delivering(inbox, backend, drain_timeout=1):
         await inbox.digest()
     assert inbox.results == ["delivered"]
-    assert await backend.look("key") is None
+    assert await backend.operations.look("key") is None
 
 
 @virtual_time
@@ -1326,7 +1319,7 @@ async def test_a_callback_that_ignores_its_end_does_not_keep_the_engine(caplog: 
         await inbox.digest()
     assert now() == pytest.approx(6, abs=0.1)
     assert lines(caplog, "1 deliveries under way, 1 of which ignore it")
-    window = await backend.look("key")
+    window = await backend.operations.look("key")
     assert window is not None
     assert (window.state, window.attempt) == ("ready", 0)
     free.set()
@@ -1344,7 +1337,7 @@ async def test_a_claim_in_flight_is_not_cancelled_and_what_it_brings_is_given_ba
         await settle()
         asyncio.get_running_loop().call_later(1, backend.gates["claim"].set)
     assert not inbox.digests
-    window = await backend.look("key")
+    window = await backend.operations.look("key")
     assert window is not None
     assert (window.state, window.attempt) == ("ready", 0)
     await backend.put("key", 2)
@@ -1365,7 +1358,7 @@ async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive(
         await inbox.digest(2)  # its close waits for the other's
         await settle()
         asyncio.get_running_loop().call_later(3, backend.gates["close"].set)
-    assert [await backend.look(key) for key in "ab"] == [None, None]
+    assert [await backend.operations.look(key) for key in "ab"] == [None, None]
     assert inbox.results == ["delivered"] * 2
 
 
@@ -1404,7 +1397,7 @@ async def test_between_two_parts_a_worker_that_stops_gives_the_rest_back() -> No
     await backend.put("key", 1, 2, 3, policy=parts)
     async with delivering(inbox, backend, policy=parts):
         await inbox.digest()
-    window = await backend.look("key")
+    window = await backend.operations.look("key")
     assert window is not None
     assert (window.state, window.opened, window.attempt) == ("ready", 1, 0)
     async with delivering(inbox, backend, policy=parts):

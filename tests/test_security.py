@@ -50,7 +50,7 @@ from aiodigest import (
     Policy,
     Reject,
 )
-from aiodigest.backend import Add, Close, Lease, Letter, Retry
+from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.cluster import ClusterLink
 from aiodigest.backends.redis.connections.server import Link
@@ -163,7 +163,9 @@ async def work(stage: Stage) -> None:
     lease = await claimed(backend, "k")
     closed = checked(await backend.close(0, [Close(lease, 2, 2, 1000, LIMITS, LEASE)]))  # a part of it
     rest = replace(lease, digest_id=closed.digest_id, size=closed.left)
-    checked(await backend.close(0, [Close(rest, closed.left, 0, 1000, LIMITS, LEASE, letters=[Letter("bad")])]))
+    checked(
+        await backend.close(0, [Close(rest, closed.left, 0, 1000, LIMITS, LEASE, dead_letters=[NewDeadLetter("bad")])])
+    )
     checked(await other.add(0, adds("soon", "a", policy=Policy(initial_delay=0.001))))
     while not (leases := (await backend.claim(0, 10, LEASE, LIMITS)).leases):  # it is due within a millisecond
         pass
@@ -177,7 +179,9 @@ async def work(stage: Stage) -> None:
 async def bury(backend: RedisBackend, key: str, *ids: str) -> None:
     checked(await backend.add(0, adds(key, *ids)))
     lease = await claimed(backend, key)
-    checked(await backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, letters=[Letter("bad")])]))
+    checked(
+        await backend.close(0, [Close(lease, lease.size, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("bad")])])
+    )
 
 
 async def operate(stage: Stage) -> None:
@@ -361,13 +365,13 @@ async def test_a_producer_s_user_cannot_deliver_look_or_move(server: Server) -> 
         await stage.role.add(0, adds("k", "a"))
         for call in (
             lambda: stage.role.claim(0, 1, LEASE, LIMITS),
-            lambda: stage.role.look("k"),
-            lambda: stage.role.entries("k"),
-            lambda: stage.role.letters(0, 1),
+            lambda: stage.role.operations.look("k"),
+            lambda: stage.role.operations.entries("k"),
+            lambda: stage.role.operations.dead_letters(0, 1),
             lambda: stage.role.delete("k"),
             lambda: stage.role.flush("k"),
             lambda: stage.role.wait(0, "0-0"),
-            stage.role.counts,
+            stage.role.operations.counts,
         ):
             with pytest.raises(ConfigurationError, match="refuses access"):
                 await call()

@@ -33,7 +33,7 @@ class Shards(Store):
     def __post_init__(self) -> None:
         found: list[list[str]] = [[] for _ in range(SHARDS)]
         for key in (f"k{number}" for number in count()):
-            if len(found[(shard := self.backend.shard_of(key))]) < 2:
+            if len(found[(shard := self.backend.shard_map.shard_of(key))]) < 2:
                 found[shard].append(key)
             elif all(len(keys) == 2 for keys in found):
                 break
@@ -81,7 +81,7 @@ async def shards(place: Place, namespace: str) -> AsyncIterator[Shards]:
     try:
         for shard, state in enumerate(shards.kept()):
             check_invariants(state)
-            assert {backend.shard_of(key.decode()) for key in state["timelines"]} <= {shard}
+            assert {backend.shard_map.shard_of(key.decode()) for key in state["timelines"]} <= {shard}
     finally:
         shards.clear()
 
@@ -133,7 +133,7 @@ async def test_each_shard_gives_its_own_digests_and_keeps_none_that_is_closed(sh
         for lease in leases:
             assert await shards.close(lease) == Closed("closed")
         assert (await shards.claims(shard=shard)).leases == []
-    counts = await shards.backend.counts()
+    counts = await shards.backend.operations.counts()
     assert (counts["digests"], counts["delivered"]) == (2 * SHARDS, 2 * SHARDS)
     assert (counts["waiting"], counts["ready"], counts["leased"]) == (0, 0, 0)
 
@@ -176,7 +176,7 @@ async def test_the_leases_of_a_shard_lapse_while_nobody_claims_from_another(shar
 async def test_a_doorbell_rings_for_its_own_shard(shards: Shards) -> None:
     shards.policy = Policy(initial_delay=600)
     await shards.fill()
-    bells = [(await shards.claims(0, shard)).bell for shard in range(SHARDS)]
+    bells = [(await shards.claims(0, shard)).wake_up for shard in range(SHARDS)]
     sleepers = [asyncio.create_task(shards.backend.wait(shard, bells[shard])) for shard in range(SHARDS)]
     for shard in reversed(range(SHARDS)):
         await shards.backend.flush(shards.keys[shard][1])
@@ -194,7 +194,7 @@ async def test_counts_are_sums_over_all_shards_and_the_oldest_is_that_of_all(sha
     for keys in shards.keys:
         assert await shards.backend.flush(keys[0])
     [lease] = (await shards.claims(shard=4)).leases
-    counts = await shards.backend.counts()
+    counts = await shards.backend.operations.counts()
     assert (counts["waiting"], counts["ready"], counts["leased"]) == (SHARDS, SHARDS - 1, 1)
     assert counts["oldest_due_ms"] == min([await shards.due(key) for key in shards.all_keys if key != lease.key]) + NOW
 
@@ -203,13 +203,13 @@ async def test_a_page_has_the_timelines_of_one_shard_the_earliest_first(shards: 
     shards.policy = Policy(initial_delay=600)
     await shards.fill()
     for shard, (first, second) in enumerate(shards.keys):
-        page = await shards.backend.page(shard, "waiting", 10)
+        page = await shards.backend.operations.page(shard, "waiting", 10)
         assert ([window.key for window in page.items], page.end) == ([first, second], None)
-        page = await shards.backend.page(shard, "waiting", 1)
+        page = await shards.backend.operations.page(shard, "waiting", 1)
         assert [window.key for window in page.items] == [first]
-        page = await shards.backend.page(shard, "waiting", 10, page.end)
+        page = await shards.backend.operations.page(shard, "waiting", 10, page.end)
         assert ([window.key for window in page.items], page.end) == ([second], None)
-        assert (await shards.backend.page(shard, "ready", 10)).items == []
+        assert (await shards.backend.operations.page(shard, "ready", 10)).items == []
 
 
 async def test_what_is_due_is_promoted_and_what_was_leased_recovered_in_every_shard(shards: Shards) -> None:
@@ -232,7 +232,7 @@ async def test_a_timeline_of_any_shard_is_found_by_its_key_alone(shards: Shards)
     await shards.fill()
     limits = shards.policy.terms.limits
     for first, second in shards.keys:
-        window = await shards.backend.look(first)
+        window = await shards.backend.operations.look(first)
         assert window is not None
         assert (window.key, window.state, window.logged) == (first, "waiting", 1)
         assert await shards.held(first) == [(f"of-{first}", "v")]
@@ -244,7 +244,7 @@ async def test_a_timeline_of_any_shard_is_found_by_its_key_alone(shards: Shards)
         assert await shards.state(second) is None
         await shards.add(second, "again")
         assert await shards.backend.delete(second)
-    assert (await shards.backend.counts())["waiting"] == 0
+    assert (await shards.backend.operations.counts())["waiting"] == 0
 
 
 # Dead letters
@@ -256,21 +256,21 @@ async def buried(shards: Shards) -> list[str]:
     for shard in range(SHARDS):
         [lease] = (await shards.claims(1, shard)).leases
         await shards.close(lease, letter=f"no good in {shard}", cool=0)
-    return [(await shards.backend.letters(shard, 10)).items[0] for shard in range(SHARDS)]
+    return [(await shards.backend.operations.dead_letters(shard, 10)).items[0] for shard in range(SHARDS)]
 
 
 async def test_each_shard_lists_its_own_dead_letters_and_any_is_found_by_its_id_alone(shards: Shards) -> None:
     names = await buried(shards)
     assert len(set(names)) == SHARDS
     for shard, name in enumerate(names):
-        assert (await shards.backend.letters(shard, 10)).items == [name]
-        assert await shards.backend.letter(name, (shard + 1) % SHARDS) is None
-        letter = await shards.backend.letter(name, shard)
-        assert letter == await shards.backend.letter(name)
+        assert (await shards.backend.operations.dead_letters(shard, 10)).items == [name]
+        assert await shards.backend.operations.dead_letter(name, (shard + 1) % SHARDS) is None
+        letter = await shards.backend.operations.dead_letter(name, shard)
+        assert letter == await shards.backend.operations.dead_letter(name)
         assert letter is not None
         assert (letter.key, letter.reason) == (shards.keys[shard][0], f"no good in {shard}")
-    assert (await shards.backend.counts())["dead"] == SHARDS
-    assert await shards.backend.letter("unknown") is None
+    assert (await shards.backend.operations.counts())["dead"] == SHARDS
+    assert await shards.backend.operations.dead_letter("unknown") is None
 
 
 async def test_a_dead_letter_of_any_shard_is_replayed_to_its_timeline(shards: Shards) -> None:
@@ -278,7 +278,7 @@ async def test_a_dead_letter_of_any_shard_is_replayed_to_its_timeline(shards: Sh
         key = shards.keys[shard][0]
         assert await shards.backend.replay(name, shards.policy.terms, False)
         assert await shards.held(key) == [(f"of-{key}", "v")]
-        assert (await shards.backend.counts())["dead"] == SHARDS - 1 - shard
+        assert (await shards.backend.operations.counts())["dead"] == SHARDS - 1 - shard
 
 
 async def test_a_dead_letter_of_any_shard_is_discarded_and_the_others_stay(shards: Shards) -> None:
@@ -287,7 +287,11 @@ async def test_a_dead_letter_of_any_shard_is_discarded_and_the_others_stay(shard
         name = names.pop(len(names) // 2)
         assert await shards.backend.discard(name)
         assert not await shards.backend.discard(name)
-        left = [letter for shard in range(SHARDS) for letter in (await shards.backend.letters(shard, 10)).items]
+        left = [
+            letter
+            for shard in range(SHARDS)
+            for letter in (await shards.backend.operations.dead_letters(shard, 10)).items
+        ]
         assert left == names
 
 
@@ -311,7 +315,7 @@ async def test_shards_take_adds_and_give_digests_at_the_same_time(shards: Shards
                 assert await shards.close(lease, cool=0) == Closed("closed")
 
     await asyncio.gather(*(one(shard) for shard in range(SHARDS)))
-    counts = await shards.backend.counts()
+    counts = await shards.backend.operations.counts()
     assert (counts["digests"], counts["delivered"]) == (2 * 20 * SHARDS, 2 * 20 * SHARDS)
 
 

@@ -111,7 +111,7 @@ async def test_capacity_keeps_the_newest_by_arrival_whatever_their_timestamps(st
         await store.add("k", f"r{number}", policy=policy, timestamp=1_000_000 - number)
     lease = await store.claim()
     assert (ids(lease), lease.dropped) == (["r17", "r18", "r19"], 17)
-    assert (await store.backend.counts())["dropped"] == 17
+    assert (await store.backend.operations.counts())["dropped"] == 17
 
 
 async def test_capacity_holds_after_each_merge_of_a_digest_that_fails_again_and_again(store: Store) -> None:
@@ -147,7 +147,7 @@ async def test_4000_due_timelines_are_promoted_in_slices_oldest_first(store: Sto
     store.now += 1_000
     promoted = await store.backend.schedule()
     assert len(promoted) == MOVES
-    assert (await store.backend.counts())["ready"] == MOVES
+    assert (await store.backend.operations.counts())["ready"] == MOVES
     claims = await store.claims(3)
     assert [lease.key for lease in claims.leases] == ["k0", "k1", "k2"]
     assert claims.wait_ms == 0
@@ -380,7 +380,7 @@ async def test_opening_by_hand_leaves_out_and_counts_what_max_age_says_is_too_ol
     await store.add("k", "old", timestamp=NOW / 1000 - 61)
     async with store.backend.digest("k", policy) as lease:
         assert ids(lease) == ["new"]
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["digests"], counts["delivered"], counts["aged"]) == (1, 1, 1)
 
 
@@ -400,7 +400,7 @@ async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(sto
     store.now += 3_600_000 + 3_600_000 // 64
     claims = await store.claims()
     assert (claims.leases, claims.expired) == ([], [("k", 2)])
-    assert ((await store.backend.counts())["expired"], await store.state("k")) == (2, None)
+    assert ((await store.backend.operations.counts())["expired"], await store.state("k")) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(sto
 async def test_what_cannot_be_read_stands_for_itself(store: Store, entry: bytes, is_known: bool) -> None:
     terms = Policy(initial_delay=60, max_size=3).terms
     entries = [entry, pack(b"a", 0, b"v"), pack(b"b", 0, b"v")]
-    shard = store.backend.shard_of("k")
+    shard = store.backend.shard_map.shard_of("k")
     answers = [await store.backend.add(shard, [Add("k", each, terms, own=True)]) for each in entries]
     assert answers[-1] == [not is_known], "three records are due at once, two are not"
 
@@ -425,14 +425,14 @@ async def test_what_cannot_be_read_stands_for_itself(store: Store, entry: bytes,
 async def test_the_earliest_due_timeline_is_overdue_from_its_due_time_until_it_is_claimed(store: Store) -> None:
     waits = Policy(initial_delay=60)
     await store.add("k", "a", policy=waits)
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + 60_000, 0)
     store.now += 61_500
     await store.add("later", "b")
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + 60_000, 1_500)
     await store.claims()
-    assert (await store.backend.counts())["overdue_ms"] == 0
+    assert (await store.backend.operations.counts())["overdue_ms"] == 0
 
 
 async def test_a_touch_extends_the_life_of_records(store: Store) -> None:
@@ -491,7 +491,7 @@ async def test_records_too_old_for_a_digest_that_failed_in_part_are_counted(stor
     limits = store.policy.terms.limits
     retry = Retry(lease, 1_000, "boo", limits, lease.size, [b"a"], delivered=1, aged=1)
     assert await store.backend.retry(0, [retry]) == [True]
-    counts = await store.backend.counts()
+    counts = await store.backend.operations.counts()
     assert (counts["delivered"], counts["aged"]) == (1, 1)
 
 
@@ -501,11 +501,11 @@ async def test_dead_letters_are_gone_after_30_days_and_do_not_hide_newer_ones(st
         await store.add(f"k{day}", "a")
         await store.close(await store.claim(), letter="no good", cool=0)
     store.now += 1
-    [name] = (await store.backend.letters(0, 10)).items
-    letter = await store.backend.letter(name)
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
+    letter = await store.backend.operations.dead_letter(name)
     assert letter is not None
     assert letter.key == "k31"
-    assert (await store.backend.counts())["dead"] == 1
+    assert (await store.backend.operations.counts())["dead"] == 1
 
 
 async def all_pages(read: Callable[[int, Bookmark | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
@@ -529,7 +529,7 @@ async def test_what_stays_where_it_is_comes_once_in_the_pages_of_a_schedule_what
         for name in reversed(NAMES):
             await store.add(f"{name}-{delay}", "a", policy=Policy(initial_delay=delay))
     in_order = [f"{name}-{delay}" for delay in (100, 200) for name in NAMES]
-    read = partial(store.backend.page, 0, "waiting")
+    read = partial(store.backend.operations.page, 0, "waiting")
     assert [window.key async for window in all_pages(read)] == in_order
     listed: list[str] = []
     async for window in all_pages(read):
@@ -543,7 +543,7 @@ async def test_the_pages_of_a_schedule_end_with_what_was_last_at_the_first_one(s
     for number in range(4):
         await store.add(f"k{number}", "a", policy=Policy(initial_delay=100 + number))
     listed: list[str] = []
-    async for window in all_pages(partial(store.backend.page, 0, "waiting")):
+    async for window in all_pages(partial(store.backend.operations.page, 0, "waiting")):
         listed.append(window.key)
         await store.backend.reschedule(window.key, Move(Policy().terms, delay_ms=200_000))
     assert listed == ["k0", "k1", "k2", "k3"]
@@ -552,11 +552,11 @@ async def test_the_pages_of_a_schedule_end_with_what_was_last_at_the_first_one(s
 async def test_a_page_after_one_that_is_all_that_is_left_is_empty(store: Store) -> None:
     for number in range(3):
         await store.add(f"k{number}", "a", policy=Policy(initial_delay=100))
-    page = await store.backend.page(0, "waiting", 2)
+    page = await store.backend.operations.page(0, "waiting", 2)
     for number in range(3):
         await store.backend.delete(f"k{number}")
     await store.add("later", "a", policy=Policy(initial_delay=200))
-    assert await store.backend.page(0, "waiting", 2, page.end) == ([], None)
+    assert await store.backend.operations.page(0, "waiting", 2, page.end) == ([], None)
 
 
 async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_discarded(store: Store) -> None:
@@ -565,9 +565,9 @@ async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_disca
         await store.add(f"k{number}", "a")
         await store.close(await store.claim(), letter="no good", cool=0)
     store.now = NOW + 32 * DAY
-    read = partial(store.backend.letters, 0)
+    read = partial(store.backend.operations.dead_letters, 0)
     living = [letter_id async for letter_id in all_pages(read)]
-    letters = [await store.backend.letter(letter_id) for letter_id in living]
+    letters = [await store.backend.operations.dead_letter(letter_id) for letter_id in living]
     assert sorted(letter.key if letter else "" for letter in letters) == ["k3", "k4", "k5", "k6", "k7"]
     discarded = [letter_id async for letter_id in all_pages(read) if await store.backend.discard(letter_id)]
     assert discarded == living
@@ -579,10 +579,10 @@ async def test_a_page_of_dead_letters_has_none_that_reached_its_30_days_since_th
         store.now = NOW + day * DAY
         await store.add(f"k{day}", "a")
         await store.close(await store.claim(), letter="no good", cool=0)
-    page = await store.backend.letters(0, 1)
+    page = await store.backend.operations.dead_letters(0, 1)
     store.now = NOW + 31 * DAY
-    [name], end = await store.backend.letters(0, 2, page.end)
-    letter = await store.backend.letter(name)
+    [name], end = await store.backend.operations.dead_letters(0, 2, page.end)
+    letter = await store.backend.operations.dead_letter(name)
     assert (letter.key if letter else "", end) == ("k20", None)
 
 
@@ -610,14 +610,14 @@ async def test_a_flush_does_not_cost_a_timeline_its_place(store: Store) -> None:
 async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_newer_values(store: Store) -> None:
     await store.add("k", "x", "y", value="old")
     assert await store.close(await store.claim(), letter="no good") == Closed("closed")
-    [name] = (await store.backend.letters(0, 10)).items
-    letter = await store.backend.letter(name)
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
+    letter = await store.backend.operations.dead_letter(name)
     assert letter is not None
     assert (letter.key, letter.reason, records(letter.entries)) == ("k", "no good", [("x", "old"), ("y", "old")])
     await store.add("k", "x", value="new")
     assert await store.backend.replay(name, store.policy.terms, False) is False
     assert await store.held("k") == [("x", "old"), ("y", "old"), ("x", "new")]
-    assert (await store.backend.letters(0, 10)).items == []
+    assert (await store.backend.operations.dead_letters(0, 10)).items == []
     with pytest.raises(InvalidState, match="no dead letter"):
         await store.backend.replay(name, store.policy.terms, False)
 
@@ -625,12 +625,12 @@ async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_ne
 async def test_a_replay_waits_until_no_digest_is_open(store: Store) -> None:
     await store.add("k", "x", value="old")
     await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = (await store.backend.letters(0, 10)).items
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
     await store.add("k", "x", value="new")
     await store.retry(await store.claim())
     with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
         await store.backend.replay(name, store.policy.terms, False)
-    assert (await store.backend.letters(0, 10)).items == [name]
+    assert (await store.backend.operations.dead_letters(0, 10)).items == [name]
     store.now += 1_000
     lease = await store.claim()
     assert records(lease.entries) == [("x", "new")]
@@ -643,18 +643,18 @@ async def test_a_replay_over_capacity_changes_nothing(store: Store) -> None:
     policy = Policy(capacity=2)
     await store.add("k", "a", "b", policy=policy)
     await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = (await store.backend.letters(0, 10)).items
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
     await store.add("k", "b", "c", policy=policy)
     with pytest.raises(LimitExceeded, match="3 records"):
         await store.backend.replay(name, policy.terms, True)
-    assert (await store.backend.letters(0, 10)).items == [name]
+    assert (await store.backend.operations.dead_letters(0, 10)).items == [name]
     assert [record for record, _ in await store.held("k")] == ["b", "c"]
 
 
 async def test_a_discarded_letter_is_gone(store: Store) -> None:
     await store.add("k", "a")
     await store.close(await store.claim(), letter="no good")
-    [name] = (await store.backend.letters(0, 10)).items
+    [name] = (await store.backend.operations.dead_letters(0, 10)).items
     assert await store.backend.discard(name)
     assert not await store.backend.discard(name)
-    assert await store.backend.letter(name) is None
+    assert await store.backend.operations.dead_letter(name) is None

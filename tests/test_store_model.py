@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from branches import Branches
 from hypothesis import HealthCheck, event, seed, settings
@@ -36,12 +36,14 @@ from aiodigest.backend import (
     Close,
     Closed,
     Lease,
-    Letter,
     Move,
+    NewDeadLetter,
+    Operations,
     Page,
-    RawLetter,
     Retry,
-    Window,
+    ShardMap,
+    StoredDeadLetter,
+    StoredTimeline,
 )
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.timelines import Held, only
@@ -133,7 +135,7 @@ class Clock:
         return self.now
 
 
-class Pair(Backend):
+class Pair(Backend, Operations):
     """The reference and a real store as one: both must answer the same, keep the same, and keep their promises.
 
     What a call changed is looked at if it may change anything; if a read did, the next that may fails.
@@ -153,11 +155,19 @@ class Pair(Backend):
         return f"n{self._calls}"
 
     @property
-    def shards(self) -> int:
-        return 1
+    def url(self) -> str:
+        return self.redis.url
 
-    def shard_of(self, key: str) -> int:
-        return 0
+    @property
+    def shard_map(self) -> ShardMap:
+        return self.reference.shard_map
+
+    @property
+    def operations(self) -> Operations:
+        return self
+
+    def clone(self) -> Self:
+        return self
 
     async def connect(self) -> None:
         await self.redis.connect()
@@ -179,7 +189,7 @@ class Pair(Backend):
 
         expected, actual = await outcome(self.reference), await outcome(self.redis)
         if isinstance(expected, Claims):
-            actual = replace(actual, bell=expected.bell, broken=tuple(actual.broken))
+            actual = replace(actual, wake_up=expected.wake_up, broken=tuple(actual.broken))
         if isinstance(expected, AiodigestError):
             assert (type(actual), str(actual)) == (type(expected), str(expected))
         else:
@@ -206,7 +216,7 @@ class Pair(Backend):
         assert actual == expected
         check_invariants(actual)
         last = self._client.xrevrange(f"{{{self._namespace}}}:wake", count=1)
-        rung = (self.reference._rung[0], last[0][0] if last else None)
+        rung = (self.reference._wake_ups[0], last[0][0] if last else None)
         assert (rung[0] == self._rung[0]) == (rung[1] == self._rung[1]), "the doorbell of one rang, the other's did not"
         self._rung = rung
         return actual
@@ -252,7 +262,7 @@ class Pair(Backend):
         self._calls += 1
         for refused in await self._refusals(key, part):
             assert isinstance(refused, AiodigestError), f"{refused!r} although it cannot be read"
-        window = await self.redis.look(key)
+        window = await self.redis.operations.look(key)
         assert window is None or "ERR" in window.last_error or "WRONGTYPE" in window.last_error
         client.delete(letter, name)
         if sound:
@@ -300,9 +310,9 @@ class Pair(Backend):
         self._client.zadd(ready, dict(others))
         return [InvalidState(f"timeline {name!r} is broken: {problem}") for name, problem in claims.broken]
 
-    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
         return await self._change(
-            lambda store: store.claim(0, slots, lease_ms, limits),
+            lambda store: store.claim(0, count, lease_ms, limits),
             lambda claims, state: self.ledger.claimed(claims, limits, self.clock.now, state),
         )
 
@@ -389,33 +399,38 @@ class Pair(Backend):
             lambda answer, state: self.ledger.discarded(letter_id, answer, state),
         )
 
-    async def wait(self, shard: int, bell: str) -> str:
-        return await self.reference.wait(0, bell)
+    async def wait(self, shard: int, last: str) -> str:
+        return await self.reference.wait(0, last)
 
-    async def look(self, key: str) -> Window | None:
-        return await self._read(lambda store: store.look(key))
+    async def look(self, key: str) -> StoredTimeline | None:
+        return await self._read(lambda store: store.operations.look(key))
 
     async def entries(self, key: str) -> list[bytes]:
-        return await self._read(lambda store: store.entries(key))
+        return await self._read(lambda store: store.operations.entries(key))
 
-    async def page(self, shard: int, state: models.State, count: int, after: Bookmark | None = None) -> Page[Window]:
-        return await self._read(lambda store: store.page(0, state, count, after))
+    async def page(
+        self, shard: int, state: models.State, count: int, after: Bookmark | None = None
+    ) -> Page[StoredTimeline]:
+        return await self._read(lambda store: store.operations.page(0, state, count, after))
 
     async def counts(self) -> dict[str, int]:
         async def counted(store: Backend) -> dict[str, int]:
-            return {name: number for name, number in (await store.counts()).items() if number}
+            return {name: number for name, number in (await store.operations.counts()).items() if number}
 
         return await self._read(counted)
 
     async def erase(self) -> int:
-        return await self.redis.erase() + await self.reference.erase()
+        return await self.redis.operations.erase() + await self.reference.operations.erase()
 
-    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        return await self._read(lambda store: store.letters(0, count, after))
+    async def reshard(self, shards: int) -> bool:
+        return False
 
-    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
-        async def found(store: Backend) -> RawLetter | None:
-            letter = await store.letter(letter_id, shard)
+    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        return await self._read(lambda store: store.operations.dead_letters(0, count, after))
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        async def found(store: Backend) -> StoredDeadLetter | None:
+            letter = await store.operations.dead_letter(letter_id, shard)
             return letter and replace(letter, entries=tuple(letter.entries))
 
         return await self._read(found)
@@ -598,7 +613,7 @@ class Stores(RuleBasedStateMachine):
             self.claim(3, POLICIES[0], LEASE)
         elif kind == "letter":
             for letter in self.machine.dead.oldest_first()[:1]:
-                self.call("letter", letter)
+                self.call("dead_letter", letter)
 
     @precondition(lambda self: bool(self.machine.leased))
     @rule(early=st.sampled_from((0, 0, 1)))
@@ -762,11 +777,11 @@ class Stores(RuleBasedStateMachine):
             lease = self.lease(hold, number)
             if taken is None:
                 taken = min(lease.part or lease.size, lease.size)
-            letters: list[Letter] = []
+            letters: list[NewDeadLetter] = []
             if isinstance(buried, str):
-                letters = [Letter(buried, None if buried == "all" else [])]
+                letters = [NewDeadLetter(buried, None if buried == "all" else [])]
             elif buried is not None:
-                letters = [Letter("some", self.ids_of(lease, buried))]
+                letters = [NewDeadLetter("some", self.ids_of(lease, buried))]
             delivered, old = self.ended(lease, taken, letters[0].ids if letters else ())
             limits = policy.terms.limits
             closes.append(Close(lease, taken, delivered, cool, limits, LEASE, old, counts or bool(cool), letters))
@@ -894,13 +909,13 @@ class Stores(RuleBasedStateMachine):
         for _ in range(2 - min(2, len(self.machine.dead))):
             lease = self.lease("held", 5 * number)
             _, old = self.ended(lease, lease.size, None)
-            close = Close(lease, lease.size, 0, 0, policy.terms.limits, LEASE, old, False, [Letter("all")])
+            close = Close(lease, lease.size, 0, 0, policy.terms.limits, LEASE, old, False, [NewDeadLetter("all")])
             self.call("close", 0, [close])
         for _ in range(2):
-            self.ends["dead"] = self.call("letters", 0, 1, self.ends.get("dead")).end
-        letter = pick(number, self.call("letters", 0, 100).items, [*self.machine.dead.oldest_first(), "none"])
+            self.ends["dead"] = self.call("dead_letters", 0, 1, self.ends.get("dead")).end
+        letter = pick(number, self.call("dead_letters", 0, 100).items, [*self.machine.dead.oldest_first(), "none"])
         for each in ("none", letter):
-            self.call("letter", each)
+            self.call("dead_letter", each)
         self.call("replay", "none", policy.terms, own)
         if discard:
             self.call("discard", letter)
@@ -936,13 +951,13 @@ class Stores(RuleBasedStateMachine):
             self.given.append(lease)
             taken = min(lease.part or lease.size, lease.size)
             _, old = self.ended(lease, taken, None)
-            self.call("close", 0, [Close(lease, taken, 0, 0, limits, LEASE, old, False, [Letter("all")])])
+            self.call("close", 0, [Close(lease, taken, 0, 0, limits, LEASE, old, False, [NewDeadLetter("all")])])
         if lost and not since:
             since = IDS[:1]
         if since:
             self.call("add", 0, [Add(key, self.entry(each, None), other.terms) for each in since])
         self.clock.now += step
-        for letter in self.call("letters", 0, 100).items[-1:]:
+        for letter in self.call("dead_letters", 0, 100).items[-1:]:
             if lost and self.fits(letter, other):
                 self.stores.drop(self.machine.dead[letter].key)
             self.call("replay", letter, other.terms, False)

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from anyio import CancelScope
 
-from aiodigest.backend import Add, Backend, Retired
+from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import Activity
 from aiodigest.worker.availability import BACKOFF, Outage, elapse, retrieve
@@ -155,22 +155,24 @@ class Session:
 
     def _place(self, backend: Backend, key: str) -> tuple[int, int]:
         """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-        shard = backend.shard_of(key)
-        return shard, 0 if backend.takers > 1 else crc32(key.encode()) % CALLS
+        shard = backend.shard_map.shard_of(key)
+        return shard, 0 if backend.shard_map.adding > 1 else crc32(key.encode()) % CALLS
 
     def _new_coalescer(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
         if self._stopping.is_set() or self.main.done():
             raise BackendUnavailable(self.fault or LEFT)
         self._let_go(backend)
-        queues = CALLS if backend.takers == 1 else 1  # several shards have several calls as it is
-        coalescer = Coalescer[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.takers)
+        queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
+        coalescer = Coalescer[Add, bool](
+            partial(backend.add, shard), self._timeout, queues, share=backend.shard_map.adding
+        )
         self._chores[shard] = self._group.create_task(coalescer.run())
         self._adds[shard] = coalescer
         return coalescer
 
     def _let_go(self, backend: Backend) -> None:
         """End the queues of shards that no longer take adds, once everything in them has an answer."""
-        for shard in [shard for shard in self._adds if backend.number_of(shard) is None]:
+        for shard in [shard for shard in self._adds if backend.shard_map.number_of(shard) is None]:
             if self._adds[shard].is_idle:
                 del self._adds[shard]
                 self._chores.pop(shard).cancel()
@@ -186,7 +188,7 @@ class Session:
     @property
     def breadth(self) -> int:
         """The factor for a slice of ``add_many`` that fills the calls of all shards; at most 4."""
-        return 1 if self._backend is None else min(self._backend.takers, 4)
+        return 1 if self._backend is None else min(self._backend.shard_map.adding, 4)
 
     async def add(self, add: Add, began: float) -> bool:
         """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
@@ -195,21 +197,18 @@ class Session:
         except BackendUnavailable as error:
             self._missed(error)
             raise
-        while True:
-            shard, queue = self._place(backend, add.key)
-            coalescer = self._adds.get(shard) or self._new_coalescer(backend, shard)
-            try:
-                ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
-            except Retired:  # and so not stored: it goes to where its timeline is now
-                continue
-            except BackendUnavailable as error:
-                self._missed(error)
-                raise
-            if self._cut_off:
-                self._reached()
-            if ready:
-                self.poke(shard)
-            return ready
+        shard, queue = self._place(backend, add.key)
+        coalescer = self._adds.get(shard) or self._new_coalescer(backend, shard)
+        try:
+            ready = await coalescer.submit(add, weight(add), queue=queue, since=began)
+        except BackendUnavailable as error:
+            self._missed(error)
+            raise
+        if self._cut_off:
+            self._reached()
+        if ready:
+            self.poke(backend.shard_map.shard_of(add.key))  # it may have gone to another shard meanwhile
+        return ready
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Send adds past the queue, in batches; those of a timeline in order."""
@@ -219,19 +218,9 @@ class Session:
             self._missed(error)
             return [error] * len(adds)
         answers: dict[int, bool | AiodigestError] = {}
-        unsent: Sequence[int] = range(len(adds))
-        while unsent:
-            await self._send(backend, adds, unsent, answers)
-            unsent = [index for index in unsent if isinstance(answers[index], Retired)]  # their shards have moved
-        return [answers[index] for index in range(len(adds))]
-
-    async def _send(
-        self, backend: Backend, adds: Sequence[Add], chosen: Sequence[int], answers: dict[int, bool | AiodigestError]
-    ) -> None:
-        """Send some of the adds, and note the answer to each."""
         queues: dict[tuple[int, int], list[int]] = {}
-        for index in chosen:
-            queues.setdefault(self._place(backend, adds[index].key), []).append(index)
+        for index, add in enumerate(adds):
+            queues.setdefault(self._place(backend, add.key), []).append(index)
 
         async def send(shard: int, indices: list[int]) -> None:
             sent = 0
@@ -252,12 +241,15 @@ class Session:
                     self._missed(refusal)
                 elif self._cut_off:
                     self._reached()
-                if True in results:
-                    self.poke(shard)
+                for ready in {
+                    backend.shard_map.shard_of(add.key) for add, on in zip(batch, results, strict=True) if on is True
+                }:
+                    self.poke(ready)
 
         async with asyncio.TaskGroup() as group:
             for (shard, _), indices in queues.items():
                 group.create_task(send(shard, indices))
+        return [answers[index] for index in range(len(adds))]
 
     def _missed(self, error: AiodigestError) -> None:
         """Note that an add has failed, which may mean that its server is away."""

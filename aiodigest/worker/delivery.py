@@ -12,7 +12,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from aiodigest.backend import Close, Closed, Lease, Letter, Retry
+from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec
 from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Digest, Record, Result
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
         """The reason that records were not delivered; '' if all were."""
         if isinstance(self.report, Retry):
             return self.report.error
-        return self.report.letters[0].reason if self.report.letters else ""
+        return self.report.dead_letters[0].reason if self.report.dead_letters else ""
 
     def rest(self, closed: Closed) -> Lease:
         """Return the lease on the rest of a digest that is delivered in parts."""
@@ -82,12 +82,12 @@ class Contents(Generic[T]):
     aged: int = 0
     contexts: list[bytes] = field(default_factory=list[bytes])
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[NewDeadLetter]:
         """Return undecodable records, a letter for each reason: after a change of the type they may be every record."""
         ids: dict[str, list[bytes]] = {}
         for record_id, reason in self.undecodable.items():
             ids.setdefault(reason, []).append(record_id)
-        return [Letter(reason, some) for reason, some in ids.items()]
+        return [NewDeadLetter(reason, some) for reason, some in ids.items()]
 
 
 async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
@@ -311,7 +311,7 @@ class Dispatcher(Generic[T]):
         report = self._close(attempt, delivered, letters, counts=bool(delivered or letters))
         return Outcome(report, result, delivered, success=True if result == "delivered" else None)
 
-    def _close(self, attempt: Attempt[T], delivered: int, letters: list[Letter], counts: bool = True) -> Close:
+    def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
         limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
         return Close(
             attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters
@@ -322,7 +322,7 @@ class Dispatcher(Generic[T]):
     ) -> Outcome:
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
         logger.warning("digest %s of %r is a dead letter: %s", lease.digest_id, lease.key, reason, extra=facts)
-        return Outcome(self._close(attempt, 0, [Letter(reason)]), result, success=success)
+        return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result, success=success)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:
@@ -360,7 +360,7 @@ class Dispatcher(Generic[T]):
         reason = _line("; ".join(f"{name}: {_text(why)}" for name, why in signal.failed.items()))
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
-            letters = [Letter(reason, failed), *attempt.contents.letters()]
+            letters = [NewDeadLetter(reason, failed), *attempt.contents.letters()]
             facts = facts_of(lease, reason)
             logger.warning("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)

@@ -200,15 +200,16 @@ class Lane:
 
 def is_served(shard: int, numbers: Container[int] | None, backend: Backend) -> bool:
     """True if a worker that was given these numbers serves a shard."""
-    number = backend.number_of(shard)
+    number = backend.shard_map.number_of(shard)
     is_chosen = numbers is None or number is None or number in numbers  # what is drained is everybody's
-    return is_chosen and backend.lives(shard)
+    return is_chosen and backend.shard_map.is_live(shard)
 
 
 def warn_of_missing(numbers: Container[int] | None, backend: Backend) -> None:
     """Warn of chosen shards that do not exist, if others do."""
     chosen = [number for number in range(MAX_SHARDS) if numbers is not None and number in numbers]
-    missing = [number for number in chosen if number >= backend.takers]
+    missing = [number for number in chosen if number >= backend.shard_map.adding]
     if missing and missing != chosen:
         line = "the namespace has %d shards, which count from 0: those that were chosen from %d on are not there"
-        logger.warning(line, backend.takers, missing[0], extra={"shards": backend.takers})
+        shards = backend.shard_map.adding
+        logger.warning(line, shards, missing[0], extra={"shards": shards})

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from aiodigest.backend import (
     Add,
@@ -18,17 +18,19 @@ from aiodigest.backend import (
     Closed,
     Lease,
     Move,
+    Operations,
     Page,
-    RawLetter,
     Retired,
     Retry,
-    Window,
+    ShardMap,
+    StoredDeadLetter,
+    StoredTimeline,
 )
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from simulation.loop import Process, SeededLoop
-from simulation.store import Store, home
+from simulation.store import Store
 from simulation.witness import Witness
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ class Server:
         self.cut = asyncio.Event()
 
 
-class Link(Backend):
+class Link(Backend, Operations):
     """A process's way to the server. What was sent may arrive after the process has given up, or has died."""
 
     def __init__(self, server: Server, process: Process, witness: Witness, random: Random, timeout: float) -> None:
@@ -75,17 +77,22 @@ class Link(Backend):
 
     def _learn(self) -> None:
         """What its process knows of the shards, which may have changed since."""
-        self._current, self._known = self._server.store.current, self._server.store.shards
+        self._shard_map = self._server.store.shard_map
 
     @property
-    def shards(self) -> int:
-        return self._known
+    def url(self) -> str:
+        return "simulated://"
 
-    def shard_of(self, key: str) -> int:
-        return home(self._current, key)
+    @property
+    def shard_map(self) -> ShardMap:
+        return self._shard_map
 
-    def number_of(self, shard: int) -> int | None:
-        return self._current.index(shard) if shard in self._current else None
+    @property
+    def operations(self) -> Operations:
+        return self
+
+    def clone(self) -> Self:
+        return self
 
     async def _ask_shard(
         self, call: str, shard: int, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True
@@ -95,18 +102,18 @@ class Link(Backend):
 
         async def checked() -> T:
             nonlocal met
-            if shard in store.retired or (call == "add" and shard not in store.current):
+            if shard in store.retired or (call == "add" and shard not in store.shard_map.current):
                 raise Retired(f"shard {shard} has moved")
-            met = store.current.start
+            met = store.shard_map.current.start
             return await request()
 
         try:
             return await self._ask(call, checked, repeat=repeat)
         except Retired:
-            met = store.current.start
+            met = store.shard_map.current.start
             raise
         finally:
-            if met != self._current.start and shard not in store.current:
+            if met != self._shard_map.current.start and shard not in store.shard_map.current:
                 self._learn()
 
     @property
@@ -189,6 +196,25 @@ class Link(Backend):
         pass
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        try:
+            return await self._add(shard, adds)
+        except Retired:
+            return await self._add_elsewhere(adds)
+
+    async def _add_elsewhere(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        """Add what a retired shard did not take to the shards that take it now."""
+        groups: dict[int, list[int]] = {}
+        for index, add in enumerate(adds):
+            groups.setdefault(self._shard_map.shard_of(add.key), []).append(index)
+        answers: dict[int, bool | AiodigestError] = {}
+        for shard, indices in groups.items():
+            try:
+                answers.update(zip(indices, await self.add(shard, [adds[index] for index in indices]), strict=True))
+            except BackendUnavailable as error:
+                answers.update(dict.fromkeys(indices, error))
+        return [answers[index] for index in range(len(adds))]
+
+    async def _add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         self._witness.adding(adds)
 
         async def request() -> list[bool | AiodigestError]:
@@ -198,12 +224,12 @@ class Link(Backend):
 
         return await self._ask_shard("add", shard, request, repeat=False)
 
-    async def claim(self, shard: int, slots: int, lease_ms: int, limits: Limits) -> Claims:
-        self._witness.claiming(self._process, slots)
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+        self._witness.claiming(self._process, count)
         sent = _now()
 
         async def request() -> Claims:
-            claims = await self._server.store.claim(shard, slots, lease_ms, limits)
+            claims = await self._server.store.claim(shard, count, lease_ms, limits)
             self._witness.leased(self._process, claims)
             return claims
 
@@ -211,7 +237,7 @@ class Link(Backend):
         self._witness.holds(self._process, claims.leases, sent)
         return Claims(
             [_inlined(lease) for lease in claims.leases],
-            claims.bell, claims.wait_ms, claims.now_ms, claims.broken, claims.expired,
+            claims.wake_up, claims.wait_ms, claims.now_ms, claims.broken, claims.expired,
         )  # fmt: skip
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
@@ -246,11 +272,11 @@ class Link(Backend):
         self._witness.holds_no_more(leases)
         return await self._ask_shard("release", shard, partial(self._server.store.release, shard, leases, started))
 
-    async def wait(self, shard: int, bell: str) -> str:
+    async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:
             await asyncio.sleep(self.lag)
             raise BackendUnavailable(REFUSED)
-        heard = asyncio.ensure_future(self._server.store.wait(shard, bell))
+        heard = asyncio.ensure_future(self._server.store.wait(shard, last))
         cut = asyncio.ensure_future(self._server.cut.wait())
         try:
             await asyncio.wait([heard, cut], timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +284,7 @@ class Link(Backend):
                 await asyncio.sleep(SILENCE)
             if cut.done() or self.silent or self.deaf:
                 raise BackendUnavailable(RESET)
-            return heard.result() if heard.done() else bell
+            return heard.result() if heard.done() else last
         finally:
             heard.cancel()
             cut.cancel()
@@ -297,30 +323,33 @@ class Link(Backend):
     async def reschedule(self, key: str, move: Move) -> int | None:
         return await self._ask("reschedule", partial(self._server.store.reschedule, key, move))
 
-    async def look(self, key: str) -> Window | None:
-        return await self._ask("look", partial(self._server.store.look, key))
+    async def look(self, key: str) -> StoredTimeline | None:
+        return await self._ask("look", partial(self._server.store.operations.look, key))
 
     async def entries(self, key: str) -> list[bytes]:
-        return await self._ask("entries", partial(self._server.store.entries, key))
+        return await self._ask("entries", partial(self._server.store.operations.entries, key))
 
-    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[Window]:
-        return await self._ask("page", partial(self._server.store.page, shard, state, count, after))
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
+        return await self._ask("page", partial(self._server.store.operations.page, shard, state, count, after))
 
     async def counts(self) -> dict[str, int]:
-        return await self._ask("counts", self._server.store.counts)
+        return await self._ask("counts", self._server.store.operations.counts)
 
     async def erase(self) -> int:
-        return await self._ask("erase", self._server.store.erase)
+        return await self._ask("erase", self._server.store.operations.erase)
 
-    async def letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        return await self._ask("letters", partial(self._server.store.letters, shard, count, after))
+    async def reshard(self, shards: int) -> bool:
+        return False
 
-    async def letter(self, letter_id: str, shard: int | None = None) -> RawLetter | None:
-        return await self._ask("letter", partial(self._server.store.letter, letter_id, shard))
+    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        return await self._ask("letters", partial(self._server.store.operations.dead_letters, shard, count, after))
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        return await self._ask("letter", partial(self._server.store.operations.dead_letter, letter_id, shard))
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         async def request() -> bool:
-            letter = await self._server.store.letter(letter_id)
+            letter = await self._server.store.operations.dead_letter(letter_id)
             ready = await self._server.store.replay(letter_id, terms, own)
             self._witness.replayed(letter)
             return ready
@@ -329,7 +358,7 @@ class Link(Backend):
 
     async def discard(self, letter_id: str) -> bool:
         async def request() -> bool:
-            self._witness.discarded(await self._server.store.letter(letter_id))
+            self._witness.discarded(await self._server.store.operations.dead_letter(letter_id))
             return await self._server.store.discard(letter_id)
 
         return await self._ask("discard", request, repeat=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aiodigest import AiodigestError, BackendUnavailable, Digest
-from aiodigest.backend import Add, RawLetter
+from aiodigest.backend import Add, StoredDeadLetter
 from aiodigest.records.entries import unpack
 from simulation.loop import Process
 
@@ -125,18 +125,18 @@ class Records:
             if record_id is None or self.all[serial].record_id == record_id:
                 self.all[serial].excused = "removed"
 
-    def buried(self, letter: RawLetter) -> list[int]:
+    def buried(self, letter: StoredDeadLetter) -> list[int]:
         serials = (serial_of(entry) for entry in letter.entries)
         return [serial for serial in serials if serial is not None]
 
-    def replayed(self, letter: RawLetter | None) -> None:
+    def replayed(self, letter: StoredDeadLetter | None) -> None:
         for serial in self.buried(letter) if letter else ():
             record = self.all[serial]
             record.replayed = True
             if sum(self.all[each].record_id == record.record_id for each in self._by_key[record.key]) > 1:
                 record.excused = "replayed before an older value of its id, which another letter had"
 
-    def discarded(self, letter: RawLetter | None) -> None:
+    def discarded(self, letter: StoredDeadLetter | None) -> None:
         for serial in self.buried(letter) if letter else ():
             self.all[serial].excused = "discarded"
 
@@ -179,7 +179,7 @@ class Records:
 
     # At the end
 
-    def unaccounted(self, letters: Iterable[RawLetter]) -> list[int]:
+    def unaccounted(self, letters: Iterable[StoredDeadLetter]) -> list[int]:
         """Records that were stored, and were neither delivered nor taken away by anybody."""
         in_letters = {serial for letter in letters for serial in self.buried(letter)}
         return [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from zlib import crc32
+from dataclasses import replace
 
+from aiodigest.backend import ShardMap
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.reference import Shard
 from aiodigest.policy import Limits
@@ -16,55 +17,43 @@ class Store(ReferenceBackend):
 
     def __init__(self, shards: int, now: Callable[[], int], nonce: Callable[[], str]) -> None:
         super().__init__(shards=shards, now=now, nonce=nonce)
-        self.current = range(shards)
-        self.drained = range(0)
         self.retired: set[int] = set()
         self.moved_at = 0.0  # when they changed last
-
-    def shard_of(self, key: str) -> int:
-        return home(self.current, key)
-
-    def _homes(self, key: str) -> list[int]:
-        return [home(shards, key) for shards in (self.current, self.drained) if shards]
 
     def change(self, shards: int) -> None:
         """Let so many new shards take the adds."""
         made = len(self.machines)
         self.machines.extend(Shard() for _ in range(shards))
-        self._rung.extend([0] * shards)
-        self._bells.extend(asyncio.Event() for _ in range(shards))
-        self.current, self.drained = range(made, made + shards), self.current
+        self._wake_ups.extend([0] * shards)
+        self._woken.extend(asyncio.Event() for _ in range(shards))
+        self._shard_map = ShardMap(made + shards, range(made, made + shards), self._shard_map.current)
         self.moved_at = asyncio.get_running_loop().time()
 
     def end_drained(self) -> None:
         """Move the dead letters of the old shards, and retire those that hold nothing."""
-        for shard in self.drained:
+        for shard in self._shard_map.draining:
             machine = self.machines[shard]
             while machine.dead:
                 letter_id, letter = machine.dead.popitem()
-                self.machines[self.shard_of(letter.key)].dead[letter_id] = letter
+                self.machines[self._shard_map.shard_of(letter.key)].dead[letter_id] = letter
             if not (machine.waiting or machine.ready or machine.leased):
                 self.retired.add(shard)
-        if self.retired.issuperset(self.drained):
-            self.drained = range(0)
+        if self.retired.issuperset(self._shard_map.draining):
+            self._shard_map = replace(self._shard_map, draining=range(0))
 
     async def delete(self, key: str) -> bool:
-        return any([self.machines[shard].delete(key) for shard in self._homes(key)])  # noqa: C419  (each is asked)
+        return any([self.machines[shard].delete(key) for shard in self._shard_map.shards_of(key)])  # noqa: C419  (each is asked)
 
     async def flush(self, key: str) -> bool:
         flushed = False
-        for shard in self._homes(key):
-            with self._ringing(shard) as machine:
+        for shard in self._shard_map.shards_of(key):
+            with self._waking(shard) as machine:
                 flushed |= machine.flush(key, self._now())
         return flushed
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
         removed = False
-        for shard in self._homes(key):
-            with self._ringing(shard) as machine:
+        for shard in self._shard_map.shards_of(key):
+            with self._waking(shard) as machine:
                 removed |= machine.remove(key, record_id, limits, self._now(), self._nonce())
         return removed
-
-
-def home(shards: range, key: str) -> int:
-    return shards[crc32(key.encode()) % len(shards)]

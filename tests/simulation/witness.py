@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest
-from aiodigest.backend import Add, Claims, Close, Lease, RawLetter
+from aiodigest.backend import Add, Claims, Close, Lease, StoredDeadLetter
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
 from simulation.store import Store
@@ -116,7 +116,7 @@ class Witness:
             conduct.away = True
         if call == "claim":
             conduct.failures.append(now)
-            if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / self.store.shards:
+            if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / self.store.shard_map.count:
                 self.broken(f"{process} tried 60 claims within {now - conduct.failures[0]:.1f} s of an outage")
 
     def answered(self, process: Process, call: str) -> None:
@@ -127,7 +127,7 @@ class Witness:
         conduct, now = self.conducts[process], self._loop.time()
         if now < conduct.silent_until - 1e-6:
             self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
-        shards = self.store.shards
+        shards = self.store.shard_map.count
         if slots > conduct.setup.concurrency:
             self.broken(f"{process} claims {slots} digests, and may deliver {conduct.setup.concurrency}")
         if conduct.away and shards == 1 and self._running(process):
@@ -161,7 +161,9 @@ class Witness:
 
     def burying(self, close: Close) -> None:
         """See that what was planted, and cannot be decoded, is one dead letter: there is one reason."""
-        planted = [letter for letter in close.letters if letter.ids and all(i.startswith(b"bad-") for i in letter.ids)]
+        planted = [
+            letter for letter in close.dead_letters if letter.ids and all(i.startswith(b"bad-") for i in letter.ids)
+        ]
         if len(planted) > 1:
             self.broken(f"{len(planted)} dead letters for one reason: {[letter.reason for letter in planted]}")
 
@@ -170,10 +172,10 @@ class Witness:
         self.removed_at[key] = self._loop.time()
         self.records.removed(key, record_id)
 
-    def replayed(self, letter: RawLetter | None) -> None:
+    def replayed(self, letter: StoredDeadLetter | None) -> None:
         self.records.replayed(letter)
 
-    def discarded(self, letter: RawLetter | None) -> None:
+    def discarded(self, letter: StoredDeadLetter | None) -> None:
         self.records.discarded(letter)
 
     # What callbacks are given

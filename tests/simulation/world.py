@@ -194,7 +194,7 @@ class World:
 
     async def _empty(self, patience: float) -> None:
         ends = self._loop.time() + patience
-        while self._server.store.drained or self._held():
+        while self._server.store.shard_map.draining or self._held():
             if self._loop.time() > ends:
                 self.witness.broken(f"still held after {patience:.0f} s of peace: {self._held()}")
                 await asyncio.Event().wait()
@@ -225,7 +225,7 @@ class World:
         before = {actor: sum(actor_sent.values()) for actor, actor_sent in self._sent()}
         await asyncio.sleep(IDLE)
         setup = self._habits.setup
-        allowed = len(self._server.store.current) * (IDLE / (setup.lease_timeout / 3) * 1.5 + 3)
+        allowed = len(self._server.store.shard_map.current) * (IDLE / (setup.lease_timeout / 3) * 1.5 + 3)
         for actor, sent in self._sent():
             if sum(sent.values()) - before[actor] > allowed:
                 self.witness.broken(f"{actor} is idle, and sends {sum(sent.values()) - before[actor]} calls a minute")
@@ -413,14 +413,14 @@ class World:
 
     def _change_shards(self) -> None:
         store = self._server.store
-        if not store.drained:
-            shards = self._whims.choice([number for number in (1, 2, 3, 5) if number != len(store.current)])
+        if not store.shard_map.draining:
+            shards = self._whims.choice([number for number in (1, 2, 3, 5) if number != store.shard_map.adding])
             self.witness.tell(f"the namespace gets {shards} shards")
             store.change(shards)
 
     async def _plant(self) -> None:
         """Another program adds what nobody can decode."""
-        key, shard = self._random.choice(self._habits.keys), self._server.store.shard_of
+        key, shard = self._random.choice(self._habits.keys), self._server.store.shard_map.shard_of
         number = self._random.randint(1, 3)
         self.witness.tell(f"{number} records that nobody can decode are added to {key}")
         terms = self._habits.policy.terms

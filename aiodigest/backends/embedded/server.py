@@ -47,6 +47,7 @@ class EmbeddedServer:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._given = Path(os.path.abspath(folder or data_folder()))
+        self.url = "embedded://" if folder is None else f"embedded://{quote(os.fsencode(self._given))}"
         self._connection: _Connection | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -54,6 +55,12 @@ class EmbeddedServer:
     def folder(self) -> Path:
         """The data folder, without symbolic links: all its users must arrive at the same sockets."""
         return self._given.resolve()
+
+    def clone(self) -> EmbeddedServer:
+        """Return the same server with a share of its own, not started: for another event loop or process."""
+        other = EmbeddedServer(self.folder)
+        other.url = self.url
+        return other
 
     @property
     def socket(self) -> Path:

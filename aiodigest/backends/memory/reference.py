@@ -17,11 +17,11 @@ from aiodigest.backend import (
     Close,
     Closed,
     Lease,
-    Letter,
     Move,
-    RawLetter,
+    NewDeadLetter,
     Retry,
-    Window,
+    StoredDeadLetter,
+    StoredTimeline,
 )
 from aiodigest.backends.memory.timelines import DeadLetters, Delivery, Held, Schedule, earliest, only, trim
 from aiodigest.errors import InvalidState, LimitExceeded
@@ -109,7 +109,7 @@ class Shard(Schedule):
 
     # Claiming
 
-    def claim(self, slots: int, lease_ms: int, limits: Limits, now: int, nonce: str) -> Claims:
+    def claim(self, count: int, lease_ms: int, limits: Limits, now: int, nonce: str) -> Claims:
         self._watch(lease_ms, now)
         for key, end in earliest(self.leased, now if now >= self.hold_ms else -1, MOVES):
             self.leave(key)
@@ -119,7 +119,7 @@ class Shard(Schedule):
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         for key, due in earliest(self.ready, None, SLICE):
-            if len(leases) == slots:
+            if len(leases) == count:
                 break
             held = self.held.get(key, Held())
             if held.empty or held.end_ms <= now:
@@ -221,8 +221,8 @@ class Shard(Schedule):
         if isinstance(delivery, Closed):
             return delivery
         held = self.held[key]
-        for index, letter in enumerate(close.letters, 1):
-            self._bury(f"{nonce}-{index}", letter, key, delivery, close.taken, now)
+        for index, letter in enumerate(close.dead_letters, 1):
+            self._set_aside(f"{nonce}-{index}", letter, key, delivery, close.taken, now)
         self.counts["digests"] += close.delivered > 0
         self.counts["delivered"] += close.delivered
         self.counts["aged"] += close.aged
@@ -245,14 +245,16 @@ class Shard(Schedule):
         held.done = (lease.token, lease.digest_id, answer)
         return answer
 
-    def _bury(self, letter_id: str, letter: Letter, key: str, delivery: Delivery, taken: int, now: int) -> None:
+    def _set_aside(
+        self, letter_id: str, letter: NewDeadLetter, key: str, delivery: Delivery, taken: int, now: int
+    ) -> None:
         entries = [entry for entry in latest(delivery.entries[:taken]) if not aged(entry, delivery.cut_ms)]
         if letter.ids is not None:
             entries = only(entries, letter.ids)
         if not entries:
             return
         facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
-        self.dead[letter_id] = RawLetter(letter_id, *facts, entries)
+        self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries)
         self.counts["buried"] += len(entries)
         self.counts["letters_dropped"] += self.dead.prune(now)
 
@@ -373,7 +375,7 @@ class Shard(Schedule):
         self.place(key, due, now)
         return due
 
-    def look(self, key: str) -> Window | None:
+    def look(self, key: str) -> StoredTimeline | None:
         placed = self.placed(key)
         return None if placed is None else self.held[key].window(key, *placed)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from aiodigest.backend import LETTER_LIMIT, LETTER_TTL_MS, Bookmark, Closed, RawLetter, Window
+from aiodigest.backend import DEAD_LETTER_LIMIT, DEAD_LETTER_TTL_MS, Bookmark, Closed, StoredDeadLetter, StoredTimeline
 from aiodigest.models import State
 from aiodigest.policy import Limits
 from aiodigest.records.entries import identity, latest
@@ -86,29 +86,29 @@ class Held:
             self.log = kept
         return len(kept) >= max_size
 
-    def window(self, key: str, state: State, due: int) -> Window:
+    def window(self, key: str, state: State, due: int) -> StoredTimeline:
         delivery = self.delivery or Delivery("")
         dropped = self.dropped + delivery.dropped
-        return Window(
+        return StoredTimeline(
             key, state, due, len(self.log), len(delivery.entries), delivery.attempts, self.iteration, dropped,
             self.cool_ms, delivery.digest_id, delivery.last_error,
         )  # fmt: skip
 
 
-class DeadLetters(dict[str, RawLetter]):
+class DeadLetters(dict[str, StoredDeadLetter]):
     """The dead letters of a shard, by id."""
 
     def oldest_first(self) -> list[str]:
         return sorted(self, key=lambda name: (self[name].buried_ms, name.encode()))
 
-    def alive(self, letter_id: str, now: int) -> RawLetter | None:
+    def alive(self, letter_id: str, now: int) -> StoredDeadLetter | None:
         """Return a letter unless it has expired."""
         letter = self.get(letter_id)
-        return letter if letter and letter.buried_ms > now - LETTER_TTL_MS else None
+        return letter if letter and letter.buried_ms > now - DEAD_LETTER_TTL_MS else None
 
     def prune(self, now: int) -> int:
         """Make room, a few letters at a time; return how many were dropped."""
-        excess = len(self) - LETTER_LIMIT
+        excess = len(self) - DEAD_LETTER_LIMIT
         oldest = enumerate(self.oldest_first()[:10])
         gone = [name for index, name in oldest if index < excess or not self.alive(name, now)]
         for name in gone:

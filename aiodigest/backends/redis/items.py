@@ -5,55 +5,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
+from aiodigest.backend import SLICE
+from aiodigest.backends.redis.connections.errors import DEMOTED, code_of
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import Argument, text
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
+from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
 
 BATCH = 256  # items a call, so that no script is long
 ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
 
 
-class Items(Namespace):
-    """The part of a backend that calls scripts for many items."""
+async def call_each(
+    namespace: Namespace,
+    name: str,
+    shard: int,
+    head: Sequence[Argument],
+    items: Sequence[Sequence[Argument]],
+    *,
+    numbered: bool = False,
+) -> list[object | AiodigestError]:
+    """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
 
-    async def _each(
-        self, name: str, shard: int, head: Sequence[Argument], items: Sequence[Sequence[Argument]], numbered: bool
-    ) -> list[object | AiodigestError]:
-        """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors."""
-        answers: list[object] = []
-        now = self._time()
-        while len(answers) < len(items):
-            arguments = [*head, len(answers) + 1] if numbered else [*head]
-            for item in items[len(answers) : len(answers) + BATCH]:
-                if len(arguments) > ARGUMENTS:
-                    break
-                arguments += item
-            answered = cast("list[object]", await self._call(name, shard, *arguments, now=now))
-            await self._count(shard, answered, len(items) - len(answers))
-            answers += answered
-        return [
-            self._broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
-            for item, answer in zip(items, answers, strict=True)
-        ]
+    ``numbered`` if the script is to be told the number of its first item.
+    """
+    answers: list[object] = []
+    now = namespace.time()
+    while len(answers) < len(items):
+        arguments = [*head, len(answers) + 1] if numbered else [*head]
+        for item in items[len(answers) : len(answers) + BATCH]:
+            if len(arguments) > ARGUMENTS:
+                break
+            arguments += item
+        answered = cast("list[object]", await namespace.call(name, shard, *arguments, now=now))
+        await check_answers(namespace, shard, answered, len(items) - len(answers))
+        answers += answered
+    return [
+        namespace.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
+        for item, answer in zip(items, answers, strict=True)
+    ]
 
-    async def _count(self, shard: int, answers: Sequence[object], items: int) -> None:
-        """Leave a connection whose answers are none at all, or more than there were items."""
-        if not 0 < len(answers) <= items and self._link is not None:
-            await self._link.hang_up(self._key(shard, "layout"))
-            raise BackendUnavailable(
-                f"{self.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
-            )
 
-    async def _heed(self, shard: int, answers: Sequence[object]) -> None:
-        """Leave a server whose answers to single items say that it is no longer a primary."""
-        problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
-        if problems & DEMOTED and self._link is not None:
-            await self._link.hang_up(self._key(shard, "layout"))
+async def check_answers(namespace: Namespace, shard: int, answers: Sequence[object], items: int) -> None:
+    """Leave a connection whose answers are none at all, or more than there were items.
 
-    def _broken(self, key: str, problem: str) -> AiodigestError:
-        """Turn the error text of a timeline into an error."""
-        error = explain(problem, self.url)
-        if isinstance(error, (BackendUnavailable, ConfigurationError)):
-            return error
-        return InvalidState(f"timeline {key!r} is broken: {problem}")
+    Leave a server too whose answers to single items say that it is no longer a primary.
+    """
+    if not 0 < len(answers) <= items:
+        await namespace.leave(shard)
+        raise BackendUnavailable(
+            f"{namespace.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
+        )
+    problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
+    if problems & DEMOTED:
+        await namespace.leave(shard)
+
+
+async def read_entries(
+    namespace: Namespace, shard: int, key: str, token: str, digest_id: str, start: int, count: int
+) -> list[bytes]:
+    """Return ``count`` entries of a timeline from ``start`` on; with a token, those of the digest under delivery."""
+    entries: list[bytes] = []
+    while len(entries) < count:
+        size = min(SLICE, count - len(entries))
+        page = await namespace.call("read", shard, key, token, digest_id, start + len(entries), size)
+        if page == b"lost":
+            raise LeaseLost(f"the lease on timeline {key!r} is lost")
+        if not page:
+            break
+        entries += cast("list[bytes]", page)
+    return entries

@@ -1,16 +1,18 @@
-"""The number of shards in a namespace, and the names of their keys."""
+"""The layouts of a namespace: its number of shards, the names of their keys, and what a process knows of them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
-from aiodigest.backend import MAX_SHARDS
+from aiodigest.backend import MAX_SHARDS, ShardMap
 from aiodigest.errors import ConfigurationError
 
 SCHEMA = 1
 SLOTS = 16_384  # of a cluster
+RETIRED = "retired"  # the version of a shard that was drained and is no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class Home:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class KnownLayout:
+    """The layout of a namespace as a process knows it; replaced whole when the process learns of another one."""
+
+    current: Layout  # takes the adds
+    drained: Layout | None
+    homes: tuple[Home, ...]  # by the numbers under which this process knows the shards
+    shard_map: ShardMap
+    wanted: int | None  # shards, by the engine's settings; None: as many as there are
+    is_rumoured: bool = False  # it was changed, perhaps on a single server so far
+
+
 def read_layout(version: str, namespace: str) -> Layout:
     """Parse the layout of a version; ConfigurationError if another version of aiodigest made it."""
     parts = re.fullmatch(rf"{SCHEMA}:([0-9]{{1,4}}):([0-9]{{1,9}})", version)
@@ -65,3 +79,49 @@ def read_layout(version: str, namespace: str) -> Layout:
             f"schema {SCHEMA}, of 1 to {MAX_SHARDS} shards"
         )
     return Layout(int(parts[1]), int(parts[2]))
+
+
+def learn(known: KnownLayout | None, told: Sequence[str], namespace: str, wanted: int | None) -> KnownLayout:
+    """Return what is known once a server told the fields ``current``, ``version`` and ``drains`` of the layout.
+
+    ``known`` is None at first: the namespace must then have ``wanted`` shards, if they were given. If their number
+    changes later, the process goes over to the new one.
+    """
+    current, version, drains = told
+    stored = current or ("" if version == RETIRED else version.removesuffix(":draining"))
+    before = known.current if known else Layout(wanted or 1)
+    layout = read_layout(stored, namespace) if stored else before  # else it is new, or its server was emptied
+    if known:
+        wanted = known.wanted if layout.epoch == before.epoch else None
+    if wanted not in (None, layout.shards):
+        raise ConfigurationError(
+            f"namespace {namespace!r} has {layout.shards} shards, not {wanted}: take "
+            f"shards= out of the engine, or give {layout.shards}"
+        )
+    drained = read_layout(drains, namespace) if drains else None
+    if known and (layout, drained) == (known.current, known.drained):
+        return known if stored else replace(known, is_rumoured=True)
+    changed = layout.epoch > 1 and (known is not None or drained is not None)
+    return place(layout, drained, known.homes if known else (), wanted, is_rumoured=changed or not stored)
+
+
+def place(
+    current: Layout,
+    drained: Layout | None = None,
+    homes: tuple[Home, ...] = (),
+    wanted: int | None = None,
+    *,
+    is_rumoured: bool = False,
+) -> KnownLayout:
+    """Number the shards of these layouts, after those in ``homes`` that have numbers already."""
+    shards: list[range] = []
+    for layout in (drained, current):  # in this order, whoever looks through all misses no dead letter that moves
+        if layout is None:
+            shards.append(range(0))
+            continue
+        if Home(layout, 0) not in homes:
+            homes += tuple(Home(layout, number) for number in range(layout.shards))
+        first = homes.index(Home(layout, 0))
+        shards.append(range(first, first + layout.shards))
+    shard_map = ShardMap(len(homes), shards[1], shards[0])
+    return KnownLayout(current, drained, homes, shard_map, wanted, is_rumoured)

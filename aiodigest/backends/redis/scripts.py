@@ -9,7 +9,7 @@ from hashlib import sha1
 from pkgutil import get_data
 from typing import Literal, TypeAlias, cast
 
-from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, Window
+from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, StoredTimeline
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -149,9 +149,9 @@ def pack_close(close: Close) -> list[Argument]:
     lease = close.lease
     arguments: list[Argument] = [
         lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged, int(close.counts),
-        close.cool_ms, close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.letters),
+        close.cool_ms, close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
     ]  # fmt: skip
-    for letter in close.letters:
+    for letter in close.dead_letters:
         arguments += (_readable(letter.reason), *_pack_ids(letter.ids))
     return arguments
 
@@ -261,9 +261,9 @@ def unpack_bookmark(fields: Sequence[bytes]) -> Bookmark | None:
     return Bookmark(*fields) if fields else None
 
 
-def unpack_window(fields: Sequence[object]) -> Window:
+def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:
     key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = fields
-    return Window(
+    return StoredTimeline(
         text(key), cast("State", text(state)), number(due), number(logged), number(opened), number(attempt),
         number(iteration), number(dropped), number(cool), text(digest_id), text(error),
     )  # fmt: skip

@@ -32,7 +32,7 @@ SLOW_CALLS = 128  # looked at, of those in the server's log: as many as it keeps
 async def check_up(namespace: Namespace, link: AnyLink) -> list[Finding]:
     """Check a namespace and its servers. Raises BackendUnavailable if no server answers."""
     user = link.target.user
-    await namespace._look_up(link)
+    await namespace.look_up()
     servers = await _check_servers(namespace, link, user)
     return [*servers, *await ShardCheck(namespace, Interview(link, user)).run()]
 
@@ -83,7 +83,7 @@ async def _check_replicas(namespace: Namespace, server: Link, user: str, facts: 
     target, found = server.target, list[Finding]()
     for replica in facts.replicas:
         address = target.remap(replica) if target.remap else replica
-        link = Link(replace(target.at(address), sentinels=None), namespace._timeout)
+        link = Link(replace(target.at(address), sentinels=None), namespace.timeout)
         try:
             await link.command("", "TIME")
         except AiodigestError as error:
@@ -97,8 +97,8 @@ async def _check_replicas(namespace: Namespace, server: Link, user: str, facts: 
 
 async def _ask(namespace: Namespace, interview: Interview) -> Facts:
     """Ask a server for its facts."""
-    facts = Facts(wait_replicas=namespace._replicas)
-    target = namespace._target
+    facts = Facts(wait_replicas=namespace.wait_replicas)
+    target = namespace.target
     facts.failover = "cluster" if target.nodes else "sentinel" if target.sentinels else ""
     facts.info = _lines(await interview.ask("server", "version, memory, persistence and replicas", "INFO"))
     facts.settings = await _settings(interview)
@@ -149,7 +149,7 @@ def _lines(reply: object) -> Mapping[str, str]:
 def _ours(namespace: Namespace, call: Sequence[object], now: float) -> SlowCall | None:
     """Return a slow call if it is of a script on the namespace's keys."""
     _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
-    name = namespace.namespace
+    name = namespace.name
     if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
         return None
     if not words[3].startswith((f"{{{name}}}:".encode(), f"{{{name}:".encode())):

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
-from aiodigest.backend import LETTER_TTL_MS
+from aiodigest.backend import DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.cluster import ClusterLink, slot_of
 from aiodigest.backends.redis.connections.server import LayoutMismatch
 from aiodigest.backends.redis.connections.transport import place
 from aiodigest.backends.redis.diagnostics.diagnosis import in_time
 from aiodigest.backends.redis.diagnostics.interview import SAME_USERS, Interview
-from aiodigest.backends.redis.namespace import RETIRED, Namespace
+from aiodigest.backends.redis.layout import RETIRED
+from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import COMMANDS, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
@@ -83,8 +84,7 @@ class ShardCheck:
         self._scope = ""  # limits the findings to the shards in reach
 
     async def run(self) -> list[Finding]:
-        current, drained = self._namespace._current, self._namespace._drained
-        numbers = self._namespace._live(*drained, current)
+        numbers = self._namespace.shard_map.live
         await self._ask_rules(numbers)
         asked = await asyncio.gather(*map(self._ask, numbers))
         shards = [shard for shard in asked if shard is not None]
@@ -92,7 +92,7 @@ class ShardCheck:
             self._scope = f" (in the {len(shards)} of {several(len(numbers), 'shard')} in reach)"
         found = [*self._permissions(), *self._reach(), *self._layout(shards)]
         if shards and not any(shard.version for shard in shards):
-            message = f"namespace {self._namespace.namespace!r} was never used here{self._scope}"
+            message = f"namespace {self._namespace.name!r} was never used here{self._scope}"
             found.append(Finding("namespace", "note", message, "is it the right name, on the right server?"))
         elif shards:
             found += [*self._holds(shards), *self._workers(shards), *self._schedule(shards), *self._letters(shards)]
@@ -106,7 +106,7 @@ class ShardCheck:
 
         async def ask(where: str, shard: int) -> None:
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
-                denied = await self._namespace._denied_on(self._interview.link, shard)
+                denied = await self._namespace.denied_on(shard)
                 self._denied.setdefault(denied, []).append(where)
 
         await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in numbers}.items()))
@@ -115,7 +115,7 @@ class ShardCheck:
     def _place(self, number: int) -> str:
         """Return the primary of a shard; '' if there is only one."""
         link = self._interview.link
-        address = link.place_of(self._namespace._key(number, "layout")) if isinstance(link, ClusterLink) else None
+        address = link.place_of(self._namespace.key(number, "layout")) if isinstance(link, ClusterLink) else None
         return place(*address) if address else ""
 
     async def _ask(self, number: int) -> Shard | None:
@@ -125,7 +125,7 @@ class ShardCheck:
         except LayoutMismatch:  # it is being changed at this moment
             return Shard(draining=False)
         except (BackendUnavailable, ConfigurationError) as error:
-            if not self._namespace._target.nodes:
+            if not self._namespace.target.nodes:
                 raise
             self._lost[number] = error
             return None
@@ -134,8 +134,8 @@ class ShardCheck:
             return Shard(draining=False)
 
     async def _shard(self, number: int) -> Shard:
-        home, key = self._namespace._homes[number], self._namespace._key(number, "layout")
-        shard = Shard(draining=home.layout != self._namespace._current)
+        home, key = self._namespace.layout.homes[number], self._namespace.key(number, "layout")
+        shard = Shard(draining=home.layout != self._namespace.layout.current)
         reply = await self._interview.ask(
             "workers", "who delivers", "HMGET", key, "version", "seen", "lease", "hold", key=key
         )
@@ -159,7 +159,7 @@ class ShardCheck:
 
     async def _look(self, at: int, shard: Shard, now_ms: int, hold_ms: int) -> None:
         """Look up a shard's contents."""
-        key, leased, dead = [self._namespace._key(at, name) for name in ("layout", "leased", "dead")]
+        key, leased, dead = [self._namespace.key(at, name) for name in ("layout", "leased", "dead")]
         counts = await self._interview.link.run("counts", key, (shard.version, ""), repeat=True)
         words = cast("list[bytes | int]", counts)
         shard.held.update({text(word): number(value) for word, value in zip(words[::2], words[1::2], strict=True)})
@@ -168,7 +168,7 @@ class ShardCheck:
             ended = await self._interview.ask("leases", "leases that ended", "ZCOUNT", leased, "-inf", end, key=key)
             shard.ended = ended if isinstance(ended, int) else 0
         if shard.held["dead"]:
-            first = (dead, f"({now_ms - LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1)
+            first = (dead, f"({now_ms - DEAD_LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1)
             reply = await self._interview.ask("dead letters", "the oldest", "ZRANGEBYSCORE", *first, key=key)
             if reply:
                 shard.oldest_letter = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
@@ -176,7 +176,7 @@ class ShardCheck:
     async def _listen(self) -> None:
         """Check that the user may hear the doorbell, which no script reads."""
         if not commands_of(*PARTS["deliver"]) & frozenset[str]().union(*self._denied):
-            key = self._namespace._key(self._namespace._home(self._namespace._current), "wake")
+            key = self._namespace.key(self._namespace.shard_map.current.start, "wake")
             doorbell = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
                 await self._interview.ask("permissions", "the doorbell, which workers sleep on", *doorbell, key=key)
@@ -216,7 +216,7 @@ class ShardCheck:
             )
             yield Finding("shards", "problem", message, SAME_USERS)
         if moving:
-            slots = " and ".join(str(slot_of(self._namespace._key(shard, "layout"))) for shard in moving)
+            slots = " and ".join(str(slot_of(self._namespace.key(shard, "layout"))) for shard in moving)
             message = f"{several(len(moving), 'shard')} out of reach during the move of slot {slots} to another primary"
             remedy = f"let the move end; if it was broken off: redis-cli --cluster fix {self._place(moving[0])}"
             yield Finding("shards", "problem", message, remedy)
@@ -225,11 +225,11 @@ class ShardCheck:
             yield Finding("shards", "problem", message, "bring their primaries back, or fail over to replicas")
 
     def _layout(self, shards: Sequence[Shard]) -> Iterator[Finding]:
-        name, current = self._namespace.namespace, self._namespace._current
+        name, current = self._namespace.name, self._namespace.layout.current
         if strange := sorted({shard.version for shard in shards if not shard.fits}):
             message = f"a shard has the layout {', '.join(strange)}, and the namespace has {current.version}"
             yield Finding("shards", "problem", message, REPAIR)
-        for old in self._namespace._drained:
+        if (old := self._namespace.layout.drained) is not None:
             held = sum((shard.held for shard in shards if shard.draining), Counter[str]())
             left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
             message = f"it goes over from {old.shards} to {several(current.shards, 'shard')}; the old ones have {left}"
@@ -241,8 +241,7 @@ class ShardCheck:
         if not isinstance(link, ClusterLink):
             yield Finding("shards", "ok", f"{count} on one server")
             return
-        base = self._namespace._home(current)
-        keys = [self._namespace._key(base + shard, "layout") for shard in range(current.shards)]
+        keys = [self._namespace.key(shard, "layout") for shard in self._namespace.shard_map.current]
         each = Counter(link.place_of(key) for key in keys)
         message = f"{count} on {len(each)} of {several(len(link.primaries), 'primary', 'primaries')}"
         if len(each) < len(link.primaries):
@@ -304,7 +303,7 @@ class ShardCheck:
             return
         ages = [shard.oldest_letter for shard in shards if shard.oldest_letter is not None]
         oldest = f", the oldest {in_time(max(ages))} old" if ages else ""
-        remedy = f"aiodigest dead list --namespace {self._namespace.namespace} says why; dead replay delivers one again"
+        remedy = f"aiodigest dead list --namespace {self._namespace.name} says why; dead replay delivers one again"
         level = "problem" if dead >= MANY_LETTERS else "note"
         yield Finding(
             "dead letters", level, f"{several(dead, 'dead letter')}{oldest}{self._scope}", remedy, float(dead)
