@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from secrets import token_hex
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.backend import Add, Backend
+from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, StoredDeadLetter, StoredTimeline
+from aiodigest.backends import open_backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
-from aiodigest.management import Management
-from aiodigest.models import Activity, Delivery, Entry
-from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidArgument,
+    InvalidState,
+    PartialAdd,
+    shown,
+)
+from aiodigest.models import (
+    OVERDUE,
+    Activity,
+    DeadLetter,
+    Delivery,
+    Draining,
+    Entry,
+    Finding,
+    Health,
+    Record,
+    State,
+    Stats,
+    Timeline,
+)
+from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy, milliseconds
 from aiodigest.records.entries import unpack
 from aiodigest.records.tracing import Tracing
 from aiodigest.records.validation import (
@@ -31,17 +62,19 @@ from aiodigest.records.validation import (
     can_code,
     can_observe,
     duration,
+    microseconds,
     name,
+    nearest,
     pack_entry,
     require,
     taken,
     whole,
 )
-from aiodigest.session.session import Entered, Session
+from aiodigest.session.background import BackgroundSession
+from aiodigest.session.session import Session
 from aiodigest.session.signals import on_signals
-from aiodigest.session.store import Store
-from aiodigest.session.sync import Sync
-from aiodigest.worker.delivery import Callback, Dispatcher, describe
+from aiodigest.session.sync import Sync, forget_session, sync_session_of
+from aiodigest.worker.delivery import Callback, Dispatcher, describe, read
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -52,12 +85,43 @@ if TYPE_CHECKING:
     from aiodigest.worker.availability import Outage
 
 T = TypeVar("T", default=JSON)
+Item = TypeVar("Item")
 
 CHUNK = 1_000
+PAGE = 500
+PACE = 1.0  # seconds between two looks at what is left in old shards
+TIMES = ("oldest_due", "overdue")  # of Stats; the others are counts that the store has under the same names
 new_id = partial(token_hex, MADE_UP // 2)
+EMBEDDED = "embedded://"
 
 
-class DigestEngine(Management[T]):
+@dataclass
+class Registered(Generic[T]):
+    """Everything that users register with an engine, and what it has counted since."""
+
+    callback: Callback[T] | None = None
+    observers: list[Callable[[Delivery], None]] = field(default_factory=list[Callable[[Delivery], None]])
+    tracing: Tracing | None = None
+    added: int = 0  # records
+
+
+@dataclass
+class Replacement(Generic[T]):
+    """An engine that works on another backend, and whose digests somebody delivers by hand."""
+
+    session: Session
+    registered: Registered[T]
+    policies: Policies
+    dispatcher: Callable[[Callback[T]], Dispatcher[T]]
+    chosen: list[Callback[T]] = field(default_factory=list[Callback[T]])  # those given to `delivering`, the latest last
+
+    @property
+    def callback(self) -> Callback[T] | None:
+        """The callback that a worker would call now."""
+        return self.chosen[-1] if self.chosen else self.registered.callback
+
+
+class DigestEngine(Generic[T]):
     """Adds records to timelines, and delivers each timeline's records as digests to an awaitable callback.
 
     One engine is one namespace, one type of value and one callback. The constructor does no I/O; ``async with
@@ -105,6 +169,13 @@ class DigestEngine(Management[T]):
         An add returns only once this many replicas have it.
     bounds : Bounds, default Bounds(value=1_048_576, name=1024, records=100_000)
         The largest values, keys and ids, and the most records of one ``add_many``.
+    backend : Backend or None, default None
+        A store of timelines in place of ``url``, ``shards`` and ``wait_replicas``, such as a ``ReferenceBackend`` in a
+        test. The engine connects and closes it; it must serve no other engine.
+
+    The attributes ``namespace``, ``codec``, ``retry``, ``backoff_mode``, ``concurrency``, ``lease_timeout``,
+    ``delivery_timeout``, ``drain_timeout``, ``timeout`` (in seconds), ``bounds`` and ``backend`` hold what was given,
+    or the default. They are for reading.
 
     Raises
     ------
@@ -114,7 +185,7 @@ class DigestEngine(Management[T]):
 
     def __init__(
         self,
-        url: str | Redis | RedisCluster = "embedded://",
+        url: str | Redis | RedisCluster = EMBEDDED,
         *,
         namespace: str,
         value_type: TypeForm[T] | TypeAdapter[T] = JSON,
@@ -130,6 +201,7 @@ class DigestEngine(Management[T]):
         timeout: float | timedelta = 5,
         wait_replicas: int = 0,
         bounds: Bounds = DEFAULT,
+        backend: Backend | None = None,
     ) -> None:
         require(isinstance(namespace, str), "namespace", "a str", namespace)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
@@ -138,37 +210,43 @@ class DigestEngine(Management[T]):
         require(codec is None or can_code(codec), "codec", "a Codec", codec)
         require(isinstance(bounds, Bounds), "bounds", "a Bounds", bounds)  # pyright: ignore[reportUnnecessaryIsInstance]
         self.namespace = namespace
-        self._bounds = bounds
+        self.bounds = bounds
         # lowering the bound must not make unreadable what is stored
         largest = max(bounds.value, DEFAULT.value)
-        self._codec: Codec[T] = codec if codec is not None else JSONCodec(value_type, max_size=largest)
-        self._retry = retry
-        self._backoff_mode = backoff_mode
-        self._concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
-        self._lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
-        self._delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
-        self._policies = Policies(policy, retry, self._delivery_timeout)
-        self._drain_timeout = duration(drain_timeout, "drain_timeout")
-        self._timeout = duration(timeout, "timeout", 0.001)
-        self._store = Store(
-            url,
-            namespace=namespace,
-            shards=shards,
-            timeout=self._timeout,
-            wait_replicas=whole(wait_replicas, "wait_replicas", 0, 1_000),
+        self.codec: Codec[T] = codec if codec is not None else JSONCodec(value_type, max_size=largest)
+        self.retry = retry
+        self.backoff_mode = backoff_mode
+        self.concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
+        self.lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
+        self.delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
+        self.drain_timeout = duration(drain_timeout, "drain_timeout")
+        self.timeout = duration(timeout, "timeout", 0.001)
+        wait_replicas = whole(wait_replicas, "wait_replicas", 0, 1_000)
+        if backend is not None and (url != EMBEDDED or shards is not None or wait_replicas):
+            raise ConfigurationError("give a URL, with shards and wait_replicas, or a backend, which has its own")
+        self.backend = (
+            backend
+            if backend is not None
+            else open_backend(
+                url, namespace=namespace, shards=shards, timeout=self.timeout, wait_replicas=wait_replicas
+            )
         )
-        self._callback: Callback[T] | None = None
-        self._observers: list[Callable[[Delivery], None]] = []
-        self._tracing: Tracing | None = None
-        self._added = 0
-        self._session: Entered | None = None
-        self._rehearse: Callable[[Callback[T]], AbstractContextManager[object]] | None = None  # in tests: `delivering`
-        self._sync: Sync[T] | None = None  # in tests, where the adds of threads go instead of the portal
+        self._policies = Policies(policy, retry, self.delivery_timeout)
+        self._registered: Registered[T] = Registered()
+        self._session: BackgroundSession | None = None
+        self._replacement: Replacement[T] | None = None
 
     @property
     def url(self) -> str:
         """The URL of the store, without the password."""
-        return self._store.url
+        return self.backend.url
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop in which the engine is entered; None if it is not, or may be used in any (in a test)."""
+        if self._replacement is not None:
+            return self._replacement.session.loop
+        return None if self._session is None or self._session.is_over else self._session.loop
 
     @property
     def activity(self) -> Activity:
@@ -176,9 +254,8 @@ class DigestEngine(Management[T]):
 
         If the engine is not entered but used by ``sync``, ``unavailable`` describes the calls of ``sync``.
         """
-        sessions = (self._session, self._sync_session)
-        now = next((session.activity for session in sessions if session and not session.is_over), Activity())
-        return replace(now, adds=self._added)
+        now = next((session.activity for session in self._sessions() if not session.is_over), Activity())
+        return replace(now, adds=self._registered.added)
 
     @property
     def sync(self) -> Sync[T]:
@@ -187,7 +264,7 @@ class DigestEngine(Management[T]):
         ``engine.sync.add(...)`` and ``engine.sync.add_many(...)`` do not need an entered engine. Any number of threads
         may call them at once, even after a fork. With a running event loop they raise ConfigurationError.
         """
-        return self._sync or Sync(self)
+        return Sync(self)
 
     def __repr__(self) -> str:
         return f"DigestEngine({self.url!r}, namespace={self.namespace!r})"
@@ -200,10 +277,10 @@ class DigestEngine(Management[T]):
         Returning means delivered, and raising means to try the digest again; ``RetryAfter``, ``Reject`` and
         ``PartialFailure`` say more. Raises ConfigurationError for a second callback.
         """
-        if self._callback is not None:
+        if self._registered.callback is not None:
             raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
         require(can_call_back(callback), "the callback", "an async function without yield", callback)
-        self._callback = callback
+        self._registered.callback = callback
         return callback
 
     def observe(self, observer: Callable[[Delivery], None]) -> Callable[[Delivery], None]:
@@ -212,8 +289,22 @@ class DigestEngine(Management[T]):
         A decorator; it returns the function unchanged. An observer is not async, and must not block or raise.
         """
         require(can_observe(observer), "an observer", "a function that is not async", observer)
-        self._observers.append(observer)
+        self._registered.observers.append(observer)
         return observer
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """The tracing library that was registered, or None."""
+        return self._registered.tracing
+
+    def trace(self, tracing: Tracing) -> None:
+        """Register a tracing library, as ``aiodigest.integrations.opentelemetry.instrument`` does.
+
+        Raises ConfigurationError for a second one.
+        """
+        if self._registered.tracing is not None:
+            raise ConfigurationError(f"engine {self.namespace!r} is instrumented already")
+        self._registered.tracing = tracing
 
     async def __aenter__(self) -> Self:
         await self._enter(None)
@@ -222,11 +313,7 @@ class DigestEngine(Management[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None and self._rehearse is None:
-            try:
-                await self._session.stop()
-            finally:
-                self._session = None
+        await self._leave()
 
     @asynccontextmanager
     async def delivering(
@@ -238,17 +325,16 @@ class DigestEngine(Management[T]):
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
         Raises ConfigurationError if there is no callback, or the engine is entered already.
         """
-        if (chosen := callback if callback is not None else self._callback) is None:
+        if (chosen := callback if callback is not None else self._registered.callback) is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
         require(can_call_back(chosen), "the callback", "an async function without yield", chosen)
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
         await self._enter(chosen, shards)
         try:
-            with (self._rehearse or nullcontext)(chosen):
-                yield self
+            yield self
         finally:
-            await self.__aexit__(None, None, None)
+            await self._leave(chosen)
 
     async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
         """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once.
@@ -265,8 +351,9 @@ class DigestEngine(Management[T]):
         with on_signals(on_signal):
             async with self.delivering(callback, shards=shards):
                 ended = asyncio.create_task(stop.wait())
+                others = [] if self._session is None else [self._session.main]
                 try:
-                    await asyncio.wait([ended, self._entered().main], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([ended, *others], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     ended.cancel()
 
@@ -279,12 +366,47 @@ class DigestEngine(Management[T]):
         async with self.delivering():
             yield
 
+    @property
+    def is_entered(self) -> bool:
+        """True while the engine is entered in this process, or tested."""
+        return self._replacement is not None or (self._session is not None and not self._session.is_over)
+
+    @contextmanager
+    def replace_backend(
+        self, backend: Backend, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Generator[Replacement[T]]:
+        """Work on ``backend`` instead, until left: for tools that test an engine, such as ``TestEngine``.
+
+        Inside, the engine counts as entered, in ``loop`` or (None) in any event loop. To enter it once more only tells
+        the replacement of a callback: nothing is delivered, unless by the tool. What is registered inside is forgotten
+        with it. Raises ConfigurationError if the engine is entered, or its backend is replaced already.
+        """
+        if self._replacement is not None:
+            raise ConfigurationError(f"engine {self.namespace!r} is in a TestEngine already")
+        if self.is_entered:
+            raise ConfigurationError(f"engine {self.namespace!r} is entered already: enter its TestEngine before it")
+        before = self.backend, self._registered
+        self.backend = backend
+        self._registered = replace(before[1], observers=[*before[1].observers])
+        self._replacement = Replacement(Session(backend, loop), self._registered, self._policies, self._dispatcher)
+        forget_session(self)
+        try:
+            yield self._replacement
+        finally:
+            self._replacement = None
+            self.backend, self._registered = before
+            forget_session(self)
+
     async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> None:
-        if self._rehearse is not None:
-            await self._backend()
+        if self._replacement is not None:
+            await self._replacement.session.backend()
+            if callback is not None:
+                self._replacement.chosen.append(callback)
             return
-        if self._session is not None and not self._session.is_over:
-            raise ConfigurationError(f"engine {self.namespace!r} is entered already")
+        if self._session is not None:
+            if not self._session.is_over:
+                raise ConfigurationError(f"engine {self.namespace!r} is entered already")
+            self.backend = self.backend.clone()  # the other one is still connected, elsewhere
 
         def schedule(backend: Backend, outage: Outage) -> Scheduler:
             from aiodigest.scheduler import Scheduler  # not needed just to add
@@ -295,37 +417,69 @@ class DigestEngine(Management[T]):
                 self._dispatcher(callback),
                 self._policies.limits,
                 outage,
-                backoff_mode=self._backoff_mode,
-                concurrency=self._concurrency,
-                lease_timeout=self._lease_timeout,
-                drain_timeout=self._drain_timeout,
-                timeout=self._timeout,
-                observers=self._observers,
+                backoff_mode=self.backoff_mode,
+                concurrency=self.concurrency,
+                lease_timeout=self.lease_timeout,
+                drain_timeout=self.drain_timeout,
+                timeout=self.timeout,
+                observers=self._registered.observers,
                 numbers=shards,
             )
 
-        session = self._session = Session(self._store, self._timeout, schedule if callback is not None else None)
+        session = BackgroundSession(self.backend, self.timeout, schedule if callback is not None else None)
+        self._session = session
         try:
             await session.backend()
         except BackendUnavailable:
             pass  # it may come: adds try again, and so does the scheduler
         except BaseException:
             session.hurry()
+            await self._leave()
+            raise
+
+    async def _leave(self, callback: Callback[T] | None = None) -> None:
+        if self._replacement is not None:
+            if callback is not None:
+                self._replacement.chosen.remove(callback)
+        elif self._session is not None:
             try:
-                await session.stop()
+                await self._session.stop()
             finally:
                 self._session = None
-            raise
+
+    def _sessions(self) -> Iterator[Session]:
+        """Yield the sessions in which a call may be made; each has its own event loop."""
+        if self._replacement is not None:
+            yield self._replacement.session
+        elif self._session is not None:
+            yield self._session
+        if (session := sync_session_of(self)) is not None:
+            yield session
+
+    def _entered(self) -> Session:
+        if self._session is not None and self._replacement is None and self._session.is_here:
+            return self._session  # as most calls find it
+        sessions = list(self._sessions())
+        for session in sessions:
+            if session.is_here:
+                return session
+        if not sessions or (self._session is None and self._replacement is None):
+            raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
+        if self._replacement is not None:
+            return self._replacement.session  # which says where it can be used
+        raise ConfigurationError(
+            f"engine {self.namespace!r} was entered in another event loop or process: it can be used there alone"
+        )
 
     def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
         return Dispatcher(
             callback,
-            self._codec,
-            partial(self._policies.of, timeout=self._delivery_timeout),
-            self._retry,
-            self._lease_timeout,
-            self._delivery_timeout,
-            self._tracing,
+            self.codec,
+            partial(self._policies.of, timeout=self.delivery_timeout),
+            self.retry,
+            self.lease_timeout,
+            self.delivery_timeout,
+            self._registered.tracing,
         )
 
     # Adding
@@ -355,7 +509,7 @@ class DigestEngine(Management[T]):
             ready = await session.add(add, began)
         except BackendUnavailable as error:
             raise session.explained(error, record) from None  # its message says it all
-        self._added += 1
+        self._registered.added += 1
         return ready
 
     async def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
@@ -366,7 +520,7 @@ class DigestEngine(Management[T]):
         nothing, if there are more than ``bounds.records``; it takes at most one entry over that from an iterable.
         """
         session = self._entered()
-        given = taken(entries, self._bounds.records)
+        given = taken(entries, self.bounds.records)
         results: list[bool | AiodigestError] = []
         step = CHUNK * session.breadth
         for start in range(0, len(given), step):
@@ -381,7 +535,7 @@ class DigestEngine(Management[T]):
             raise PartialAdd(results)
         return [result is True for result in results]
 
-    async def _add_some(self, session: Entered, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
+    async def _add_some(self, session: Session, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
         results: list[bool | AiodigestError] = [False] * len(entries)
         adds: dict[int, Add] = {}
         for index, entry in enumerate(entries):
@@ -399,14 +553,273 @@ class DigestEngine(Management[T]):
             if isinstance(answer, BackendUnavailable):
                 answer = session.explained(answer, unpack(add.entry).id.decode())
             elif isinstance(answer, bool):
-                self._added += 1
+                self._registered.added += 1
             results[index] = answer
         return results
 
     async def _encode(self, key: str, value: T, record_id: str, timestamp: datetime | float | None) -> Add:
-        name(key, "key", self._bounds.name)
-        record = name(record_id, "record_id", self._bounds.name)
+        name(key, "key", self.bounds.name)
+        record = name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policy(key)
-        context = b"" if self._tracing is None else self._tracing.context()
-        entry = pack_entry(record, timestamp, self._codec.encode(value), self._bounds.value, context)
+        context = b"" if self._registered.tracing is None else self._registered.tracing.context()
+        entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
         return Add(key, entry, policy.terms, self._policies.own(policy))
+
+    # Looking at timelines and dead letters, and moving them by hand
+
+    async def _backend(self) -> Backend:
+        return await self._entered().backend()
+
+    async def _timeline(self, key: str) -> Backend:
+        """Check a key, and return the store."""
+        name(key, "key", self.bounds.name)
+        return await self._backend()
+
+    async def _policy(self, key: str) -> Policy:
+        return await self._policies.of(key, self.timeout)
+
+    async def flush(self, key: str) -> bool:
+        """Make a timeline due now, or at the end of the delivery under way; True if it holds records."""
+        session, backend = self._entered(), await self._timeline(key)
+        flushed = await backend.flush(key)
+        session.poke(backend.shard_map.shard_of(key))
+        return flushed
+
+    async def delete(self, key: str) -> bool:
+        """Drop a timeline with its records and its cool-down; True if it held records.
+
+        A delivery under way is cancelled at the next renewal of its lease.
+        """
+        return await (await self._timeline(key)).delete(key)
+
+    async def remove(self, key: str, record_id: str) -> bool:
+        """Drop the record ``record_id``; True if dropped. One under delivery, or of unknown outcome, stays."""
+        backend = await self._timeline(key)
+        record = name(record_id, "record_id", self.bounds.name)
+        policy = await self._policy(key)
+        return await backend.remove(key, record, policy.terms.limits)
+
+    async def reschedule(
+        self, key: str, *, at: datetime | float | None = None, delay: float | timedelta | None = None
+    ) -> datetime:
+        """Move the due time of a waiting timeline, and return it.
+
+        To ``at`` (an aware datetime or epoch seconds, on the server's clock), or to ``delay`` (seconds or a timedelta)
+        from now; with neither, to the current policy's time. It never comes before the cool-down's end, nor later
+        than ``maximum_delay`` after the last digest. In a retry wait, ``at`` and ``delay`` move the next try.
+
+        Raises InvalidState if the timeline is not waiting, or if it waits for a retry and neither is given.
+        """
+        session, backend = self._entered(), await self._timeline(key)
+        if at is not None and delay is not None:
+            raise InvalidArgument("give at or delay to reschedule, not both")
+        policy = await self._policy(key)
+        at_ms = None if at is None else microseconds(at, "at") // 1000
+        delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
+        by_policy = at_ms is None and delay_ms is None
+        while True:
+            windows = await backend.operations.look_all(key)
+            if not windows:
+                raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
+            iterations = _movable(windows) if by_policy else [windows[0].iteration]
+            dues: list[int | None] = []
+            for iteration in iterations:
+                gap_ms = policy.cool_ms(iteration) if iteration else 0
+                dues.append(await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, iteration)))
+            moved = [due for due in dues if due is not None]
+            if len(moved) == len(dues):  # else a digest was closed since the look
+                session.poke(backend.shard_map.shard_of(key))
+                return nearest(min(moved))
+
+    async def peek(self, key: str) -> Timeline[T] | None:
+        """Return a timeline with its records, without delivering them; None if it holds none."""
+        backend = await self._timeline(key)
+        window = await backend.operations.look(key)
+        if window is None:
+            return None
+        return self._view(window, await self._records(await backend.operations.entries(key)))
+
+    async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
+        """Yield the timelines, the earliest due of each shard and state first; without records.
+
+        ``state`` is "waiting", "ready" or "leased", or by default None: all of them. A timeline whose state or due
+        time changes meanwhile may be missed, or come again. Every other one comes once, whatever is deleted meanwhile.
+        """
+        states: tuple[State, ...] = get_args(State)
+        if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidArgument(f"state must be one of {', '.join(states)}, not {shown(state)}")
+        backend = await self._backend()
+        for shard in _shards_of(backend):
+            for each in states if state is None else (state,):
+                async for window in _paged(partial(backend.operations.page, shard, each)):
+                    yield self._view(window)
+
+    async def stats(self) -> Stats:
+        """Return timelines by state, dead letters, and counters of events."""
+        counts = await (await self._backend()).operations.counts()
+        oldest = counts.get("oldest_due_ms")
+        numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name not in TIMES}
+        due = None if oldest is None else nearest(oldest)
+        return Stats(**numbers, oldest_due=due, overdue=counts.get("overdue_ms", 0) / 1000)
+
+    async def health(self, *, overdue: float | timedelta = OVERDUE) -> Health:
+        """Check that the server answers, and no timeline has been due for over ``overdue`` (seconds or a timedelta).
+
+        By default that is a minute. It raises nothing but InvalidArgument: if the server is away, its answer says so,
+        within the engine's ``timeout``. A timeline is overdue while no worker claims it: there is none, or too few, or
+        they are in backoff mode, or rest because a callback asked for it. An engine whose background task a fault has
+        ended is not healthy either.
+        """
+        bound = duration(overdue, "overdue")
+        try:
+            session = self._entered()
+            if fault := session.fault:
+                return Health(False, fault)
+            try:
+                async with asyncio.timeout(self.timeout):  # for the calls to all shards together
+                    stats = await self.stats()
+            except TimeoutError:
+                raise session.explained(BackendUnavailable(f"no answer within {self.timeout:g} s")) from None
+        except AiodigestError as error:
+            return Health(False, str(error))
+        return stats.health(bound)
+
+    async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
+        """Yield all dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""
+        backend = await self._backend()
+        for shard in _shards_of(backend):
+            async for letter_id in _paged(partial(backend.operations.dead_letters, shard)):
+                letter = await backend.operations.dead_letter(letter_id, shard)
+                if letter is not None:  # else it is gone, or in a newer shard, whose letters come later
+                    yield await self._letter(letter)
+
+    async def dead_letter(self, letter_id: str) -> DeadLetter[T] | None:
+        """Return a dead letter, or None if no letter has that id."""
+        name(letter_id, "the id of a dead letter")
+        letter = await (await self._backend()).operations.dead_letter(letter_id)
+        return None if letter is None else await self._letter(letter)
+
+    async def replay(self, letter_id: str) -> bool:
+        """Put the records of a dead letter back, before newer ones (which win), and drop the letter.
+
+        True if its timeline is due now. Of several letters of one timeline, replay the newest first: each goes before
+        the records already there. Raises InvalidState if there is no such letter, or its timeline has a digest under
+        delivery or in a retry wait, and LimitExceeded if it would outgrow its capacity: the letter stays.
+        """
+        name(letter_id, "the id of a dead letter")
+        session, backend = self._entered(), await self._backend()
+        letter = await backend.operations.dead_letter(letter_id)
+        if letter is None:
+            raise InvalidState(f"there is no dead letter {letter_id!r}")
+        policy = await self._policy(letter.key)
+        ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
+        session.poke(backend.shard_map.shard_of(letter.key))
+        return ready
+
+    async def discard(self, letter_id: str) -> bool:
+        """Drop a dead letter; True if there was one."""
+        name(letter_id, "the id of a dead letter")
+        return await (await self._backend()).discard(letter_id)
+
+    async def examine(self) -> list[Finding]:
+        """Check the servers and the namespace: return each check's findings, with remedies.
+
+        Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
+        scripts, and the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and
+        a namespace that was never used is not created. If the user may not ask something, a note names the missing
+        command. It takes some thirty calls to each server. Replicas that sentinels or a cluster may promote are asked
+        if they know the user, provided that the primary lists them (``INFO``).
+        """
+        return await (await self._backend()).operations.examine()
+
+    async def erase(self) -> int:
+        """Drop the namespace with all its contents, counters included; return the number of keys dropped.
+
+        It looks through all keys of the servers (``SCAN``), a thousand a call. Use it to end a namespace that nobody
+        uses any more: a process that still uses it starts it anew.
+
+        Raises ConfigurationError, and drops nothing, if the user may not ``SCAN``.
+        """
+        return await (await self._backend()).operations.erase()
+
+    async def _try_erase(self) -> None:
+        """Raise the errors of ``erase``, before anything is in the namespace. It takes a call to each server."""
+        await (await self._backend()).operations.try_erase()
+
+    async def reshard(self, shards: int) -> AsyncIterator[Draining]:
+        """Give the namespace ``shards`` shards, from 1 to 1024, while it is in use; yield the work left to do.
+
+        The new shards take all adds from the first moment on, and the timelines of the old ones are delivered on their
+        schedule. A running process takes over the new number at its next call. Once the old shards are empty, which
+        may take as long as the longest delay or retry, they are removed, and this ends; until then it yields about
+        once a second. You may interrupt it at any time: called again, with the same number, it goes on.
+
+        Meanwhile a timeline may be in an old and a new shard, with a digest in each, and the new one does not know
+        the old one's cool-down.
+
+        Raises InvalidState while a change to another number is under way.
+        """
+        backend = await self._backend()
+        if not await backend.operations.reshard(whole(shards, "shards", 1, MAX_SHARDS)):
+            return
+        while left := await backend.operations.drain():
+            yield Draining(**left)
+            await asyncio.sleep(PACE)
+
+    async def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
+        contents = await read(entries, self.codec)
+        return [*contents.records, *contents.raw]
+
+    def _view(self, window: StoredTimeline, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
+        return Timeline(
+            window.key,
+            window.state,
+            nearest(window.due_ms),
+            window.logged + window.opened,
+            window.attempt,
+            window.iteration,
+            window.dropped,
+            nearest(window.cool_ms) if window.cool_ms else None,
+            window.digest_id or None,
+            window.last_error or None,
+            tuple(records or ()),
+        )
+
+    async def _letter(self, letter: StoredDeadLetter) -> DeadLetter[T]:
+        return DeadLetter(
+            letter.id,
+            letter.key,
+            letter.reason,
+            nearest(letter.buried_ms),
+            letter.attempt,
+            letter.digest_id,
+            tuple(await self._records(list(letter.entries))),
+        )
+
+
+def _movable(windows: Sequence[StoredTimeline]) -> list[int]:
+    """Return the iterations at which a policy can move a timeline: one, except while resharding.
+
+    If nothing can be moved, return the first one's: the store then gives the reason.
+    """
+    waiting = {window.iteration for window in windows if window.state == "waiting" and not window.digest_id}
+    return sorted(waiting) or [windows[0].iteration]
+
+
+async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) -> AsyncIterator[Item]:
+    """Yield the items on all pages from ``read``, one after another."""
+    page = await read(PAGE, None)
+    while True:
+        for item in page.items:
+            yield item
+        if page.end is None:
+            return
+        page = await read(PAGE, page.end)
+
+
+def _shards_of(backend: Backend) -> Iterator[int]:
+    """Yield all shards, including any that a call to one of them reveals."""
+    shard = 0
+    while shard < backend.shard_map.count:
+        yield shard
+        shard += 1

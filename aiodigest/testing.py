@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Generator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.backend import Backend, Lease
+from aiodigest.backend import Backend, Close, Closed, Lease, Retry
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
-from aiodigest.engine import DigestEngine
-from aiodigest.errors import ConfigurationError, InvalidArgument, shown
+from aiodigest.engine import DigestEngine, Replacement
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, LeaseLost, shown
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
-from aiodigest.rehearsal import SHARD, Adds, Rehearsal, delivered_of, entries_of, on_server, reported
 from aiodigest.scheduler import tell
-from aiodigest.worker.delivery import Callback
+from aiodigest.worker.delivery import Attempt, Outcome
 
 __all__ = ["TestEngine"]
 
 T = TypeVar("T")
 
+SHARD = 0  # the only one
 CHAIN = 1_000, 100  # deliveries at one instant: so many, and so many for each timeline that was there
 
 
@@ -88,12 +91,11 @@ class TestEngine(Generic[T]):
         self._needs_server = server
         self._start = start
         self._shared = clock
-        self._clock = _Clock() if clock is None else clock._clock
-        self._session: Rehearsal | None = None  # while it is entered
-        self._callbacks: list[Callback[T]] = []  # those that were given to `delivering`
+        self._clock: Clock = Clock() if clock is None else clock._clock
+        self._run: Run[T] | None = None  # while it is entered
         self._failures: deque[BaseException] = deque()
-        self._paused_ms = 0  # until when a callback asked to claim nothing
-        self._opened = AsyncExitStack()
+        self._test = ExitStack()
+        self._server = AsyncExitStack()
 
     @property
     def now(self) -> datetime:
@@ -135,7 +137,8 @@ class TestEngine(Generic[T]):
         BackendUnavailable
             If the server of ``server=True`` is gone.
         """
-        self._entered()
+        if self._run is None:
+            raise ConfigurationError("advance a TestEngine inside `async with TestEngine(engine) as t:`")
         require(isinstance(span, timedelta), "span", "a timedelta", span)  # pyright: ignore[reportUnnecessaryIsInstance]
         try:
             span += timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
@@ -157,104 +160,99 @@ class TestEngine(Generic[T]):
     def __enter__(self) -> Self:
         if self._needs_server:
             raise ConfigurationError("a TestEngine with server=True is entered by `async with`")
-        self._check()
-        self._take(Rehearsal(ReferenceBackend(now=self._clock.now_ms)))
+        self._begin(ReferenceBackend(now=self._clock.now_ms))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
+        self._test.close()
 
     async def __aenter__(self) -> Self:
         if not self._needs_server:
             return self.__enter__()
-        self._check()
         async with AsyncExitStack() as stack:
-            backend = await stack.enter_async_context(on_server(self._engine, self._clock.now_ms))
-            self._check()
-            self._take(Rehearsal(backend, asyncio.get_running_loop()))
-            self._opened = stack.pop_all()
+            backend = await stack.enter_async_context(_on_server(self._engine, self._clock.now_ms))
+            self._begin(backend, asyncio.get_running_loop())
+            self._server = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
-        await self._opened.aclose()
+        self._test.close()
+        await self._server.aclose()
 
-    def _check(self) -> None:
-        engine = self._engine
-        if engine._rehearse is not None:
-            raise ConfigurationError(f"engine {engine.namespace!r} is in a TestEngine already")
-        if engine._session is not None and not engine._session.is_over:
-            raise ConfigurationError(f"engine {engine.namespace!r} is entered already: enter its TestEngine before it")
-        if self._shared is not None and self._shared._session is None:
+    def _begin(self, backend: Backend, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        if self._shared is not None and self._shared._run is None:
             raise ConfigurationError("clock must be a TestEngine that is entered")
+        with ExitStack() as stack:
+            replacement = stack.enter_context(self._engine.replace_backend(backend, loop))
+            if self._shared is None:
+                self._clock.ms = system_ms() if self._start is None else microseconds(self._start) // 1000
+            self.delivered, self.attempts = [], []
+            run = self._run = Run(self._engine, replacement, self._failures, self.delivered, self.attempts)
+            self._clock.runs.append(run)
+            stack.callback(self._end, run)
+            self._test = stack.pop_all()
 
-    def _take(self, session: Rehearsal) -> None:
-        engine = self._engine
-        self._before = engine._session, engine._callback, engine._observers, engine._added
-        self._session = session
-        self.delivered, self.attempts = [], []
-        if self._shared is None:
-            self._clock.ms = system_ms() if self._start is None else microseconds(self._start) // 1000
-        self._clock.tests.append(self)
-        engine._session, engine._observers = session, [*engine._observers]
-        engine._sync, engine._rehearse = Adds(engine, session.loop), self._delivering_to
-
-    def _give_back(self) -> None:
-        engine = self._engine
-        engine._sync = engine._rehearse = self._session = None
-        engine._session, engine._callback, engine._observers, engine._added = self._before
-        self._clock.tests.remove(self)
+    def _end(self, run: Run[T]) -> None:
+        self._run = None
+        self._clock.runs.remove(run)
         self._failures.clear()
-        self._paused_ms = 0
 
-    @contextmanager
-    def _delivering_to(self, callback: Callback[T]) -> Generator[None]:
-        self._callbacks.append(callback)
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)
 
-    # Delivering
+class Run(Generic[T]):
+    """One entering of a ``TestEngine``: claims and delivers when its clock says so."""
 
-    async def _due(self) -> tuple[int | None, int]:
+    def __init__(
+        self,
+        engine: DigestEngine[T],
+        replacement: Replacement[T],
+        failures: deque[BaseException],
+        delivered: list[Digest[T]],
+        attempts: list[Delivery],
+    ) -> None:
+        self._engine = engine
+        self._replacement = replacement
+        self._failures = failures
+        self._delivered = delivered
+        self._attempts = attempts
+        self._paused_ms = 0  # until when a callback asked to claim nothing
+
+    async def due(self) -> tuple[int | None, int]:
         """Return the next due time, and the number of timelines that wait or are due."""
-        counts = await (await self._store()).operations.counts()
+        counts = await (await self._backend()).operations.counts()
         due = counts.get("oldest_due_ms")
         return None if due is None else max(due, self._paused_ms), counts["waiting"] + counts["ready"]
 
-    async def _claim(self, now: int) -> Sequence[Lease]:
-        backend = await self._store()
+    async def claim(self, now: int) -> Sequence[Lease]:
+        backend = await self._backend()
         if now < self._paused_ms:
             return ()
-        engine = self._engine
-        lease_ms = milliseconds(engine._lease_timeout)
-        claims = await backend.claim(SHARD, engine._concurrency, lease_ms, engine._policies.limits)
+        engine, limits = self._engine, self._replacement.policies.limits
+        claims = await backend.claim(SHARD, engine.concurrency, milliseconds(engine.lease_timeout), limits)
         return claims.leases
 
-    async def _deliver(self, lease: Lease, now: int) -> None:
+    async def deliver(self, lease: Lease, now: int) -> None:
         """Deliver a digest, in all its parts, as a worker does."""
-        session, backend = self._entered(), await self._store()
-        dispatcher = self._engine._dispatcher(self._call)
-        session.delivering += 1
+        replacement, backend = self._replacement, await self._backend()
+        dispatcher = replacement.dispatcher(self._call)
+        replacement.session.delivering += 1
         try:
             while True:
-                attempt = await dispatcher.prepare(lease, await entries_of(backend, lease))
+                attempt = await dispatcher.prepare(lease, await _entries_of(backend, lease))
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:
                     self._paused_ms = max(self._paused_ms, now + milliseconds(outcome.pause))
-                if (delivered := delivered_of(attempt, outcome)) is not None:
-                    self.delivered.append(delivered)
-                closed = await reported(backend, outcome.report)
+                if (delivered := _delivered_of(attempt, outcome)) is not None:
+                    self._delivered.append(delivered)
+                closed = await _reported(backend, outcome.report)
                 result = closed.status if closed.status in ("lost", "deleted") else outcome.result
                 late = max(0, now - lease.due_ms) / 1000
                 delivery = Delivery(lease.key, lease.digest_id, lease.attempt, result, outcome.records, late, 0.0)
-                self.attempts.append(delivery)
-                tell(self._engine._observers, delivery)
+                self._attempts.append(delivery)
+                tell(replacement.registered.observers, delivery)
                 if closed.status != "part":
                     return
                 lease = outcome.rest(closed)
@@ -262,29 +260,28 @@ class TestEngine(Generic[T]):
             await backend.release(SHARD, [lease], started=True)
             raise
         finally:
-            session.delivering -= 1
+            replacement.session.delivering -= 1
+
+    async def release(self, lease: Lease) -> None:
+        """Give back a digest that was claimed and not delivered."""
+        await (await self._backend()).release(SHARD, [lease], started=False)
 
     def _call(self, digest: Digest[T]) -> Awaitable[object]:
         if self._failures:
             raise self._failures.popleft()
-        callback = self._callbacks[-1] if self._callbacks else self._engine._callback
+        callback = self._replacement.callback
         return asyncio.sleep(0) if callback is None else callback(digest)
 
-    def _entered(self) -> Rehearsal:
-        if self._session is None:
-            raise ConfigurationError("advance a TestEngine inside `async with TestEngine(engine) as t:`")
-        return self._session
-
-    async def _store(self) -> Backend:
-        return await self._entered().backend()
+    async def _backend(self) -> Backend:
+        return await self._replacement.session.backend()
 
 
-class _Clock:
+class Clock:
     """The time of one or more tests, in milliseconds since 1970."""
 
     def __init__(self) -> None:
         self.ms = 0  # until a test is entered
-        self.tests: list[TestEngine[Any]] = []
+        self.runs: list[Run[Any]] = []
         self._moves = False
 
     def now_ms(self) -> int:
@@ -298,7 +295,7 @@ class _Clock:
         self._moves = True
         try:
             while True:
-                found = [await test._due() for test in self.tests]
+                found = [await run.due() for run in self.runs]
                 due = min((due for due, _ in found if due is not None), default=end + 1)
                 if due > end:
                     break
@@ -308,18 +305,18 @@ class _Clock:
         finally:
             self._moves = False
 
-    async def _claimed(self, now: int) -> Sequence[tuple[TestEngine[Any], Lease]]:
+    async def _claimed(self, now: int) -> Sequence[tuple[Run[Any], Lease]]:
         """Claim everything that all tests have to deliver; a cancelled claim gives it back, since no lease ends."""
 
-        async def claim() -> list[tuple[TestEngine[Any], Lease]]:
-            return [(test, lease) for test in self.tests for lease in await test._claim(now)]
+        async def claim() -> list[tuple[Run[Any], Lease]]:
+            return [(run, lease) for run in self.runs for lease in await run.claim(now)]
 
         claiming = asyncio.create_task(claim())
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            for test, lease in await claiming:
-                await (await test._store()).release(SHARD, [lease], started=False)
+            for run, lease in await claiming:
+                await run.release(lease)
             raise
 
     async def _deliver(self, most: int) -> None:
@@ -328,8 +325,8 @@ class _Clock:
         while batch := await self._claimed(now):
             try:
                 async with asyncio.TaskGroup() as group:
-                    for test, lease in batch:
-                        group.create_task(test._deliver(lease, now))
+                    for run, lease in batch:
+                        group.create_task(run.deliver(lease, now))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             count += len(batch)
@@ -339,3 +336,58 @@ class _Clock:
                     f"{count:,} deliveries at one instant bring about more and more, the latest of {key}: does a "
                     "callback add to its own timeline, whose policy has no minimum_delay?"
                 )
+
+
+@asynccontextmanager
+async def _on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncGenerator[Backend]:
+    """Open a store for an engine, on a server of its own whose clock is ``now``; nothing of it remains."""
+    from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
+    from aiodigest.backends.redis.backend import RedisBackend
+
+    with TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True) as folder:
+        server = EmbeddedServer(Path(folder, "data"))
+        backend = RedisBackend(server, namespace=engine.namespace, timeout=engine.timeout, now=now)
+        try:
+            await backend.connect()
+            yield backend
+        finally:
+            await backend.aclose()
+
+
+# What a worker does with a lease, once and without a try more: a test is to hear of a server that is gone.
+
+
+async def _entries_of(backend: Backend, lease: Lease) -> list[bytes]:
+    """Return the entries of a digest, or of its next part."""
+    taken = min(lease.part or lease.size, lease.size)
+    entries = list(lease.entries[:taken])
+    while len(entries) < taken:
+        page = await backend.read(SHARD, lease, len(entries), taken - len(entries))
+        if not page:
+            raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
+        entries += page
+    return entries
+
+
+async def _reported(backend: Backend, report: Close | Retry) -> Closed:
+    """Report an attempt's end to the store, and return its answer."""
+    if isinstance(report, Close):
+        [closed] = await backend.close(SHARD, [report])
+    else:
+        [kept] = await backend.retry(SHARD, [report])
+        closed = kept if isinstance(kept, AiodigestError) else Closed("closed" if kept else "lost")
+    if isinstance(closed, AiodigestError):
+        raise closed
+    return closed
+
+
+def _delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:
+    """Return the digest with only its delivered records; None if there are none."""
+    if not outcome.records:
+        return None
+    if isinstance(outcome.report, Close):
+        left = {record_id for letter in outcome.report.dead_letters for record_id in letter.ids or ()}
+    else:
+        left = set(outcome.report.failed or ())
+    digest = attempt.digest
+    return replace(digest, records=tuple(one for one in digest.records if one.id.encode() not in left))

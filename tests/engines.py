@@ -1,7 +1,4 @@
-"""Engines on the in-memory store, in virtual time: what the tests of everything above the store stand on.
-
-`put_on` is the one place that gives an engine its store.
-"""
+"""Engines on the in-memory store, in virtual time: what the tests of everything above the store stand on."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from itertools import count
 from typing import Any, ParamSpec
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
-from aiodigest.backend import SLICE, Add, Backend, Claims, Close, Closed, Lease, Operations, Retry, StoredDeadLetter
+from aiodigest.backend import SLICE, Add, Claims, Close, Closed, Lease, Operations, Retry, StoredDeadLetter
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.operations import ReferenceOperations
 from aiodigest.policy import Limits
 from aiodigest.records.entries import pack
-from aiodigest.session.session import Session
+from aiodigest.session.background import BackgroundSession
 
 P = ParamSpec("P")
 
@@ -140,6 +137,7 @@ class WatchedBackend(ReferenceBackend):
         self.lost = Counter[str]()
         self.gates: dict[str, asyncio.Event] = {}
         self.closed: list[str] = []
+        self.down_because: str | None = None
 
     def count(self, call: str, shard: int | None = None) -> int:
         return sum(call == name and shard in (None, at) for name, at, _, _ in self.calls)
@@ -171,6 +169,12 @@ class WatchedBackend(ReferenceBackend):
         if self.lost[call]:
             self.lost[call] -= 1
             raise BackendUnavailable("connection reset", stored="unknown")
+
+    def why_down(self) -> str | None:
+        return self.down_because
+
+    async def connect(self) -> None:
+        await self.ask("open", 0)
 
     async def aclose(self) -> None:
         self.closed.append("backend")
@@ -237,22 +241,7 @@ class WatchedBackend(ReferenceBackend):
 
 def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
     """An engine whose store is ``backend``."""
-    engine = DigestEngine[JSON]("redis://localhost/0", namespace="test", **options)
-    put_on(backend, engine)
-    return engine
-
-
-def put_on(backend: WatchedBackend, engine: DigestEngine[Any]) -> None:
-    """Make ``backend`` the store of an engine that others have made."""
-
-    async def opened() -> Backend:
-        await backend.ask("open", 0)
-        return backend
-
-    async def closed() -> None:
-        backend.closed.append("store")
-
-    engine._store.open, engine._store.close = opened, closed
+    return DigestEngine[JSON](namespace="test", backend=backend, **options)
 
 
 class Inbox:
@@ -307,10 +296,10 @@ class Inbox:
         return [delivery.result for delivery in self.seen]
 
 
-def session_of(engine: DigestEngine[Any]) -> Session:
+def session_of(engine: DigestEngine[Any]) -> BackgroundSession:
     """What an engine that is entered in this loop consists of."""
     session = engine._entered()
-    assert isinstance(session, Session)
+    assert isinstance(session, BackgroundSession)
     return session
 
 

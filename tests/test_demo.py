@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commandline import in_process, no_process_is_left, running
-from engines import WatchedBackend, put_on, virtual_time
+from engines import WatchedBackend, virtual_time
 
 from aiodigest.cli.demo import Demo
 from aiodigest.cli.demo_events import Event
@@ -40,7 +40,7 @@ async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     demo = Demo("redis://localhost/0", Screen(lambda: None))
-    put_on(WatchedBackend(), demo._engine)
+    demo._engine.backend = WatchedBackend()
     await demo.play()
     text, errors = capsys.readouterr()
     assert errors == ""

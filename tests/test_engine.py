@@ -864,15 +864,14 @@ async def test_an_engine_can_be_entered_again() -> None:
         async with engine:
             assert await engine.add("key", value) is (value == 0)
     assert backend.count("open") == 3
-    assert backend.closed == ["backend", "store"] * 3
+    assert backend.closed == ["backend"] * 3
 
 
 def test_an_engine_can_be_entered_again_from_another_loop() -> None:
-    engine = engine_on(WatchedBackend())
+    engine = engine_on(WatchedBackend(), policy=policy())
 
     async def use(value: int) -> list[list[JSON]]:
-        inbox, backend = Inbox(), WatchedBackend()
-        engine._store.open = engine_on(backend)._store.open
+        inbox = Inbox()
         async with engine.delivering(inbox):
             await engine.add("key", value)
             await inbox.digest()
@@ -959,21 +958,18 @@ async def test_an_engine_that_is_left_in_the_very_turn_in_which_its_server_comes
 
 @virtual_time
 async def test_leaving_waits_for_what_connecting_has_to_put_away() -> None:
-    backend = WatchedBackend()
-    engine = engine_on(backend, timeout=1)
+    class Slow(WatchedBackend):
+        async def connect(self) -> None:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(0.5)
+                self.closed.append("half a connection")
 
-    async def slow() -> WatchedBackend:
-        try:
-            await asyncio.sleep(100)
-        finally:
-            await asyncio.sleep(0.5)
-            backend.closed.append("half a connection")
-        return backend
-
-    engine._store.open = slow
-    async with engine:
+    backend = Slow()
+    async with engine_on(backend, timeout=1):
         pass
-    assert backend.closed == ["half a connection", "store"]
+    assert backend.closed == ["half a connection", "backend"]
 
 
 @virtual_time
@@ -989,7 +985,7 @@ async def test_leaving_waits_for_what_listening_has_to_put_away() -> None:
     backend = Slow()
     async with delivering(Inbox(), backend):
         await settle()
-    assert backend.closed == ["doorbell", "backend", "store"]
+    assert backend.closed == ["doorbell", "backend"]
 
 
 @virtual_time
@@ -1053,7 +1049,7 @@ async def test_leaving_fails_what_cannot_be_sent_and_closes_the_store() -> None:
     assert isinstance(second, BackendUnavailable)
     assert (first.stored, second.stored) == ("unknown", "no")
     assert now() < 6
-    assert backend.closed == ["backend", "store"]
+    assert backend.closed == ["backend"]
 
 
 @virtual_time
@@ -1232,7 +1228,7 @@ async def test_a_task_that_is_cancelled_inside_an_engine_drains_it() -> None:
         task.cancel()
     assert now() == pytest.approx(10, abs=0.1)
     assert await state_of(backend, "key") is None
-    assert backend.closed == ["backend", "store"]
+    assert backend.closed == ["backend"]
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
@@ -1246,7 +1242,7 @@ async def test_a_task_that_is_cancelled_again_during_the_drain_ends_it_and_gives
             task.cancel()
     assert now() < 1
     assert await state_of(backend, "key") == ("ready", 0)
-    assert backend.closed == ["backend", "store"]
+    assert backend.closed == ["backend"]
 
 
 @virtual_time
@@ -1459,8 +1455,8 @@ def test_the_url_and_the_repr_hide_the_password() -> None:
 @virtual_time
 async def test_what_an_embedded_server_says_is_in_the_error_of_an_add() -> None:
     backend = WatchedBackend()
+    backend.down_because = "no space left on device"
     engine = engine_on(backend)
-    engine._store.why_down = lambda: "no space left on device"
     async with engine:
         backend.take_down()
         with pytest.raises(BackendUnavailable, match=r"^connection refused \(no space left on device\)$"):
@@ -1470,8 +1466,8 @@ async def test_what_an_embedded_server_says_is_in_the_error_of_an_add() -> None:
 @virtual_time
 async def test_what_an_embedded_server_says_is_told_once_to_whoever_waits_for_it() -> None:
     backend = WatchedBackend()
+    backend.down_because = "no space left on device"
     engine = engine_on(backend)
-    engine._store.why_down = lambda: "no space left on device"
     backend.take_down()
     calls: list[Callable[[], Any]] = [
         lambda: engine.add("key", 1), lambda: engine.stats(), lambda: engine.peek("key"), lambda: engine.flush("key"),

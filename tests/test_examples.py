@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from engines import WatchedBackend, put_on, virtual_time
+from engines import WatchedBackend, virtual_time
 from pydantic import BaseModel
 from userland import DEADLINE, ROOT, Program, data_folder, running
 
@@ -68,7 +68,7 @@ async def test_the_quickstart_turns_five_events_into_two_messages_and_ends(capsy
     assert run
     names: dict[str, Any] = {}
     exec(definitions, names)
-    put_on(WatchedBackend(), names["mail"])
+    names["mail"].backend = WatchedBackend()
     await names["main"]()
     assert capsys.readouterr().out.splitlines() == [
         "user:42 gets one message: ['build 1 failed']",

@@ -37,7 +37,7 @@ from aiodigest import (
 )
 from aiodigest.integrations.fastapi import answer_unavailable, dependency, health_router
 from aiodigest.integrations.starlette import health_routes
-from aiodigest.session.session import Session
+from aiodigest.session.background import BackgroundSession
 
 PROGRAMS = Path(__file__).parent / "programs"
 REQUESTS = 2_000
@@ -105,7 +105,7 @@ async def test_a_fault_that_ends_the_background_task_fails_both() -> None:
     async def play() -> None:
         async with engine.delivering(nothing), client_of(app_of(engine)) as client:
             await settle()
-            assert isinstance(engine._session, Session)
+            assert isinstance(engine._session, BackgroundSession)
             engine._session._group.create_task(fault("user:42"))
             await settle()
             answers.extend([await client.get("/livez"), await client.get("/healthz")])

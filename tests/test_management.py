@@ -38,8 +38,8 @@ from aiodigest import (
     RetryPolicy,
     Stats,
     Timeline,
-    management,
 )
+from aiodigest import engine as engine_module
 from aiodigest.backend import Move, StoredDeadLetter
 
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 100.0)
@@ -160,7 +160,7 @@ async def test_any_number_of_timelines_is_listed() -> None:
 async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(management, "PAGE", 2)
+    monkeypatch.setattr(engine_module, "PAGE", 2)
     backend = WatchedBackend(shards=2)
     for number in range(17):
         await backend.put(f"key-{number}", 1, policy=policy(initial_delay=number % 3 * 100))
@@ -173,7 +173,7 @@ async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen(
 async def test_a_list_of_timelines_ends_though_each_is_put_off_once_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(management, "PAGE", 2)
+    monkeypatch.setattr(engine_module, "PAGE", 2)
     backend = WatchedBackend()
     for number in range(5):
         await backend.put(f"key-{number}", 1, policy=policy(initial_delay=100 + number))
@@ -583,7 +583,7 @@ async def test_any_number_of_dead_letters_is_listed() -> None:
 async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(management, "PAGE", 2)
+    monkeypatch.setattr(engine_module, "PAGE", 2)
     inbox, backend = Inbox(*[Reject("no")] * 17), WatchedBackend(shards=2)
     for number in range(17):
         await backend.put(f"key-{number}", number)

@@ -418,7 +418,7 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
         instrument(engines[1])
         instrument(engines[2], meter_provider=metrics.get_meter_provider())
         with trace.get_tracer("test").start_as_current_span("add"):
-            print([len(engine._tracing.context()) for engine in engines])
+            print([len(engine.tracing.context()) for engine in engines])
         found = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
         adds = next(metric for metric in found if metric.name == "aiodigest.adds")
         print(sorted(point.attributes["namespace"] for point in adds.data.data_points))
@@ -441,9 +441,9 @@ def test_an_engine_that_is_not_instrumented_has_nothing_to_do_with_it() -> None:
         import sys
         from aiodigest import DigestEngine
         engine = DigestEngine(namespace="n")
-        print(engine._tracing, engine._observers, "aiodigest.integrations" in sys.modules)
+        print(engine.tracing, "aiodigest.integrations" in sys.modules)
     """)
-    assert (done.stdout, done.stderr) == ("None [] False\n", "")
+    assert (done.stdout, done.stderr) == ("None False\n", "")
 
 
 async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheus: Prometheus, traced: Traced) -> None:

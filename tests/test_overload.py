@@ -23,7 +23,7 @@ LARGE = 8_192
 
 async def filled(engine: DigestEngine[JSON], adds: list[asyncio.Task[bool]]) -> tuple[int, int]:
     """Entries and bytes that wait to be sent, once every add does or waits for room."""
-    [coalescer] = session_of(engine)._adds.values()
+    [coalescer] = session_of(engine)._adder._batchers.values()
     before = -1
     while before != coalescer._items or coalescer._room.is_set():
         assert len(coalescer._unanswered()) < len(adds), "there is room for all that was added"

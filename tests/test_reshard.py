@@ -33,8 +33,8 @@ from aiodigest import (
     InvalidState,
     Policy,
     Reject,
-    management,
 )
+from aiodigest import engine as engine_module
 from aiodigest.backend import (
     SLICE,
     Add,
@@ -76,7 +76,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who watches a change looks again at once."""
-    monkeypatch.setattr(management, "PACE", 0.01)
+    monkeypatch.setattr(engine_module, "PACE", 0.01)
 
 
 # What the tests are made of
@@ -1337,7 +1337,7 @@ async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(serv
             await all_looks(engine, shards)
             await asyncio.gather(*(engine.add(f"k{number}", shards) for number in range(20)))
             await until(partial(serves, engine, shards))
-            counts.append(len(session_of(engine)._adds))
+            counts.append(len(session_of(engine)._adder._batchers))
         assert counts == [3, 2, 3, 2]
 
 

@@ -106,7 +106,7 @@ def test_what_is_due_and_does_not_go_is_asked_about_once(
     place: Server, delay: float, asks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("aiodigest.cli.reshard.PATIENCE", 0)
-    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
+    monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     looks = Looks("mail", 4)
 
     async def watch() -> None:

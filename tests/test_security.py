@@ -57,7 +57,6 @@ from aiodigest.backends.redis.connections.server import Link
 from aiodigest.backends.redis.connections.url import find_target
 from aiodigest.codecs import zstd
 from aiodigest.records.entries import pack
-from aiodigest.session.store import Store
 
 LEASE = 60_000
 LIMITS = Policy().terms.limits
@@ -286,7 +285,7 @@ async def reshard(server: Server, *rule: str) -> None:
 
 
 async def test_the_rule_for_resharding_is_enough(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
+    monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     await reshard(server, *commands("resharder"))
 
 
@@ -294,7 +293,7 @@ async def test_no_command_of_the_rule_for_resharding_can_be_left_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiodigest.backends.redis.namespace.COMMANDS", {})  # so that the server is who refuses
-    monkeypatch.setattr("aiodigest.management.PACE", 0.001)
+    monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     needless: list[str] = []
     for command in commands("resharder"):
         try:
@@ -888,11 +887,10 @@ async def test_nothing_that_can_be_printed_has_the_password(
     target, backend = find_target(source), RedisBackend(source, namespace=namespace)
     provider: Any = target.settings.get("credential_provider")
     assert (provider.password if provider else target.settings["password"]) == password
-    store = Store(source, namespace=namespace, shards=None, timeout=1, wait_replicas=0)
     engine = DigestEngine(source, namespace=namespace, timeout=1)
     links = (Link(target, 1), ClusterLink(target, 1))
-    printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, store, engine, *links)]
-    printed += [target.url, backend.url, store.url, engine.url]
+    printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, engine, *links)]
+    printed += [target.url, backend.url, engine.url]
     async with engine.delivering(lambda digest: asyncio.sleep(0)):
         with pytest.raises(BackendUnavailable) as caught:
             await engine.add("k", 1)

@@ -42,16 +42,16 @@ class Figures:
         began, found = monotonic(), dict[str, Stats]()
         asked: dict[str, tuple[float, Future[Stats]]] = {}
         for engine in self._engines():
-            session, name = engine._session, engine.namespace
-            if session is None or session.is_over or session.loop is None or name in asked:
+            loop, name = engine.loop, engine.namespace
+            if loop is None or name in asked:
                 continue
-            if session.loop is _running_loop():  # to wait here would keep the answer from coming
+            if loop is _running_loop():  # to wait here would keep the answer from coming
                 if name in self._latest:
                     found[name] = self._latest[name]
                 continue
             stats = engine.stats()
             try:
-                asked[name] = engine._timeout, asyncio.run_coroutine_threadsafe(stats, session.loop)
+                asked[name] = engine.timeout, asyncio.run_coroutine_threadsafe(stats, loop)
             except RuntimeError:  # it was closed just now
                 stats.close()
         for name, (limit, answer) in asked.items():

@@ -52,10 +52,10 @@ def instrument(
     ConfigurationError
         If the engine is already instrumented, or entered.
     """
-    if engine._tracing is not None:
+    if engine.tracing is not None:
         raise ConfigurationError(f"engine {engine.namespace!r} is instrumented already")
     measure(engine, meter_provider=meter_provider)
-    engine._tracing = _spans.Spans(engine.namespace, tracer_provider)
+    engine.trace(_spans.Spans(engine.namespace, tracer_provider))
 
 
 def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None = None) -> None:
@@ -63,6 +63,6 @@ def measure(engine: DigestEngine[Any], *, meter_provider: MeterProvider | None =
 
     Raises ConfigurationError if the provider has them already, or the engine is entered.
     """
-    if engine._session is not None and not engine._session.is_over:
+    if engine.is_entered:
         raise ConfigurationError(f"engine {engine.namespace!r} is entered: it must be instrumented before")
     _metrics.of(meter_provider).add(engine)

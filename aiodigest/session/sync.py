@@ -1,9 +1,9 @@
 """``engine.sync``: adds from threads without an event loop, through the one thread of the process that has one.
 
-That thread is called the portal. It starts with the first add, and serves all engines, each with a session of its own
-beside the one in which it may be entered at the same time. Nothing is buffered, so the process may end at any time.
+That thread is the bridge. It starts with the first add, and serves all engines, each with a session of its own beside
+the one in which it may be entered at the same time. Nothing is buffered, so the process may end at any time.
 
-A forked child gets a portal of its own. It keeps its parent's portal, but never uses it again: that one shares sockets
+A forked child gets a bridge of its own. It keeps its parent's bridge, but never uses it again: that one shares sockets
 and a selector with the parent, and closing them would write to the parent's.
 
 Why not anyio's ``start_blocking_portal``? A child that ends collects its generator, which then waits forever for a
@@ -26,11 +26,11 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
+from aiodigest.backend import Backend
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.models import Entry
 from aiodigest.records.validation import Bounds, taken
-from aiodigest.session.session import Session
-from aiodigest.session.store import Store
+from aiodigest.session.background import BackgroundSession
 from aiodigest.worker.availability import retrieve
 
 T = TypeVar("T")
@@ -44,11 +44,12 @@ GRACE = 1.0  # seconds for calls under way and for closing connections, at the e
 class Adding(Protocol[Given]):
     """The part of an engine that ``engine.sync`` uses."""
 
-    _bounds: Bounds
-    _store: Store
-    _timeout: float
-    _sync_session: Session | None
-
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def bounds(self) -> Bounds: ...
+    @property
+    def timeout(self) -> float: ...
     async def add(
         self, key: str, value: Given, *, record_id: str | None = ..., timestamp: datetime | float | None = ...
     ) -> bool: ...
@@ -92,7 +93,7 @@ class Sync(Generic[T]):
         ConfigurationError with a running event loop in this thread.
         """
         engine = self._engine
-        given = taken(entries, engine._bounds.records)
+        given = taken(entries, engine.bounds.records)
         return self._run("add_many", lambda: engine.add_many(given))
 
     def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
@@ -102,11 +103,17 @@ class Sync(Generic[T]):
                 f"engine.sync.{name} would block the event loop that runs in this thread: "
                 f"await engine.{name}, inside `async with engine:`"
             )
-        return self._carry_out(work)
-
-    def _carry_out(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Do the work in the engine's session; a test has that elsewhere."""
         return _current().call(self._engine, work)
+
+
+def sync_session_of(engine: object) -> BackgroundSession | None:
+    """Return the session in which ``engine.sync`` adds, or None if it has not added yet in this process."""
+    return _current().session_of(engine)
+
+
+def forget_session(engine: object) -> None:
+    """Leave the session of ``engine.sync``; its next add begins another one, on the backend the engine has then."""
+    _current().forget(engine)
 
 
 class Helpers(ThreadPoolExecutor):
@@ -127,7 +134,7 @@ class Helpers(ThreadPoolExecutor):
             return done
 
 
-class Portal:
+class Bridge:
     """A thread of this process with an event loop, and the sessions of engines in it."""
 
     def __init__(self) -> None:
@@ -136,7 +143,8 @@ class Portal:
         self._over = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turning = threading.Lock()  # held by the thread in which the loop runs
-        self._sessions: set[Session] = set()
+        # weak: an engine that nobody holds any more is left
+        self._sessions: weakref.WeakKeyDictionary[object, BackgroundSession] = weakref.WeakKeyDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()  # calls under way, and sessions that are being left
 
     def call(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
@@ -149,7 +157,7 @@ class Portal:
             answer.cancel()  # for this thread was interrupted, unless the call itself has failed
             raise
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(engine._timeout)  # a daemon's: it ends with the process, and no traceback is printed
+            time.sleep(engine.timeout)  # a daemon's: it ends with the process, and no traceback is printed
         raise BackendUnavailable("the process is ending")
 
     def _submit(
@@ -198,12 +206,13 @@ class Portal:
             self._turning.release()
 
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        if engine._sync_session not in self._sessions:  # there is none, or it is of the parent process
-            session = Session(engine._store.anew(), engine._timeout, None)
-            self._sessions.add(session)
-            engine._sync_session = session
-            weakref.finalize(engine, self._forgotten, session).atexit = False
+        if engine not in self._sessions:
+            session = self._sessions[engine] = BackgroundSession(engine.backend.clone(), engine.timeout)
+            weakref.finalize(engine, self.leave, session).atexit = False
         return await work()
+
+    def session_of(self, engine: object) -> BackgroundSession | None:
+        return self._sessions.get(engine)
 
     def _note(self, task: asyncio.Task[Answer]) -> asyncio.Task[Answer]:
         self._tasks.add(task)
@@ -211,15 +220,15 @@ class Portal:
         task.add_done_callback(retrieve)  # its caller may have been interrupted
         return task
 
-    def _forgotten(self, session: Session) -> None:
-        """Leave the session of an engine that nobody holds any more."""
+    def forget(self, engine: object) -> None:
+        if (session := self._sessions.pop(engine, None)) is not None:
+            self.leave(session)
+
+    def leave(self, session: BackgroundSession) -> None:
+        """Leave a session whose engine is gone, or has another backend."""
         if self._loop is not None and self is _current():
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._leave, session)
-
-    def _leave(self, session: Session) -> None:
-        self._sessions.discard(session)
-        self._note(asyncio.create_task(session.stop()))
+                self._loop.call_soon_threadsafe(lambda: self._note(asyncio.create_task(session.stop())))
 
     def end(self) -> None:
         """Close all connections, at the end of the process."""
@@ -238,7 +247,7 @@ class Portal:
     async def _stop(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)  # which are not refused: nobody might catch that
-        await asyncio.gather(*(session.stop() for session in self._sessions), return_exceptions=True)
+        await asyncio.gather(*(session.stop() for session in list(self._sessions.values())), return_exceptions=True)
 
 
 def _settle(answer: Future[Answer], task: asyncio.Task[Answer]) -> None:
@@ -257,24 +266,24 @@ def _withdraw(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], answer: 
             loop.call_soon_threadsafe(task.cancel)
 
 
-_portal = Portal()
-_parents: list[Portal] = []
+_bridge = Bridge()
+_parents: list[Bridge] = []
 
 
-def _current() -> Portal:
-    if _portal.pid != os.getpid():  # a C program has forked and did not tell Python, as uWSGI does
-        _new_portal()
-    return _portal
+def _current() -> Bridge:
+    if _bridge.pid != os.getpid():  # a C program has forked and did not tell Python, as uWSGI does
+        _new_bridge()
+    return _bridge
 
 
-def _new_portal() -> None:
-    global _portal
-    _parents.append(_portal)
-    _portal = Portal()
+def _new_bridge() -> None:
+    global _bridge
+    _parents.append(_bridge)
+    _bridge = Bridge()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_new_portal)
+    os.register_at_fork(after_in_child=_new_bridge)
 
 
 @atexit.register

@@ -34,7 +34,7 @@ def come_too_late() -> None:
 if way == "ends_in_order":
     atexit.register(come_too_late)  # the first that is registered is called last
 from aiodigest import BackendUnavailable, DigestEngine  # noqa: E402
-from aiodigest.session import sync as portal  # noqa: E402
+from aiodigest.session import sync  # noqa: E402
 
 
 def new_engine() -> DigestEngine[int]:
@@ -70,7 +70,7 @@ def is_interrupted() -> None:
     os.kill(server, signal.SIGSTOP)
 
     def interrupt() -> None:
-        while not portal._portal._tasks:
+        while not sync._bridge._tasks:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -87,7 +87,7 @@ def leaves_a_server_that_hangs() -> None:
     engine.sync.add("k", 1)
     os.kill(server, signal.SIGSTOP)
     threading.Thread(target=engine.sync.add, args=["k", 2], daemon=True).start()
-    while not portal._portal._tasks:
+    while not sync._bridge._tasks:
         time.sleep(0.01)
 
 

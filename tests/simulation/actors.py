@@ -25,9 +25,8 @@ from aiodigest import (
     RetryAfter,
     RetryPolicy,
 )
-from aiodigest.backend import Backend
 from aiodigest.errors import DeliverySignal
-from aiodigest.session.session import Session
+from aiodigest.session.background import BackgroundSession
 from aiodigest.worker import batcher as coalesce
 from simulation.loop import Process, SeededLoop
 from simulation.network import Link, Server
@@ -81,8 +80,8 @@ class Actor:
     def _engine(self) -> DigestEngine[int]:
         setup, habits = self._habits.setup, self._habits
         engine = DigestEngine[int](
-            "redis://simulated/0",
             namespace="simulated",
+            backend=self.link,
             value_type=int,
             policy=habits.policy,
             retry=habits.retry,
@@ -94,14 +93,6 @@ class Actor:
             timeout=setup.timeout,
             bounds=Bounds(records=MANY),
         )
-
-        async def opened() -> Backend:
-            await self.link.connect()
-            return self.link
-
-        async def closed() -> None: ...
-
-        engine._store.open, engine._store.close = opened, closed
         engine.observe(self._witness.told)
         return engine
 
@@ -219,7 +210,7 @@ class Actor:
 
     def _see_room(self) -> None:
         session = self.engine._session
-        for adds in session._adds.values() if isinstance(session, Session) else ():
+        for adds in session._adder._batchers.values() if isinstance(session, BackgroundSession) else ():
             if adds._items > coalesce.QUEUE_ITEMS or adds._bytes > coalesce.QUEUE_BYTES + LARGEST:
                 self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
 

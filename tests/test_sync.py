@@ -34,7 +34,7 @@ from aiodigest import (
     PartialAdd,
     Policy,
 )
-from aiodigest.session import sync as portal
+from aiodigest.session import sync
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_sync_add_is_traced_to_what_the_thread_was_doing(engine: DigestEngine[
 
         def delivering(self, digest: Any, contexts: Any) -> Any: ...
 
-    engine._tracing = Tracing()
+    engine.trace(Tracing())
     for request in ("first request", "second request"):
         doing.set(request)
         engine.sync.add("k", 1)
@@ -156,7 +156,7 @@ def test_fifty_threads_add_at_once_over_two_connections() -> None:
         freeze(server)  # until all have something to add
         with ThreadPoolExecutor(50) as pool:
             adding = [pool.submit(add, thread) for thread in range(50)]
-            wait_until(lambda: len(portal._portal._tasks) >= 50)
+            wait_until(lambda: len(sync._bridge._tasks) >= 50)
             thaw(server)
         assert all(each.exception() is None for each in adding)
         assert calls() - before < 10, "adds of several threads go out in one call"
@@ -285,8 +285,8 @@ def test_a_thread_that_cannot_be_started_is_told_as_an_outage(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    fresh = portal.Portal()
-    monkeypatch.setattr(portal, "_portal", fresh)
+    fresh = sync.Bridge()
+    monkeypatch.setattr(sync, "_bridge", fresh)
     engine = DigestEngine(server.url, namespace=namespace, value_type=int)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -311,8 +311,8 @@ def test_a_signal_handler_may_add_while_the_thread_is_started(
         return of_python(*args)
 
     of_python, answers = getattr(owner, name), list[bool]()
-    fresh = portal.Portal()
-    monkeypatch.setattr(portal, "_portal", fresh)
+    fresh = sync.Bridge()
+    monkeypatch.setattr(sync, "_bridge", fresh)
     engine = DigestEngine(server.url, namespace=namespace, value_type=int)
     before = signal.signal(signal.SIGUSR1, add)
     try:
@@ -336,9 +336,9 @@ def test_an_add_that_is_interrupted_when_the_loop_is_closed_says_nothing_of_it(
         stopped.set()
         return True
 
-    fresh: Any = portal.Portal()
+    fresh: Any = sync.Bridge()
     stopped = threading.Event()
-    fresh._sessions.add(engine._sync_session)  # as if it had one
+    fresh._sessions[engine] = None  # as if it had one
     answer: Future[bool] = Future()
     assert fresh._submit(answer, engine, end)
     assert stopped.wait(DEADLINE)

@@ -1,0 +1,144 @@
+"""The way of adds from an engine to its backend: those of one turn of the event loop go together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+from zlib import crc32
+
+from aiodigest.backend import Add, Backend
+from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.worker.availability import Outage
+from aiodigest.worker.batcher import Coalescer, batches
+
+ADDS = "adds"  # the kind of calls, for the state of the server
+CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
+
+Start: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+def weight(add: Add) -> int:
+    """Estimate an add's share of the bytes that a call may carry."""
+    return len(add.entry) + len(add.key)
+
+
+def place(backend: Backend, key: str) -> tuple[int, int]:
+    """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
+    return backend.shard_map.shard_of(key), 0 if backend.shard_map.adding > 1 else crc32(key.encode()) % CALLS
+
+
+class Adder:
+    """Sends adds to a backend in batches, one batcher a shard, and notes whether they arrive.
+
+    ``connected`` returns the connected backend, within the time that began at its argument, or now. ``start`` starts a
+    batcher's task, whose owner is the session; ``refusal`` returns why no more may begin, or ''.
+    """
+
+    def __init__(
+        self,
+        connected: Callable[[float | None], Awaitable[Backend]],
+        timeout: float,
+        availability: Outage,
+        start: Start,
+        refusal: Callable[[], str],
+    ) -> None:
+        self.is_cut_off = False  # the latest add failed
+        self._connected = connected
+        self._timeout = timeout
+        self._availability = availability
+        self._start = start
+        self._refusal = refusal
+        self._batchers: dict[int, Coalescer[Add, bool]] = {}  # by shard
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def add(self, add: Add, began: float) -> bool:
+        """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
+        try:
+            backend = await self._connected(began)
+            shard, queue = place(backend, add.key)
+            batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
+            ready = await batcher.submit(add, weight(add), queue=queue, since=began)
+        except BackendUnavailable as error:
+            self._missed(error)
+            raise
+        if self.is_cut_off:
+            self.reached()
+        return ready
+
+    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        """Send adds past the queue; those of a timeline in order."""
+        try:
+            backend = await self._connected(None)
+        except AiodigestError as error:
+            self._missed(error)
+            return [error] * len(adds)
+        answers: dict[int, bool | AiodigestError] = {}
+
+        places: dict[tuple[int, int], list[int]] = {}
+        for index, add in enumerate(adds):
+            places.setdefault(place(backend, add.key), []).append(index)
+
+        async def send(shard: int, indices: Sequence[int]) -> None:
+            down: AiodigestError | None = None
+            for some in batches(indices, lambda index: weight(adds[index])):
+                if down is not None:
+                    answers.update(dict.fromkeys(some, down))
+                    continue
+                try:
+                    results = await backend.add(shard, [adds[index] for index in some])
+                except AiodigestError as error:
+                    results = [error] * len(some)
+                    down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
+                answers.update(zip(some, results, strict=True))
+                self._note(results)
+
+        async with asyncio.TaskGroup() as group:
+            for (shard, _), indices in places.items():
+                group.create_task(send(shard, indices))
+        return [answers[index] for index in range(len(adds))]
+
+    async def drain(self) -> None:
+        """Refuse new adds, and return when those that were taken have their answers."""
+        await asyncio.gather(*(batcher.drain() for batcher in self._batchers.values()))
+        for task in self._tasks.values():
+            task.cancel()
+
+    def reached(self) -> None:
+        """Note that an add, or the connection that it waited for, has reached the server, after one that had not."""
+        self.is_cut_off = False
+        self._availability.eased(ADDS)
+
+    def _note(self, results: Sequence[bool | AiodigestError]) -> None:
+        """Note the answers to a call."""
+        refusal = next((each for each in results if isinstance(each, BackendUnavailable)), None)
+        if refusal is not None:
+            self._missed(refusal)
+        elif self.is_cut_off and not all(isinstance(each, AiodigestError) for each in results):
+            self.reached()
+
+    def _missed(self, error: AiodigestError) -> None:
+        """Note that an add has failed, which may mean that its server is away."""
+        if isinstance(error, BackendUnavailable) and not self._refusal():
+            self.is_cut_off = True
+            self._availability.failed(error, ADDS)
+
+    def _new_batcher(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
+        if refusal := self._refusal():
+            raise BackendUnavailable(refusal)
+        self._end_retired(backend)
+        queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
+        batcher = Coalescer[Add, bool](
+            partial(backend.add, shard), self._timeout, queues, share=backend.shard_map.adding
+        )
+        self._tasks[shard] = self._start(batcher.run())
+        self._batchers[shard] = batcher
+        return batcher
+
+    def _end_retired(self, backend: Backend) -> None:
+        """End the batchers of shards that no longer take adds, once everything in them has an answer."""
+        for shard in [shard for shard in self._batchers if backend.shard_map.number_of(shard) is None]:
+            if self._batchers[shard].is_idle:
+                del self._batchers[shard]
+                self._tasks.pop(shard).cancel()

@@ -1,0 +1,193 @@
+"""A single entering of an engine: its backend, its adds and its tasks, all in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from anyio import CancelScope
+
+from aiodigest.backend import Add, Backend
+from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.models import Activity
+from aiodigest.session.adder import Adder
+from aiodigest.session.session import Session
+from aiodigest.worker.availability import BACKOFF, Outage, elapse, retrieve
+from aiodigest.worker.batcher import LEFT
+
+if TYPE_CHECKING:
+    from aiodigest.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundSession(Session):
+    """Owns one background task, which does everything that the engine does by itself.
+
+    The server need not be up when a session starts: the first caller to need it connects, and others share the attempt.
+    ``schedule`` makes the scheduler of an engine that delivers.
+    """
+
+    def __init__(
+        self, backend: Backend, timeout: float, schedule: Callable[[Backend, Outage], Scheduler] | None = None
+    ) -> None:
+        super().__init__(backend, asyncio.get_running_loop())
+        self._timeout = timeout
+        self._schedule = schedule
+        self._scheduler: Scheduler | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._is_connected = False
+        self._availability = Outage()
+        self._stopping = asyncio.Event()
+        self._started = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._adder = Adder(self.backend, timeout, self._availability, self._group.create_task, self._refusal)
+        self._pid = os.getpid()
+        self.main = asyncio.create_task(self._run(), name="aiodigest")
+        self.main.add_done_callback(self._ended)
+
+    @property
+    def is_here(self) -> bool:
+        return self._pid == os.getpid() and self.loop is asyncio.get_running_loop()
+
+    @property
+    def is_over(self) -> bool:
+        return self._pid != os.getpid() or self.main.get_loop().is_closed()
+
+    @property
+    def activity(self) -> Activity:
+        worker = self._scheduler
+        if worker is None:
+            return Activity(unavailable=self._adder.is_cut_off or not self._is_connected, fault=self.fault)
+        cut_off = self._adder.is_cut_off or worker.is_cut_off
+        return Activity(0, worker.delivering, worker.backoff_level, cut_off, self.fault)
+
+    @property
+    def fault(self) -> str:
+        if self._stopping.is_set() or not self.main.done():
+            return ""
+        return "the engine's background task has ended, as its log tells: only a restart of the process mends that"
+
+    @property
+    def breadth(self) -> int:
+        return min(self.store.shard_map.adding, 4) if self._is_connected else 1
+
+    def _refusal(self) -> str:
+        return LEFT if self._stopping.is_set() else self.fault
+
+    # Connecting
+
+    async def backend(self, began: float | None = None) -> Backend:
+        if not self._is_connected:
+            try:
+                await self._connect(began)
+            except BackendUnavailable as error:
+                raise self.explained(error) from error
+        return self.store
+
+    async def _connect(self, began: float | None) -> None:
+        now = asyncio.get_running_loop().time()
+        await self._started.wait()
+        if self._stopping.is_set():
+            raise BackendUnavailable("the engine was left before it was connected")
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
+            self._connecting.add_done_callback(retrieve)
+        connecting = self._connecting
+        await asyncio.wait([connecting], timeout=(began or now) + self._timeout - now)
+        if not connecting.done():
+            raise BackendUnavailable(f"no connection within {self._timeout:g} s")
+        if connecting.cancelled():
+            raise BackendUnavailable("the engine was left before it was connected")
+        connecting.result()
+
+    async def _open(self) -> None:
+        await self.store.connect()
+        self._is_connected = True
+        if self._adder.is_cut_off:
+            self._adder.reached()
+
+    # Adding
+
+    async def add(self, add: Add, began: float) -> bool:
+        ready = await self._adder.add(add, began)
+        if ready:
+            self.poke(self.store.shard_map.shard_of(add.key))
+        return ready
+
+    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        answers = await self._adder.add_many(adds)
+        ready = [add.key for add, answer in zip(adds, answers, strict=True) if answer is True]
+        for shard in {self.store.shard_map.shard_of(key) for key in ready}:
+            self.poke(shard)
+        return answers
+
+    def poke(self, shard: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.poke(shard)
+
+    # The background task
+
+    def hurry(self) -> None:
+        """Stop, and wait no longer for deliveries under way."""
+        self._stopping.set()
+        if self._scheduler is not None:
+            self._scheduler.stop(at_once=True)
+
+    async def stop(self) -> None:
+        """Send queued adds, end the deliveries, and close. A cancellation meanwhile only ends the wait for them."""
+        self._stopping.set()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._scheduler is not None:
+            self._scheduler.stop()
+        cancelled: asyncio.CancelledError | None = None
+        with CancelScope(shield=True):
+            for owned in (self.main, self._connecting):
+                while owned is not None and not owned.done():
+                    try:
+                        await asyncio.wait([owned])
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        self.hurry()
+            if self._connecting is not None:
+                await self.store.aclose()
+        if cancelled is not None:
+            raise cancelled
+        if not self.main.cancelled():
+            self.main.result()
+
+    async def _run(self) -> None:
+        async with self._group:
+            self._started.set()
+            if self._schedule is not None:
+                await self._deliver(self._schedule)
+            await self._stopping.wait()
+            await self._adder.drain()
+
+    async def _deliver(self, schedule: Callable[[Backend, Outage], Scheduler]) -> None:
+        availability, tries = self._availability, 0
+        while not self._stopping.is_set():
+            try:
+                backend = await self.backend()
+            except Exception as error:
+                if not self._stopping.is_set():
+                    availability.failed(error)
+                    tries += 1
+                    await elapse(self._stopping, BACKOFF(tries))
+                continue
+            availability.answered()
+            if not self._stopping.is_set():  # it may have begun during the very last try
+                self._scheduler = schedule(backend, availability)
+                await self._scheduler.run()
+
+    def _ended(self, main: asyncio.Task[None]) -> None:
+        if main.cancelled():
+            if not self._stopping.is_set():  # by other code, which cancelled every task that there is
+                logger.critical("aiodigest's background task was cancelled from outside", extra={"reason": "cancelled"})
+        elif (fault := main.exception()) is not None:
+            facts = {"reason": repr(fault)}
+            logger.critical("a fault of aiodigest has ended its background task", exc_info=fault, extra=facts)
