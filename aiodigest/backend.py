@@ -6,9 +6,10 @@ store can answer them in one round trip. Each item has its own answer, in order;
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 from zlib import crc32
 
@@ -61,6 +62,24 @@ class Lease:
     cut_ms: int = 0
     last_error: str = ""
     entries: Sequence[bytes] = field(default=(), repr=False)
+
+    @property
+    def taken(self) -> int:
+        """The number of entries that one digest takes: all, or those of its next part."""
+        return min(self.part or self.size, self.size)
+
+
+async def entries_of(lease: Lease, read: Callable[[int, int], Awaitable[Sequence[bytes]]]) -> list[bytes]:
+    """Return the entries of a digest, or of its next part; ``read`` gets those that did not fit into the claim, by
+    their first index and their number."""
+    taken = lease.taken
+    entries = list(lease.entries[:taken])
+    while len(entries) < taken:
+        page = await read(len(entries), taken - len(entries))
+        if not page:
+            raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
+        entries += page
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,21 +402,15 @@ class Backend(Protocol):
         lease = await self.open(shard, key, lease_ms, limits)
         if lease is None:
             raise InvalidState(f"timeline {key!r} is not ready")
-        taken = min(lease.part or lease.size, lease.size)
         try:
-            entries = list(lease.entries[:taken])
-            while len(entries) < taken:
-                if not (page := await self.read(shard, lease, len(entries), taken - len(entries))):
-                    raise LeaseLost(f"the entries of timeline {key!r} went away under delivery")
-                entries += page
-            entries = latest(entries)
+            entries = latest(await entries_of(lease, partial(self.read, shard, lease)))
             young = [entry for entry in entries if not aged(entry, lease.cut_ms)]
             yield replace(lease, entries=tuple(young))
         except BaseException:
             await self.release(shard, [lease], started=True)
             raise
         old, cool_ms = len(entries) - len(young), policy.cool_ms(lease.iteration)
-        close = Close(lease, taken, len(young), cool_ms, limits, lease_ms, old, counts=bool(young))
+        close = Close(lease, lease.taken, len(young), cool_ms, limits, lease_ms, old, counts=bool(young))
         [closed] = await self.close(shard, [close])
         if isinstance(closed, AiodigestError):
             raise closed

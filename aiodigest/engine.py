@@ -74,7 +74,9 @@ from aiodigest.session.background import BackgroundSession
 from aiodigest.session.session import Session
 from aiodigest.session.signals import on_signals
 from aiodigest.session.sync import Sync, forget_session, sync_session_of
-from aiodigest.worker.delivery import Callback, Dispatcher, describe, read
+from aiodigest.worker.contents import read
+from aiodigest.worker.delivery import Callback, Dispatcher
+from aiodigest.worker.reasons import describe
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeForm
 
     from aiodigest.scheduler import Scheduler
-    from aiodigest.worker.availability import Outage
+    from aiodigest.worker.availability import Availability
 
 T = TypeVar("T", default=JSON)
 Item = TypeVar("Item")
@@ -408,7 +410,7 @@ class DigestEngine(Generic[T]):
                 raise ConfigurationError(f"engine {self.namespace!r} is entered already")
             self.backend = self.backend.clone()  # the other one is still connected, elsewhere
 
-        def schedule(backend: Backend, outage: Outage) -> Scheduler:
+        def schedule(backend: Backend, availability: Availability) -> Scheduler:
             from aiodigest.scheduler import Scheduler  # not needed just to add
 
             assert callback is not None
@@ -416,7 +418,7 @@ class DigestEngine(Generic[T]):
                 backend,
                 self._dispatcher(callback),
                 self._policies.limits,
-                outage,
+                availability,
                 backoff_mode=self.backoff_mode,
                 concurrency=self.concurrency,
                 lease_timeout=self.lease_timeout,

@@ -8,24 +8,25 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.backend import Backend, Close, Closed, Lease, Retry
+from aiodigest.backend import Backend, Close, Closed, Lease, Retry, entries_of
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
-from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, LeaseLost, shown
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, shown
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
-from aiodigest.scheduler import tell
-from aiodigest.worker.delivery import Attempt, Outcome
+from aiodigest.worker.delivery import Attempt, Outcome, tell
 
 __all__ = ["TestEngine"]
 
 T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 SHARD = 0  # the only one
 CHAIN = 1_000, 100  # deliveries at one instant: so many, and so many for each timeline that was there
@@ -241,16 +242,16 @@ class Run(Generic[T]):
         replacement.session.delivering += 1
         try:
             while True:
-                attempt = await dispatcher.prepare(lease, await _entries_of(backend, lease))
+                entries = await entries_of(lease, partial(backend.read, SHARD, lease))
+                attempt = await dispatcher.prepare(lease, entries)
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:
                     self._paused_ms = max(self._paused_ms, now + milliseconds(outcome.pause))
                 if (delivered := _delivered_of(attempt, outcome)) is not None:
                     self._delivered.append(delivered)
-                closed = await _reported(backend, outcome.report)
-                result = closed.status if closed.status in ("lost", "deleted") else outcome.result
-                late = max(0, now - lease.due_ms) / 1000
-                delivery = Delivery(lease.key, lease.digest_id, lease.attempt, result, outcome.records, late, 0.0)
+                # once, and without another try as a worker makes it: a test is to hear of a server that is gone
+                closed = await outcome.report_to(self._close, self._retry)
+                delivery = outcome.delivery(closed, max(0, now - lease.due_ms) / 1000, 0.0)
                 self._attempts.append(delivery)
                 tell(replacement.registered.observers, delivery)
                 if closed.status != "part":
@@ -261,6 +262,12 @@ class Run(Generic[T]):
             raise
         finally:
             replacement.session.delivering -= 1
+
+    async def _close(self, close: Close) -> Closed:
+        return answered(await (await self._backend()).close(SHARD, [close]))
+
+    async def _retry(self, retry: Retry) -> bool:
+        return answered(await (await self._backend()).retry(SHARD, [retry]))
 
     async def release(self, lease: Lease) -> None:
         """Give back a digest that was claimed and not delivered."""
@@ -354,31 +361,12 @@ async def _on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> Async
             await backend.aclose()
 
 
-# What a worker does with a lease, once and without a try more: a test is to hear of a server that is gone.
-
-
-async def _entries_of(backend: Backend, lease: Lease) -> list[bytes]:
-    """Return the entries of a digest, or of its next part."""
-    taken = min(lease.part or lease.size, lease.size)
-    entries = list(lease.entries[:taken])
-    while len(entries) < taken:
-        page = await backend.read(SHARD, lease, len(entries), taken - len(entries))
-        if not page:
-            raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
-        entries += page
-    return entries
-
-
-async def _reported(backend: Backend, report: Close | Retry) -> Closed:
-    """Report an attempt's end to the store, and return its answer."""
-    if isinstance(report, Close):
-        [closed] = await backend.close(SHARD, [report])
-    else:
-        [kept] = await backend.retry(SHARD, [report])
-        closed = kept if isinstance(kept, AiodigestError) else Closed("closed" if kept else "lost")
-    if isinstance(closed, AiodigestError):
-        raise closed
-    return closed
+def answered(answers: Sequence[Answer | AiodigestError]) -> Answer:
+    """Return the only answer, or raise it if it is an error."""
+    [answer] = answers
+    if isinstance(answer, AiodigestError):
+        raise answer
+    return answer
 
 
 def _delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:

@@ -35,7 +35,7 @@ from aiodigest.backends.redis.connections.url import find_target
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.scripts import COMMANDS, load_script
 from aiodigest.records.entries import pack
-from aiodigest.worker.shard import Lane
+from aiodigest.worker.shard import ShardWorker
 
 pytestmark = pytest.mark.cluster
 
@@ -677,22 +677,22 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
         node.freeze() if frozen else node.kill()
         gone.set()
         await inbox.got("waits")
-        lanes = lanes_of(worker)
-        await until(lambda: all(lanes[shard].away for shard in dead))
+        workers = workers_of(worker)
+        await until(lambda: all(workers[shard].leases.away for shard in dead))
         for number in range(5):  # while all calls to the dead one hang
             await engine.add(KEYS[alive], 2, record_id=f"r{number}")
             await inbox.got(f"r{number}")
-        assert all(lanes[shard].away for shard in dead)
+        assert all(workers[shard].leases.away for shard in dead)
         await asyncio.to_thread(bare.mend)
         await until(lambda: not is_leased(bare, namespace, dead[0]))
     check_shards(bare, namespace)
 
 
-def lanes_of(engine: DigestEngine[int]) -> dict[int, Lane]:
+def workers_of(engine: DigestEngine[int]) -> dict[int, ShardWorker]:
     """What an engine's worker knows of each shard."""
     scheduler = session_of(engine)._scheduler
     assert scheduler is not None
-    return scheduler._lanes
+    return scheduler._workers
 
 
 def is_leased(cluster: Cluster, namespace: str, shard: int) -> bool:

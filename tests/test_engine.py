@@ -70,7 +70,7 @@ def the_error(caught: pytest.ExceptionInfo[BackendUnavailable]) -> tuple[str | N
     return caught.value.record_id, caught.value.stored
 
 
-async def fault(lane: object) -> int:
+async def fault(most: int) -> int:
     """What stands in for a fault of ours."""
     raise ZeroDivisionError
 
@@ -1152,7 +1152,7 @@ async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog:
             await inbox.digest()
             scheduler = session_of(engine)._scheduler
             assert scheduler is not None
-            scheduler._slots.free = fault
+            scheduler._limit.available = fault
             await engine.add("other", 1)
             await asyncio.sleep(1)
 
@@ -1175,7 +1175,7 @@ async def test_adds_after_a_fault_in_the_background_are_told_of_it_and_not_store
                 await inbox.digest()
             scheduler = session_of(engine)._scheduler
             assert scheduler is not None
-            scheduler._slots.free = fault
+            scheduler._limit.available = fault
             scheduler.poke(0)
             await asyncio.sleep(1)
             told.extend(await asyncio.gather(engine.add("other", 1, record_id="mine"), return_exceptions=True))
@@ -1404,7 +1404,7 @@ async def test_run_ends_when_its_background_task_has_a_fault() -> None:
     scheduler = session_of(engine)._scheduler
     assert scheduler is not None
 
-    scheduler._slots.free = fault
+    scheduler._limit.available = fault
     await engine.add("other", 1)
     with pytest.raises(ExceptionGroup):
         await running

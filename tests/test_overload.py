@@ -23,14 +23,14 @@ LARGE = 8_192
 
 async def filled(engine: DigestEngine[JSON], adds: list[asyncio.Task[bool]]) -> tuple[int, int]:
     """Entries and bytes that wait to be sent, once every add does or waits for room."""
-    [coalescer] = session_of(engine)._adder._batchers.values()
+    [batcher] = session_of(engine)._adder._batchers.values()
     before = -1
-    while before != coalescer._items or coalescer._room.is_set():
-        assert len(coalescer._unanswered()) < len(adds), "there is room for all that was added"
-        before = coalescer._items
+    while before != batcher._items or batcher._room.is_set():
+        assert len(batcher._unanswered()) < len(adds), "there is room for all that was added"
+        before = batcher._items
         await asyncio.sleep(0.01)
     assert not any(add.done() for add in adds)
-    return coalescer._items, coalescer._bytes
+    return batcher._items, batcher._bytes
 
 
 @pytest.mark.server_faults

@@ -576,8 +576,8 @@ async def test_a_lease_that_is_held_while_the_layout_changes_is_closed_under_it(
         assert (await worker.stats()).leased == 2
         scheduler = session_of(worker)._scheduler
         assert scheduler is not None
-        for lane in [*scheduler._lanes.values()]:
-            await lane.renew()
+        for each in [*scheduler._workers.values()]:
+            await each.leases.renew()
         assert await anext(looks) == Draining(leased=1)
         box.go.set()
         async with asyncio.timeout(PATIENCE):
@@ -1357,7 +1357,7 @@ async def test_a_worker_without_a_free_slot_begins_with_the_new_shards_too(serve
 
 async def serves(engine: DigestEngine[Any], shards: int) -> bool:
     scheduler = session_of(engine)._scheduler
-    return scheduler is not None and len(scheduler._lanes) == shards
+    return scheduler is not None and len(scheduler._workers) == shards
 
 
 async def test_an_answer_that_comes_too_late_ends_no_shard(place: Place) -> None:

@@ -28,9 +28,9 @@ from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Polic
 from aiodigest.backend import Claims, Lease, Retired, ShardMap
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.policy import Limits
-from aiodigest.scheduler import FEW
 from aiodigest.worker import delivery as dispatch
-from aiodigest.worker.concurrency import CLAIM
+from aiodigest.worker.logs import FEW
+from aiodigest.worker.shard import CLAIM
 
 LEASE = 60.0
 MINUTE = 60.0
@@ -89,7 +89,7 @@ async def test_an_add_that_makes_the_next_due_time_earlier_wakes_a_sleeping_work
 
 
 @virtual_time
-async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_doorbell_is_silent() -> None:
+async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_wake_up_stream_is_silent() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.gates["wait"] = asyncio.Event()
     async with delivering(inbox, backend) as (engine, _):
@@ -100,7 +100,7 @@ async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_doorbell
 
 
 @virtual_time
-async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_doorbell_rings_too() -> None:
+async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_wake_up_stream_tells_of_it_too() -> None:
     inbox = Inbox()
     async with delivering(inbox) as (engine, backend):
         await settle()
@@ -125,7 +125,7 @@ async def test_an_add_during_a_claim_is_not_missed() -> None:
 
 
 @virtual_time
-async def test_a_broken_doorbell_costs_a_few_claims_a_second_at_most() -> None:
+async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> None:
     backend = WatchedBackend()
     backend.take_down("wait", error=ZeroDivisionError("a fault"))
     async with delivering(Inbox(), backend):
@@ -134,7 +134,7 @@ async def test_a_broken_doorbell_costs_a_few_claims_a_second_at_most() -> None:
 
 
 @virtual_time
-async def test_a_doorbell_that_broke_once_is_armed_again() -> None:
+async def test_a_wake_up_stream_that_broke_once_is_listened_to_again() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.take_down("wait")
     async with delivering(inbox, backend):
@@ -216,7 +216,7 @@ async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back
 
 
 @virtual_time
-async def test_a_doorbell_that_died_with_the_server_and_did_not_tell_is_armed_again() -> None:
+async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_listened_to_again() -> None:
     """A connection into a black hole looks like one on which nothing happens."""
     inbox, backend = Inbox(), WatchedBackend()
     backend.gates["wait"] = asyncio.Event()
@@ -233,7 +233,7 @@ async def test_a_doorbell_that_died_with_the_server_and_did_not_tell_is_armed_ag
         assert inbox.values == [[1]]
 
 
-# slots
+# concurrency
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -283,7 +283,9 @@ async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> No
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
 @virtual_time
-async def test_every_shard_is_served_though_there_are_fewer_slots_than_shards(shard: int) -> None:
+async def test_every_shard_is_served_though_there_are_more_of_them_than_concurrency_allows_deliveries(
+    shard: int,
+) -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=3)
     async with delivering(inbox, backend, concurrency=1):
         await asyncio.sleep(1)
@@ -293,7 +295,7 @@ async def test_every_shard_is_served_though_there_are_fewer_slots_than_shards(sh
 
 
 @virtual_time
-async def test_a_shard_with_a_backlog_leaves_slots_to_the_others() -> None:
+async def test_a_shard_with_a_backlog_leaves_room_for_the_others() -> None:
     inbox, backend = Inbox(*[lasting(1)] * 100), WatchedBackend(shards=2)
     for key in keys_in(backend, 0, 40):
         await backend.put(key, "backlog")
@@ -336,7 +338,7 @@ def hanging(shard: int) -> WatchedBackend:
 
 
 @virtual_time
-async def test_claims_that_hang_at_one_shard_leave_the_slots_to_the_others() -> None:
+async def test_claims_that_hang_at_one_shard_leave_room_for_the_others() -> None:
     inbox, backend = Inbox(), hanging(0)
     async with delivering(inbox, backend, concurrency=1):
         await backend.put(keys_in(backend, 1)[0], "other")
@@ -346,7 +348,7 @@ async def test_claims_that_hang_at_one_shard_leave_the_slots_to_the_others() -> 
 
 
 @virtual_time
-async def test_digests_of_a_slow_claim_wait_for_a_free_slot() -> None:
+async def test_digests_of_a_slow_claim_keep_to_the_concurrency() -> None:
     inbox, backend = Inbox(*[lasting(10)] * 2), hanging(0)
     await backend.put(keys_in(backend, 0)[0], "slow")
     await backend.put(keys_in(backend, 1)[0], "other")
@@ -493,7 +495,7 @@ async def test_one_shard_s_failure_does_not_stop_another() -> None:
 
 
 @virtual_time
-async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_its_slots_to_others() -> None:
+async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_room_for_others() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)
     backend.take_down("close")
     backend.down_shards = {0}
@@ -855,7 +857,7 @@ async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_burie
 
 
 @virtual_time
-async def test_a_callback_that_never_returns_gives_its_slot_back_and_the_same_digest_comes_again() -> None:
+async def test_a_callback_that_never_returns_makes_room_for_others_and_the_same_digest_comes_again() -> None:
     inbox, backend = Inbox(forever), WatchedBackend()
     async with delivering(inbox, backend, concurrency=1, delivery_timeout=30, retry=RETRY, policy=policy()) as (
         engine,

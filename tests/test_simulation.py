@@ -12,8 +12,8 @@ import pytest
 from simulation.loop import Process, SeededLoop
 from simulation.world import play
 
-from aiodigest import scheduler
 from aiodigest.backends.memory import backend as memory
+from aiodigest.worker import shard
 
 SEEDS, QUICK_SEEDS = 100, 40
 TESTS = Path(__file__).parent
@@ -65,9 +65,9 @@ def test_a_store_that_loses_what_came_during_a_delivery_is_found_out(monkeypatch
 
 
 def test_a_slot_that_is_never_freed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: object, lane: object, hold: object, task: object) -> None: ...
+    def keep(self: object, active: object, task: object) -> None: ...
 
-    monkeypatch.setattr(scheduler.Scheduler, "_let_go", keep)
+    monkeypatch.setattr(shard.ShardWorker, "_let_go", keep)
     assert any(play(seed).fault for seed in range(1, 20))
 
 

@@ -10,8 +10,8 @@ from zlib import crc32
 
 from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.worker.availability import Outage
-from aiodigest.worker.batcher import Coalescer, batches
+from aiodigest.worker.availability import Availability
+from aiodigest.worker.batcher import Batcher, batches
 
 ADDS = "adds"  # the kind of calls, for the state of the server
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
@@ -40,7 +40,7 @@ class Adder:
         self,
         connected: Callable[[float | None], Awaitable[Backend]],
         timeout: float,
-        availability: Outage,
+        availability: Availability,
         start: Start,
         refusal: Callable[[], str],
     ) -> None:
@@ -50,7 +50,7 @@ class Adder:
         self._availability = availability
         self._start = start
         self._refusal = refusal
-        self._batchers: dict[int, Coalescer[Add, bool]] = {}  # by shard
+        self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def add(self, add: Add, began: float) -> bool:
@@ -101,7 +101,7 @@ class Adder:
 
     async def drain(self) -> None:
         """Refuse new adds, and return when those that were taken have their answers."""
-        await asyncio.gather(*(batcher.drain() for batcher in self._batchers.values()))
+        await asyncio.gather(*(batcher.finish() for batcher in self._batchers.values()))
         for task in self._tasks.values():
             task.cancel()
 
@@ -124,14 +124,12 @@ class Adder:
             self.is_cut_off = True
             self._availability.failed(error, ADDS)
 
-    def _new_batcher(self, backend: Backend, shard: int) -> Coalescer[Add, bool]:
+    def _new_batcher(self, backend: Backend, shard: int) -> Batcher[Add, bool]:
         if refusal := self._refusal():
             raise BackendUnavailable(refusal)
         self._end_retired(backend)
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
-        batcher = Coalescer[Add, bool](
-            partial(backend.add, shard), self._timeout, queues, share=backend.shard_map.adding
-        )
+        batcher = Batcher[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.shard_map.adding)
         self._tasks[shard] = self._start(batcher.run())
         self._batchers[shard] = batcher
         return batcher

@@ -15,8 +15,9 @@ from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import Activity
 from aiodigest.session.adder import Adder
 from aiodigest.session.session import Session
-from aiodigest.worker.availability import BACKOFF, Outage, elapse, retrieve
+from aiodigest.worker.availability import BACKOFF, Availability
 from aiodigest.worker.batcher import LEFT
+from aiodigest.worker.tasks import elapse, retrieve
 
 if TYPE_CHECKING:
     from aiodigest.scheduler import Scheduler
@@ -32,7 +33,7 @@ class BackgroundSession(Session):
     """
 
     def __init__(
-        self, backend: Backend, timeout: float, schedule: Callable[[Backend, Outage], Scheduler] | None = None
+        self, backend: Backend, timeout: float, schedule: Callable[[Backend, Availability], Scheduler] | None = None
     ) -> None:
         super().__init__(backend, asyncio.get_running_loop())
         self._timeout = timeout
@@ -40,7 +41,7 @@ class BackgroundSession(Session):
         self._scheduler: Scheduler | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._is_connected = False
-        self._availability = Outage()
+        self._availability = Availability()
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -168,7 +169,7 @@ class BackgroundSession(Session):
             await self._stopping.wait()
             await self._adder.drain()
 
-    async def _deliver(self, schedule: Callable[[Backend, Outage], Scheduler]) -> None:
+    async def _deliver(self, schedule: Callable[[Backend, Availability], Scheduler]) -> None:
         availability, tries = self._availability, 0
         while not self._stopping.is_set():
             try:

@@ -31,7 +31,7 @@ from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.models import Entry
 from aiodigest.records.validation import Bounds, taken
 from aiodigest.session.background import BackgroundSession
-from aiodigest.worker.availability import retrieve
+from aiodigest.worker.tasks import retrieve
 
 T = TypeVar("T")
 Given = TypeVar("Given", contravariant=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from typing import Any
 
 from aiodigest.backoff import DecorrelatedJitter
 from aiodigest.errors import AiodigestError, ConfigurationError
+from aiodigest.worker.tasks import elapse
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +17,12 @@ BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
 CALM = 1.0  # seconds without a failure after which calls that others make at their own pace count as answered again
 
 
-class Outage:
-    """The state *unavailable* of the store. It begins when a call fails, and ends when every kind of call that failed
-    has been answered; each kind backs off by itself."""
+class Availability:
+    """Tells whether the store is available.
+
+    It is unavailable from the first call that fails until every kind of call that failed has been answered; each kind
+    backs off by itself.
+    """
 
     def __init__(self) -> None:
         self._tries: dict[str, int] = {}
@@ -29,7 +32,8 @@ class Outage:
         self._soon: dict[str, asyncio.TimerHandle] = {}
 
     @property
-    def lasts(self) -> bool:
+    def is_lost(self) -> bool:
+        """True while the store is unavailable."""
         return bool(self._tries)
 
     def failed(self, error: Exception, call: str = "") -> None:
@@ -71,19 +75,3 @@ class Outage:
     async def pause(self, call: str = "") -> None:
         """Wait before the next try: jittered, growing to a second, or until another call of the kind is answered."""
         await elapse(self._answered[call], BACKOFF(self._tries.get(call, 0)))
-
-
-def retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve a task's outcome, although everybody who waited for it may have given up."""
-    if not task.cancelled():
-        task.exception()
-
-
-async def elapse(event: asyncio.Event, timeout: float | None) -> bool:
-    """Wait for an event for at most ``timeout`` seconds; True if it came."""
-    try:
-        async with asyncio.timeout(timeout):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

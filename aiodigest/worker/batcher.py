@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.worker.timer import GRAIN, Alarm
+from aiodigest.worker.timer import GRAIN, Timer
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -57,10 +57,10 @@ class Queue(Generic[Item, Answer]):
         self.filled = asyncio.Event()
 
 
-class Coalescer(Generic[Item, Answer]):
+class Batcher(Generic[Item, Answer]):
     """Sends a bounded number of items through several queues: each in order, and one call at a time.
 
-    ``share`` is the number of coalescers that divide the room among them.
+    ``share`` is the number of batchers that divide the room among them.
 
     ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
     An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
@@ -86,7 +86,7 @@ class Coalescer(Generic[Item, Answer]):
         self._bytes = 0
         self._room = asyncio.Event()
         self._room.set()
-        self._alarm = Alarm(self._expire)  # for the first deadline
+        self._timer = Timer(self._expire)  # for the first deadline
         self._ended = False
 
     async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
@@ -106,7 +106,7 @@ class Coalescer(Generic[Item, Answer]):
         self._bytes += size
         if self._items >= self._most[0] or self._bytes >= self._most[1]:
             self._room.clear()
-        self._alarm.set(deadline)
+        self._timer.set(deadline)
         return await job.answer
 
     async def _wait_for_room(self, deadline: float) -> None:
@@ -127,7 +127,7 @@ class Coalescer(Generic[Item, Answer]):
         finally:
             self._ended = True
             self._room.set()
-            self._alarm.cancel()
+            self._timer.cancel()
             for queue in self._queues:
                 self._fail(queue.flight, "the engine was left before the answer came", "unknown")
                 self._fail(queue.waiting, LEFT, "no")
@@ -140,7 +140,7 @@ class Coalescer(Generic[Item, Answer]):
                 await self._send_batch(queue.flight)
                 queue.flight = []
 
-    async def drain(self) -> None:
+    async def finish(self) -> None:
         """Refuse new items, and return when nothing is queued or in flight."""
         self._ended = True
         self._room.set()
@@ -194,7 +194,7 @@ class Coalescer(Generic[Item, Answer]):
             self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
             self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
         if unanswered := self._unanswered():
-            self._alarm.set(max(min(job.deadline for job in unanswered), now + GRAIN))
+            self._timer.set(max(min(job.deadline for job in unanswered), now + GRAIN))
 
     def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
         for job in jobs:

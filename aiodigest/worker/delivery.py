@@ -1,39 +1,45 @@
-"""A single attempt to deliver a digest: its records, its callback, and its report to the store."""
+"""A single attempt to deliver a digest: its records, its callback, and its outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
-from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec
-from aiodigest.errors import CodecError, DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
-from aiodigest.models import Digest, Record, Result
+from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.records.entries import RawRecord, unpack, unpack_latest
 from aiodigest.records.tracing import Tracing
-from aiodigest.records.validation import EPOCH, duration, moment, never_ran
+from aiodigest.records.validation import duration, never_ran
+from aiodigest.worker.contents import Contents, is_small, read
 from aiodigest.worker.logs import facts_of
+from aiodigest.worker.reasons import TimedOut, describe, one_line, text_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TURN = 0.002  # seconds of decoding in one go
-MANY = 500  # entries that are taken apart in one go
-SMALL = 32, 32_768  # entries and bytes of a digest that is read beside others: larger ones are read one at a time
-ERROR_LENGTH = 500
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
 FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
 
 Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
+Observer: TypeAlias = Callable[[Delivery], None]
+
+
+def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
+    """Tell all observers of an attempt, whatever they raise."""
+    for observer in observers:
+        try:
+            observer(delivery)
+        except Exception:
+            logger.exception("an observer of deliveries failed", extra=facts_of(delivery))
 
 
 class Outcome(NamedTuple):
@@ -56,6 +62,19 @@ class Outcome(NamedTuple):
             return self.report.error
         return self.report.dead_letters[0].reason if self.report.dead_letters else ""
 
+    def delivery(self, closed: Closed, late: float, took: float) -> Delivery:
+        """Return the attempt as observers are told of it, once the store has answered; times are in seconds."""
+        lease, result = self.report.lease, closed.status if closed.status in ("lost", "deleted") else self.result
+        return Delivery(lease.key, lease.digest_id, lease.attempt, result, self.records, late, took)
+
+    async def report_to(
+        self, close: Callable[[Close], Awaitable[Closed]], retry: Callable[[Retry], Awaitable[bool]]
+    ) -> Closed:
+        """Report it to the store by one of these calls, and return the answer."""
+        if isinstance(self.report, Close):
+            return await close(self.report)
+        return Closed("closed" if await retry(self.report) else "lost")
+
     def rest(self, closed: Closed) -> Lease:
         """Return the lease on the rest of a digest that is delivered in parts."""
         lease, entries = self.report.lease, self.report.lease.entries[self.report.taken :]
@@ -64,113 +83,12 @@ class Outcome(NamedTuple):
         )
 
 
-class _TimedOut(Exception):
-    """The callback took longer than ``delivery_timeout``; its outcome is unknown."""
-
-
-@dataclass(slots=True)
-class Contents(Generic[T]):
-    """The contents of entries.
-
-    ``records`` are in order. ``raw`` are the undecodable records, ``undecodable`` their ids with the reasons;
-    ``aged`` counts those too old. ``contexts`` are those of the spans that added the records, if they were traced.
-    """
-
-    records: list[Record[T]] = field(default_factory=list[Record[T]])
-    raw: list[Record[bytes]] = field(default_factory=list[Record[bytes]])
-    undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    aged: int = 0
-    contexts: list[bytes] = field(default_factory=list[bytes])
-
-    def letters(self) -> list[NewDeadLetter]:
-        """Return undecodable records, a letter for each reason: after a change of the type they may be every record."""
-        ids: dict[str, list[bytes]] = {}
-        for record_id, reason in self.undecodable.items():
-            ids.setdefault(reason, []).append(record_id)
-        return [NewDeadLetter(reason, some) for reason, some in ids.items()]
-
-
-async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
-    """Return the records of some entries by timestamp, then arrival; the last entry of an id wins.
-
-    Large input is decoded a slice at a time, so that the event loop can do other things in between.
-    """
-    contents: Contents[T] = Contents()
-    cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
-    records, until = contents.records, clock() + TURN
-    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
-    for start in range(0, len(entries), MANY):
-        unpack_latest(entries[start : start + MANY], last)
-        if len(entries) > MANY:
-            await asyncio.sleep(0)
-    for name, (entry, raw) in last.items():
-        if clock() > until:
-            await asyncio.sleep(0)
-            until = clock() + TURN
-        timestamp = EPOCH
-        try:
-            if raw is None:
-                raw = unpack(entry)  # which says what is wrong with it
-            if cut and raw.timestamp_us < cut:
-                contents.aged += 1
-                continue
-            timestamp = moment(raw.timestamp_us)
-            records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
-            if raw.context:
-                contents.contexts.append(raw.context)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
-            contents.undecodable[name] = describe(error)
-            found = raw or RawRecord(0, b"?", entry)
-            contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
-    records.sort(key=attrgetter("timestamp"))
-    return contents
-
-
-def _runs(task: asyncio.Task[Any] | None) -> bool:
-    try:
-        return task is not None and asyncio.current_task() is task
-    except RuntimeError:  # there is no loop
-        return False
-
-
-async def _go_on(task: asyncio.Task[Any]) -> None:
-    """Take back the cancellations that a callback caused itself and left behind, including one still to arrive."""
-    while task.cancelling():
-        task.uncancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.sleep(0)
-
-
-def is_small(entries: Sequence[bytes]) -> bool:
-    return len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
-
-
-def describe(error: BaseException) -> str:
-    """Describe an error in one line of bounded length, for dead letters and retries."""
-    text = _text(error)
-    says_all = isinstance(error, (CodecError, DeliverySignal, _TimedOut))
-    return _line(text if says_all else f"{type(error).__name__}: {text}")
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:  # what the user raises may not even have a text
-        return f"a {type(value).__name__}"
-
-
-def _line(text: str) -> str:
-    return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]
-
-
 @dataclass(slots=True)
 class Call:
     """State of a callback, shared by its worker and its dispatcher."""
 
-    until: float = inf  # by the loop's clock: when it is cancelled, and should end
-    cut: bool = False  # its worker has cancelled it, so that it reports nothing
+    deadline: float = inf  # by the loop's clock: when it is cancelled, and should end
+    cancelled: bool = False  # by its worker, so that it reports nothing
 
 
 @dataclass(slots=True)
@@ -188,6 +106,21 @@ class Attempt(Generic[T]):
         lease = self.lease
         records = tuple(self.contents.records)
         return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration)
+
+
+def _runs(task: asyncio.Task[Any] | None) -> bool:
+    try:
+        return task is not None and asyncio.current_task() is task
+    except RuntimeError:  # there is no loop
+        return False
+
+
+async def _uncancel(task: asyncio.Task[Any]) -> None:
+    """Take back the cancellations that a callback caused itself and left behind, including one still to arrive."""
+    while task.cancelling():
+        task.uncancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
 
 
 class Dispatcher(Generic[T]):
@@ -223,7 +156,7 @@ class Dispatcher(Generic[T]):
         try:
             with self._timed(call):
                 attempt.policy = await self._policy(lease.key)
-            if call.cut:  # which the policy function did not heed
+            if call.cancelled:  # which the policy function did not heed
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
         except BaseException as error:
@@ -240,7 +173,7 @@ class Dispatcher(Generic[T]):
         except BaseException as error:
             outcome = self._raised(attempt, error, call, task)
             if span is not None:
-                span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, _TimedOut) else error)
+                span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, TimedOut) else error)
         else:
             outcome = self._closed(attempt, "delivered")
             if span is not None:
@@ -248,21 +181,21 @@ class Dispatcher(Generic[T]):
         finally:
             if span is not None:
                 span.left()
-        if task is not None and task.cancelling() and not call.cut:
-            await _go_on(task)
+        if task is not None and task.cancelling() and not call.cancelled:
+            await _uncancel(task)
         return outcome
 
     @contextmanager
     def _timed(self, call: Call) -> Generator[None]:
         """Publish the deadline of code that users wrote."""
-        call.until = asyncio.get_running_loop().time() + self._timeout
+        call.deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             yield
         finally:
-            call.until = inf
+            call.deadline = inf
 
     def _raised(self, attempt: Attempt[T], error: BaseException, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
-        """Turn an error of a policy or callback into an outcome; raise it, or CancelledError, for a cut attempt."""
+        """Turn an error of a policy or callback into an outcome; raise it, or CancelledError if cancelled."""
         match error:
             case KeyboardInterrupt():
                 raise error
@@ -274,11 +207,12 @@ class Dispatcher(Generic[T]):
                 return self._buried(attempt, describe(error), "rejected")
             case PartialFailure():
                 return self._partial(attempt, error)
-            case _TimedOut():
+            case TimedOut():
                 return self._failed(attempt, error, unknown=True)
             case _:  # SystemExit too: a callback ends its own delivery, and nothing else
                 cancelled = task is not None and task.cancelling() > 0
-                if call.cut or (cancelled and isinstance(error, asyncio.CancelledError)):  # and nobody knows where
+                # nobody knows where a cancellation from outside came
+                if call.cancelled or (cancelled and isinstance(error, asyncio.CancelledError)):
                     raise asyncio.CancelledError from error
                 return self._failed(attempt, error)
 
@@ -301,7 +235,7 @@ class Dispatcher(Generic[T]):
             raise
         except Exception as error:
             if timer.expired():
-                raise _TimedOut(f"no outcome within {self._timeout:g} s") from error
+                raise TimedOut(f"no outcome within {self._timeout:g} s") from error
             raise
 
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
@@ -334,7 +268,7 @@ class Dispatcher(Generic[T]):
 
     def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
         reason = reason or describe(error)
-        told = isinstance(error, (DeliverySignal, InvalidArgument, _TimedOut))  # the reason tells all of it
+        told = isinstance(error, (DeliverySignal, InvalidArgument, TimedOut))  # the reason tells all of it
         logger.warning(
             "attempt %d to deliver %r failed: %s", attempt.lease.attempt, attempt.lease.key, reason,
             exc_info=None if told else error, extra=facts_of(attempt.lease, reason),
@@ -353,11 +287,11 @@ class Dispatcher(Generic[T]):
         strangers = [record_id for record_id in signal.failed if record_id not in known]
         if strangers:
             return self._failed(
-                attempt, signal, reason=_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
+                attempt, signal, reason=one_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
             )
         failed = [record_id.encode() for record_id in signal.failed]
         delivered = len(known) - len(failed)
-        reason = _line("; ".join(f"{name}: {_text(why)}" for name, why in signal.failed.items()))
+        reason = one_line("; ".join(f"{name}: {text_of(why)}" for name, why in signal.failed.items()))
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
             letters = [NewDeadLetter(reason, failed), *attempt.contents.letters()]

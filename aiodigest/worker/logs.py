@@ -1,22 +1,39 @@
-"""Fields of log lines, for programs that do not parse texts; docs/howto/read-the-log.md explains them."""
+"""Log lines of what claims find, and the fields of lines; docs/howto/read-the-log.md explains them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+
+from aiodigest.backend import Claims, Lease
+from aiodigest.models import Delivery
+
+logger = logging.getLogger(__name__)
+
+FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
-class Attempted(Protocol):
-    """A lease, or the report of its delivery to observers."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def digest_id(self) -> str: ...
-    @property
-    def attempt(self) -> int: ...
-
-
-def facts_of(what: Attempted, reason: object = "") -> dict[str, object]:
+def facts_of(what: Lease | Delivery, reason: object = "") -> dict[str, object]:
     """Return the fields that name a line's attempt, and the reason."""
     facts: dict[str, object] = {"timeline": what.key, "digest_id": what.digest_id, "attempt": what.attempt}
     return {**facts, "reason": str(reason)} if reason else facts
+
+
+def log_losses(claims: Claims) -> None:
+    """Log the problems a claim found: a few timelines by name, and the number of others."""
+    for key, reason in claims.broken[:FEW]:
+        facts = {"timeline": key, "reason": reason}
+        logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
+    if more := claims.broken[FEW:]:
+        facts = {"reason": more[0][1]}
+        logger.error("%d more timelines cannot be read and are set aside for a lease", len(more), extra=facts)
+    if empty := [key for key, count in claims.expired if not count]:  # evicted, or written by another program
+        line = "%d timelines were due and hold no records, such as %r: the server or a program may have taken them"
+        logger.warning(line, len(empty), empty[0], extra={"timeline": empty[0]})
+    lost = [(key, count) for key, count in claims.expired if count]
+    for key, count in lost[:FEW]:
+        facts = {"timeline": key, "records": count}
+        logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
+    if more := lost[FEW:]:
+        records = sum(count for _, count in more)
+        line = "%d more timelines outlived their ttl: %d records are lost"
+        logger.error(line, len(more), records, extra={"records": records})

@@ -1,215 +1,273 @@
-"""The state of one shard's loop: the leases it holds, and the reports it sends."""
+"""The worker of one shard: claim, deliver, report, and sleep until more is due. It knows a ``Backend``, never Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from math import inf
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
-from aiodigest.backend import MAX_SHARDS, Backend, Close, Closed, Lease, Retired, Retry
-from aiodigest.errors import AiodigestError
-from aiodigest.policy import milliseconds
-from aiodigest.worker.availability import Outage
-from aiodigest.worker.batcher import Coalescer
-from aiodigest.worker.delivery import Call
-from aiodigest.worker.logs import facts_of
-from aiodigest.worker.timer import GRAIN, Alarm
+from aiodigest.backend import Backend, Claims, Close, Closed, Lease, Retired, Retry, entries_of
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
+from aiodigest.policy import Limits, milliseconds
+from aiodigest.worker.availability import Availability
+from aiodigest.worker.batcher import Batcher
+from aiodigest.worker.concurrency import ConcurrencyLimit
+from aiodigest.worker.delivery import Attempt, Dispatcher, Observer, Outcome, tell
+from aiodigest.worker.leases import ActiveDelivery, Leases
+from aiodigest.worker.logs import facts_of, log_losses
+from aiodigest.worker.tasks import retrieve
+from aiodigest.worker.wakeups import WakeUps
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
 GOLDEN = 0.618  # its multiples lie far apart between whole numbers
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
-    """A lease of this worker, and the task that delivers its digest."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the shard workers of a process share.
 
-    lease: Lease
-    due: float
-    stage: Literal["claimed", "calling", "reporting"] = "claimed"
-    ends: float = inf  # the time by which the lease has surely ended
-    call: Call = field(default_factory=Call)
-    task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
+    Durations are in seconds. ``on_answer`` is called when the store has answered, so that a change of the layout is
+    noticed.
+    """
 
-    @property
-    def is_deaf(self) -> bool:
-        """True if the callback timed out but ignores cancellation."""
-        return self.stage == "calling" and asyncio.get_running_loop().time() > self.call.until
-
-    def cut(self) -> None:
-        """Cancel the delivery, which then reports nothing."""
-        self.call.cut = True
-        self.task.cancel()
+    backend: Backend
+    dispatcher: Dispatcher[Any]
+    limits: Limits
+    lease_timeout: float
+    timeout: float
+    availability: Availability
+    concurrency: ConcurrencyLimit
+    stopping: asyncio.Event
+    observers: Iterable[Observer]
+    on_answer: Callable[[], None]
 
 
-class Lane:
-    """The state of one shard's loop."""
+class ShardWorker:
+    """Delivers the digests of one shard.
 
-    def __init__(
-        self,
-        shard: int,
-        backend: Backend,
-        outage: Outage,
-        serve: Callable[[], None],
-        changed: asyncio.Event,
-        timeout: float,
-        lease_timeout: float,
-    ) -> None:
-        async def close(closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
-            return await backend.close(shard, closes)
+    ``run`` claims until the worker stops. From then on (``finished_claiming``) it goes on to renew and to report,
+    until ``end``. If the shard is no more, it ends by itself once nothing of it is under way.
+    """
 
-        async def retry(retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
-            return await backend.retry(shard, retries)
-
+    def __init__(self, shard: int, shared: Shared) -> None:
         self.shard = shard
-        self._backend = backend
-        self._outage = outage
-        self._serve = serve  # to be called when the layout may have changed
-        self._changed = changed  # to be set when slots may have become free
-        self._lease_timeout = lease_timeout
-        self._lease_ms = milliseconds(lease_timeout)
-        self.alarm = Alarm(self._expire)  # for the lease that ends first
-        # the kinds of calls, one of which may fail while the others do not
-        self.claiming, self.leasing = f"claims of shard {shard}", f"leases of shard {shard}"
-        self.woken = asyncio.Event()
-        self.holds: dict[Hold, None] = {}  # a set, in the order of the claims
-        self.closes = Coalescer[Close, Closed](close, timeout)
-        self.retries = Coalescer[Retry, bool](retry, timeout)
-        self.chores: list[asyncio.Task[None]] = []
-        self.listener: asyncio.Task[str | None] | None = None
-        self.retired = False  # the shard is no more
-        self.failing = False  # the last claim failed: the next one is for a single digest
-        self.failures = 0  # calls that failed
-        self.forgiven = 0  # how many had, when the renewal was sent that was answered last
-        self.deaf = 0  # how often in a row the doorbell could not be heard
+        self._shared = shared
+        self._backend = shared.backend
+        self._lease_ms = milliseconds(shared.lease_timeout)
+        self._availability = shared.availability
+        self._concurrency = shared.concurrency
+        self._stopping = shared.stopping
+        self.leases = Leases(
+            shard,
+            shared.backend,
+            shared.lease_timeout,
+            shared.availability,
+            on_renewed=shared.on_answer,  # a worker that rests learns of a change of the layout by this call alone
+            on_lost_contact=shared.concurrency.changed.set,  # what waits to be reported makes room for others
+        )
+        self._closes = Batcher[Close, Closed](partial(shared.backend.close, shard), shared.timeout)
+        self._retries = Batcher[Retry, bool](partial(shared.backend.retry, shard), shared.timeout)
+        self._wakeups = WakeUps(partial(shared.backend.wait, shard))
+        self._claims = f"claims of shard {shard}"  # a kind of calls, which may fail while others do not
+        self._claim_failed = False  # the last one did: the next one is for a single digest
         # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
-        self.share = 1.0 - shard * GOLDEN % 1.0
-        self.renewed = self.marked = asyncio.get_running_loop().time()  # and when the store last heard of this worker
+        self._share = 1.0 - shard * GOLDEN % 1.0
+        self._retired = False  # the shard is no more
+        self._over = asyncio.Event()
+        self.finished_claiming = asyncio.Event()
+        self.has_ended = False
 
-    @property
-    def away(self) -> bool:
-        """True if a call has failed, and no renewal sent since has been answered."""
-        return self.failures > self.forgiven
-
-    @property
-    def busy(self) -> int:
-        """The number of slots it takes.
-
-        While its store does not answer, deliveries that only wait to be reported take no slot, so that an outage of
-        one shard does not stop the deliveries of all.
-        """
-        if not self.away:
-            return len(self.holds)
-        return sum(hold.stage != "reporting" for hold in self.holds)
-
-    def failed(self, error: Exception, call: str) -> None:
-        """Note that a call of a kind failed."""
-        self.failures += 1
-        self._outage.failed(error, call)
-        self._changed.set()  # what waits to be reported leaves its slots to others
+    def wake(self) -> None:
+        """Look at the shard's schedule now."""
+        self._wakeups.wake()
 
     def end(self) -> None:
-        """Send and renew nothing more."""
-        for chore in self.chores:
-            chore.cancel()
+        """Report and renew nothing more."""
+        self._over.set()
 
-    def retire(self, end: Retired) -> None:
-        """End the lane: its shard is gone."""
-        if not self.retired:
+    async def run(self) -> None:
+        """Serve the shard until ``end``, or until it is no more."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                parallel = [
+                    group.create_task(each) for each in (self._closes.run(), self._retries.run(), self._keep_leases())
+                ]
+                await self._claim_and_sleep()
+                self.finished_claiming.set()
+                await self._over.wait()
+                for task in parallel:
+                    task.cancel()
+        finally:
+            self.has_ended = True
+            self.leases.end()
+
+    async def _keep_leases(self) -> None:
+        try:
+            await self.leases.keep()
+        except Retired as end:
+            self._retire(end)
+
+    def _retire(self, end: Retired) -> None:
+        """Note that the shard is gone."""
+        if not self._retired:
             logger.info("%s", end, extra={"shard": self.shard})
-        self.retired = True
-        self._outage.answered(self.claiming)
-        self._outage.answered(self.leasing)
+        self._retired = True
+        self._availability.answered(self._claims)
+        self._availability.answered(self.leases.calls)
+        self._end_if_retired()
+        self.wake()
 
-    # Leases
+    def _end_if_retired(self) -> None:
+        if self._retired and not self.leases.active:
+            self.end()
 
-    def extend(self, hold: Hold, since: float) -> None:
-        """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
+    # Claiming
 
-        The end is counted from before the call that granted the lease, so that it is never assumed later than it is.
-        """
-        if not hold.task.done():
-            hold.ends = since + self._lease_timeout
-            self.alarm.set(hold.ends)
+    async def _claim_and_sleep(self) -> None:
+        try:
+            while count := await self._concurrency.available(1 if self._claim_failed else CLAIM):
+                self._wakeups.clear()
+                claims = await self._claim(count)
+                if claims is None:
+                    await self._wakeups.close()  # its connection may be as dead as the claim's, and never tell
+                    await self._availability.pause(self._claims)
+                elif claims.wait_ms != 0:
+                    await self._sleep(claims)
+        except Retired as end:
+            self._retire(end)
+        finally:
+            await self._wakeups.close()
 
-    def lose(self, hold: Hold) -> None:
-        """End the delivery of a lost lease; a delivery being reported learns of it from the answer."""
-        if hold.stage != "reporting" and not hold.task.done() and not hold.call.cut:
-            why = "its callback ignores that its time is over" if hold.is_deaf else "its delivery is cancelled"
-            logger.warning("the lease on timeline %r is lost: %s", hold.lease.key, why, extra=facts_of(hold.lease))
-            hold.cut()
-
-    def _expire(self) -> None:
-        soon = asyncio.get_running_loop().time() + GRAIN
-        for hold in self.holds:
-            if hold.ends <= soon:
-                self.lose(hold)
-        if left := [hold.ends for hold in self.holds if hold.ends > soon]:
-            self.alarm.set(min(left))
-
-    async def keep(self) -> None:
-        """Renew leases at a third of their length.
-
-        A worker that neither claims nor holds anything (it rests, or its slots are taken) has nothing to renew, but
-        calls as often: after a gap of half a lease the store would take all its workers for gone, and recover nothing.
-        A worker whose latest call failed does the same; otherwise that call could be its last for a long time.
-        """
+    async def _claim(self, count: int) -> Claims | None:
+        """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
         loop = asyncio.get_running_loop()
-        third = self._lease_timeout / 3
-        while not self.retired:
-            due = self.renewed + third if self.holds or self.away else self.marked + 1.1 * third
-            if (rest := due - loop.time()) > 0:
-                await asyncio.sleep(min(rest, third / 3))  # the next due time may have changed by then
-            else:
-                await self._renew_at_last()
+        sent = loop.time()
+        try:
+            with self._concurrency.reserve(self.shard, count):
+                if self.leases.active and self.leases.away:  # else this claim might recover what this worker holds
+                    await self.leases.renew()
+                    return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
+                claims = await self._backend.claim(self.shard, count, self._lease_ms, self._shared.limits)
+        except Retired:
+            raise
+        except Exception as error:
+            self.leases.failed(error, self._claims)
+            self._claim_failed = True
+            return None
+        self._availability.answered(self._claims)
+        self.leases.heard(sent)
+        self._claim_failed = False
+        self._shared.on_answer()
+        log_losses(claims)
+        now = loop.time()
+        for lease in claims.leases:
+            active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000)
+            active.task = asyncio.create_task(self._deliver(active))
+            active.task.add_done_callback(partial(self._let_go, active))
+            self.leases.add(active, sent)
+        return claims
 
-    async def _renew_at_last(self) -> None:
+    async def _sleep(self, claims: Claims) -> None:
+        """Sleep until something is due, the wake-up stream tells of it, or a third of a lease has passed."""
+        longest, self._share = self._shared.lease_timeout / 3 * self._share, 1.0
+        timeout = longest if claims.wait_ms is None else min(longest, claims.wait_ms / 1000)
+        await self._wakeups.wait(claims.wake_up, timeout)
+
+    # Delivering
+
+    async def _deliver(self, active: ActiveDelivery) -> None:
+        """Deliver a digest in all its parts, and end only this delivery if something fails."""
+        try:
+            while not (self._stopping.is_set() or active.call.cancelled):  # the next part, too, needs the lease
+                if not await self._deliver_part(active):
+                    return
+            await self._backend.release(self.shard, [active.lease], started=False)
+        except LeaseLost as error:
+            logger.warning("%s", error, extra=facts_of(active.lease))
+        except AiodigestError as error:
+            facts = facts_of(active.lease, error)
+            logger.error("timeline %r: %s; its lease will end", active.lease.key, error, extra=facts)
+        except asyncio.CancelledError:
+            if not (active.call.cancelled or self.has_ended):
+                line = "the delivery of %r was cancelled, and not by its worker; its lease will end"
+                logger.warning(line, active.lease.key, extra=facts_of(active.lease))
+            raise
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException:
+            line = "a fault of aiodigest while delivering %r; its lease will end"
+            logger.exception(line, active.lease.key, extra=facts_of(active.lease))
+
+    async def _deliver_part(self, active: ActiveDelivery) -> bool:
+        """Deliver a digest, or its next part; True if there is more to do under this lease."""
+        loop = asyncio.get_running_loop()
+        async with self._concurrency.gate:
+            entries = await entries_of(active.lease, partial(self._read, active.lease))
+            attempt = await self._shared.dispatcher.prepare(active.lease, entries)
+            if self._stopping.is_set():
+                return True
+            if loop.time() >= active.ends:  # this process was stopped while others ran
+                raise LeaseLost(f"the lease on timeline {active.lease.key!r} ended before its delivery began")
+            outcome, late, took = await self._call(active, attempt)
+        sent = loop.time()
+        closed = await self._insist(partial(outcome.report_to, self._closes.submit, self._retries.submit))
+        tell(self._shared.observers, outcome.delivery(closed, late, took))
+        if closed.status == "lost":
+            lease = active.lease
+            raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} ended, or is another worker's")
+        if closed.status != "part":
+            return False
+        active.lease, active.stage = outcome.rest(closed), "claimed"
+        self.leases.extend(active, max(sent, active.ends - self._shared.lease_timeout))  # the store has renewed it too
+        return True
+
+    def _let_go(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
+        """Make room for another delivery, even if this one's task was cancelled before it ran."""
+        retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
+        self.leases.remove(active)
+        self._end_if_retired()
+        self._concurrency.changed.set()
+
+    async def _read(self, lease: Lease, start: int, count: int) -> list[bytes]:
+        return await self._insist(partial(self._backend.read, self.shard, lease, start, count))
+
+    async def _call(self, active: ActiveDelivery, attempt: Attempt[Any]) -> tuple[Outcome, float, float]:
+        """Call back; return the outcome, and by how many seconds it began late and how many it took."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        active.stage = "calling"
+        outcome = await self._shared.dispatcher.deliver(attempt, active.call)
+        active.stage = "reporting"
+        if self.leases.away:
+            self._concurrency.changed.set()
+        ended = loop.time()
+        self._concurrency.learn(active.lease.key, outcome.success, started, ended, outcome.pause)
+        return outcome, max(0.0, started - active.due), ended - started
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the store for a delivery until it answers, if only with an error of the timeline's.
+
+        A server that refuses access may allow it again, as after a change of passwords.
+        """
+        calls = self.leases.calls
         while True:
             try:
-                await self.renew()
-                return
-            except Retired as end:
-                self.retire(end)
-                return
-            except Exception as error:
-                self.failed(error, self.leasing)
-            await self._outage.pause(self.leasing)
-
-    async def renew(self) -> None:
-        """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
-        holds = [(hold, hold.lease) for hold in self.holds if not hold.is_deaf]
-        sent = asyncio.get_running_loop().time()
-        failures = self.failures
-        kept = await self._backend.renew(self.shard, [lease for _, lease in holds], self._lease_ms)
-        self.renewed = self.marked = sent
-        self.forgiven = failures
-        for (hold, lease), held in zip(holds, kept, strict=True):
-            if isinstance(held, AiodigestError):
-                facts = facts_of(lease, held)
-                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held, extra=facts)
-            elif held:
-                self.extend(hold, sent)
-            elif hold.lease is lease:
-                self.lose(hold)
-        self._outage.answered(self.leasing)
-        self._serve()  # one that rests learns of a change of the layout by this call alone
-
-
-def is_served(shard: int, numbers: Container[int] | None, backend: Backend) -> bool:
-    """True if a worker that was given these numbers serves a shard."""
-    number = backend.shard_map.number_of(shard)
-    is_chosen = numbers is None or number is None or number in numbers  # what is drained is everybody's
-    return is_chosen and backend.shard_map.is_live(shard)
-
-
-def warn_of_missing(numbers: Container[int] | None, backend: Backend) -> None:
-    """Warn of chosen shards that do not exist, if others do."""
-    chosen = [number for number in range(MAX_SHARDS) if numbers is not None and number in numbers]
-    missing = [number for number in chosen if number >= backend.shard_map.adding]
-    if missing and missing != chosen:
-        line = "the namespace has %d shards, which count from 0: those that were chosen from %d on are not there"
-        shards = backend.shard_map.adding
-        logger.warning(line, shards, missing[0], extra={"shards": shards})
+                answer = await call()
+            except (BackendUnavailable, ConfigurationError) as error:
+                if self.has_ended:  # a callback has outlived its worker
+                    raise
+                self.leases.failed(error, calls)
+                await self._availability.pause(calls)
+            except AiodigestError:
+                self._availability.answered(calls)
+                raise
+            else:
+                self._availability.answered(calls)
+                return answer

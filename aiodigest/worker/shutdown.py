@@ -7,63 +7,66 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from aiodigest.backend import Backend, Lease
-from aiodigest.worker.shard import Hold, Lane
+from aiodigest.worker.leases import ActiveDelivery
+from aiodigest.worker.shard import ShardWorker
 
 logger = logging.getLogger(__name__)
 
 
-class Drain:
+class Shutdown:
     """Waits for the deliveries under way, for ``drain_timeout`` or until ``hurry``, and gives the rest back."""
 
-    def __init__(self, lanes: Mapping[int, Lane], backend: Backend, drain_timeout: float, timeout: float) -> None:
+    def __init__(
+        self, workers: Mapping[int, ShardWorker], backend: Backend, drain_timeout: float, timeout: float
+    ) -> None:
         self.hurry = asyncio.Event()
-        self._lanes = lanes
+        self._workers = workers
         self._backend = backend
         self._drain_timeout = drain_timeout
         self._timeout = timeout
 
-    def _under_way(self) -> list[tuple[Lane, Hold]]:
-        return [(lane, hold) for lane in self._lanes.values() for hold in lane.holds if not hold.task.done()]
-
-    def tasks(self) -> list[asyncio.Task[None]]:
-        return [hold.task for _, hold in self._under_way()]
+    def _under_way(self) -> list[tuple[int, ActiveDelivery]]:
+        workers = self._workers.items()
+        return [(shard, each) for shard, worker in workers for each in worker.leases.active if not each.task.done()]
 
     async def run(self) -> None:
-        if not (tasks := self.tasks()):
+        if not (under_way := self._under_way()):
             return
+        tasks = [active.task for _, active in under_way]
         ends = [asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(self.hurry.wait())]
         await asyncio.wait(ends, timeout=self._drain_timeout, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
-        if tasks := self.tasks():
-            await self._abandon(tasks)
+        if under_way := self._under_way():
+            await self._abandon(under_way)
 
-    async def _abandon(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Cancel the callbacks that outlasted the drain, and give their leases back without charging the attempts.
+    async def _abandon(self, under_way: Sequence[tuple[int, ActiveDelivery]]) -> None:
+        """Cancel the callbacks that took too long, and give their leases back without charging the attempts.
 
         A report under way gets one more timeout. After that its arrival is unknown, so the lease decides.
         """
-        left = [(lane, hold, hold.stage) for lane, hold in self._under_way()]
-        for _, hold, stage in left:
+        left = [(shard, active, active.stage) for shard, active in under_way]
+        tasks = [active.task for _, active in under_way]
+        for _, active, stage in left:
             if stage != "reporting":
-                hold.cut()
+                active.cancel()
         _, late = await asyncio.wait(tasks, timeout=self._timeout)
-        deaf = [hold for _, hold, _ in left if hold.task in late and hold.stage == "calling"]
-        ignore = f", {len(deaf)} of which ignore it" if deaf else ""
+        ignoring = [active for _, active, _ in left if active.task in late and active.stage == "calling"]
+        ignore = f", {len(ignoring)} of which ignore it" if ignoring else ""
         logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
-        leases: dict[tuple[Lane, bool], list[Lease]] = {}
-        for lane, hold, was in left:
-            if hold.stage == was != "reporting":
-                leases.setdefault((lane, was == "calling"), []).append(hold.lease)
-        await asyncio.gather(*(self._release(lane, some, started) for (lane, started), some in leases.items()))
-        for _, hold, _ in left:
-            if hold.task in late:
-                hold.cut()
-        await asyncio.wait(tasks, timeout=0 if deaf else None)
+        leases: dict[tuple[int, bool], list[Lease]] = {}
+        for shard, active, was in left:
+            if active.stage == was != "reporting":
+                leases.setdefault((shard, was == "calling"), []).append(active.lease)
+        await asyncio.gather(*(self._release(shard, some, started) for (shard, started), some in leases.items()))
+        for _, active, _ in left:
+            if active.task in late:
+                active.cancel()
+        await asyncio.wait(tasks, timeout=0 if ignoring else None)
 
-    async def _release(self, lane: Lane, leases: Sequence[Lease], started: bool) -> None:
+    async def _release(self, shard: int, leases: Sequence[Lease], started: bool) -> None:
         try:
-            await self._backend.release(lane.shard, leases, started)
+            await self._backend.release(shard, leases, started)
         except Exception as error:
             facts = {"deliveries": len(leases), "reason": str(error)}
             logger.error("%d leases could not be given back, and will end: %s", len(leases), error, extra=facts)

@@ -27,7 +27,7 @@ from aiodigest import (
 )
 from aiodigest.errors import DeliverySignal
 from aiodigest.session.background import BackgroundSession
-from aiodigest.worker import batcher as coalesce
+from aiodigest.worker import batcher
 from simulation.loop import Process, SeededLoop
 from simulation.network import Link, Server
 from simulation.records import Receipt
@@ -211,7 +211,7 @@ class Actor:
     def _see_room(self) -> None:
         session = self.engine._session
         for adds in session._adder._batchers.values() if isinstance(session, BackgroundSession) else ():
-            if adds._items > coalesce.QUEUE_ITEMS or adds._bytes > coalesce.QUEUE_BYTES + LARGEST:
+            if adds._items > batcher.QUEUE_ITEMS or adds._bytes > batcher.QUEUE_BYTES + LARGEST:
                 self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
 
     def _failed(self, entry: Entry[int], error: AiodigestError) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy
 from aiodigest.backend import Add
 from aiodigest.records.entries import pack
-from aiodigest.worker import batcher as coalesce
+from aiodigest.worker import batcher
 from aiodigest.worker import delivery as dispatch
 from simulation.actors import Actor, Habits
 from simulation.loop import Endless, SeededLoop, no_turn_is_endless
@@ -431,13 +431,13 @@ class World:
 @contextmanager
 def room_for_adds(seed: int) -> Generator[None]:
     """Let few adds wait to be sent in some worlds; in the others there are never too many."""
-    before = coalesce.QUEUE_ITEMS, coalesce.QUEUE_BYTES
+    before = batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES
     few, small = (2, before[1]), (before[0], 40)
-    coalesce.QUEUE_ITEMS, coalesce.QUEUE_BYTES = Random(f"{seed} room").choice((before, few, small))
+    batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES = Random(f"{seed} room").choice((before, few, small))
     try:
         yield
     finally:
-        coalesce.QUEUE_ITEMS, coalesce.QUEUE_BYTES = before
+        batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES = before
 
 
 def play(seed: int) -> Witness:

@@ -20,18 +20,9 @@ from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, R
 from aiodigest.backend import Close, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
 from aiodigest.records.entries import pack
-from aiodigest.worker.delivery import (
-    ERROR_LENGTH,
-    MANY,
-    SMALL,
-    TURN,
-    Call,
-    Callback,
-    Dispatcher,
-    Outcome,
-    describe,
-    read,
-)
+from aiodigest.worker.contents import MANY, SMALL, TURN, read
+from aiodigest.worker.delivery import Call, Callback, Dispatcher, Outcome
+from aiodigest.worker.reasons import ERROR_LENGTH, describe
 
 CODEC = JSONCodec[JSON]()
 TIMEOUT = 30.0
@@ -333,7 +324,7 @@ def raising_when_cancelled(error: BaseException | None) -> Callable[[Digest[JSON
 @pytest.mark.parametrize("error", [None, ValueError("cut short"), SystemExit(), GeneratorExit()])
 @virtual_time
 async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(error: BaseException | None) -> None:
-    task = asyncio.create_task(attempt(raising_when_cancelled(error), entry("a"), call=Call(cut=True)))
+    task = asyncio.create_task(attempt(raising_when_cancelled(error), entry("a"), call=Call(cancelled=True)))
     asyncio.get_running_loop().call_later(1, task.cancel)
     await asyncio.wait([task])
     assert task.cancelled()
@@ -373,10 +364,10 @@ async def test_it_can_be_known_until_when_a_callback_may_take() -> None:
 
     async def look(digest: Digest[JSON]) -> None:
         await asyncio.sleep(1)
-        seen.append(call.until - asyncio.get_running_loop().time())
+        seen.append(call.deadline - asyncio.get_running_loop().time())
 
     await attempt(look, entry("a"), call=call)
-    assert (seen, call.until) == ([pytest.approx(TIMEOUT - 1)], inf)
+    assert (seen, call.deadline) == ([pytest.approx(TIMEOUT - 1)], inf)
 
 
 @virtual_time

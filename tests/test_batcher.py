@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest.errors import AiodigestError, BackendUnavailable, LimitExceeded
-from aiodigest.worker import batcher as coalesce
-from aiodigest.worker.batcher import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Coalescer, batches
+from aiodigest.worker import batcher as batcher_module
+from aiodigest.worker.batcher import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Batcher, batches
 
 TIMEOUT = 5.0
 
@@ -37,22 +37,22 @@ class Wire:
 
 
 @asynccontextmanager
-async def coalescing(wire: Wire) -> AsyncGenerator[Coalescer[int, int], None]:
-    coalescer = Coalescer[int, int](wire, TIMEOUT)
-    running = asyncio.create_task(coalescer.run())
+async def batching(wire: Wire) -> AsyncGenerator[Batcher[int, int], None]:
+    batcher = Batcher[int, int](wire, TIMEOUT)
+    running = asyncio.create_task(batcher.run())
     try:
-        yield coalescer
+        yield batcher
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
-async def submit_all(coalescer: Coalescer[int, int], items: Sequence[int], size: int = 0) -> list[int | BaseException]:
-    return await asyncio.gather(*(coalescer.submit(item, size) for item in items), return_exceptions=True)
+async def submit_all(batcher: Batcher[int, int], items: Sequence[int], size: int = 0) -> list[int | BaseException]:
+    return await asyncio.gather(*(batcher.submit(item, size) for item in items), return_exceptions=True)
 
 
-def held(coalescer: Coalescer[int, int], items: Sequence[int]) -> list[asyncio.Task[int]]:
-    return [asyncio.create_task(coalescer.submit(item)) for item in items]
+def held(batcher: Batcher[int, int], items: Sequence[int]) -> list[asyncio.Task[int]]:
+    return [asyncio.create_task(batcher.submit(item)) for item in items]
 
 
 async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
@@ -64,44 +64,44 @@ async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
 @virtual_time
 async def test_what_is_submitted_in_one_turn_goes_out_as_one_call_in_order() -> None:
     wire = Wire()
-    async with coalescing(wire) as coalescer:
-        assert await submit_all(coalescer, range(100)) == [2 * item for item in range(100)]
+    async with batching(wire) as batcher:
+        assert await submit_all(batcher, range(100)) == [2 * item for item in range(100)]
     assert wire.sent == [list(range(100))]
 
 
 @virtual_time
 async def test_what_comes_during_a_call_goes_out_together_with_the_next() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        first = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        first = held(batcher, [1])
         await settle()
-        await asyncio.gather(*first, *held(coalescer, [2, 3]))
+        await asyncio.gather(*first, *held(batcher, [2, 3]))
     assert wire.sent == [[1], [2, 3]]
 
 
 @virtual_time
 async def test_a_call_has_at_most_256_items() -> None:
     wire = Wire()
-    async with coalescing(wire) as coalescer:
-        await submit_all(coalescer, range(600))
+    async with batching(wire) as batcher:
+        await submit_all(batcher, range(600))
     assert [len(call) for call in wire.sent] == [256, 256, 88]
 
 
 @virtual_time
 async def test_a_call_has_at_most_256_kib() -> None:
     wire = Wire()
-    async with coalescing(wire) as coalescer:
-        await submit_all(coalescer, range(7), size=100 * 1024)
-        await submit_all(coalescer, range(4), size=128 * 1024)
-        await submit_all(coalescer, range(2), size=128 * 1024 + 1)
+    async with batching(wire) as batcher:
+        await submit_all(batcher, range(7), size=100 * 1024)
+        await submit_all(batcher, range(4), size=128 * 1024)
+        await submit_all(batcher, range(2), size=128 * 1024 + 1)
     assert [len(call) for call in wire.sent] == [2, 2, 2, 1, 2, 2, 1, 1]
 
 
 @virtual_time
 async def test_an_item_of_more_than_256_kib_goes_alone() -> None:
     wire = Wire()
-    async with coalescing(wire) as coalescer:
-        await asyncio.gather(coalescer.submit(1), coalescer.submit(2, BATCH_BYTES + 1), coalescer.submit(3))
+    async with batching(wire) as batcher:
+        await asyncio.gather(batcher.submit(1), batcher.submit(2, BATCH_BYTES + 1), batcher.submit(3))
     assert wire.sent == [[1], [2], [3]]
 
 
@@ -119,35 +119,35 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
 @pytest.mark.parametrize("sizes", [[0] * 10_000, [16 * 1024 * 1024 - 1, 1]], ids=["items", "bytes"])
 @virtual_time
 async def test_there_is_room_for_10_000_items_or_16_mib(sizes: list[int]) -> None:
-    coalescer = Coalescer[int, int](Wire(), TIMEOUT)  # which nobody runs, so that all wait until their time is over
-    tasks = [asyncio.create_task(coalescer.submit(0, size)) for size in [*sizes, 0]]
+    batcher = Batcher[int, int](Wire(), TIMEOUT)  # which nobody runs, so that all wait until their time is over
+    tasks = [asyncio.create_task(batcher.submit(0, size)) for size in [*sizes, 0]]
     errors = [await unavailable(task) for task in tasks]
     assert ["no room" in str(error) for error in errors] == [False] * len(sizes) + [True]
 
 
 @virtual_time
-async def test_a_drain_refuses_what_comes_after_it_has_begun_and_what_waits_for_room() -> None:
+async def test_a_batcher_that_finishes_refuses_what_comes_later_and_what_waits_for_room() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        sent = held(coalescer, range(QUEUE_ITEMS))
+    async with batching(wire) as batcher:
+        sent = held(batcher, range(QUEUE_ITEMS))
         await asyncio.sleep(0)
-        waiting = held(coalescer, [1])
+        waiting = held(batcher, [1])
         await asyncio.sleep(0)
-        drain = asyncio.create_task(coalescer.drain())
+        finishing = asyncio.create_task(batcher.finish())
         await asyncio.sleep(0)
-        late = held(coalescer, [2])
+        late = held(batcher, [2])
         assert {(await unavailable(task)).stored for task in (*waiting, *late)} == {"no"}
         assert now() < 1
         for task in sent[BATCH_ITEMS:]:
             task.cancel()
-        await drain
+        await finishing
         assert await asyncio.gather(*sent[:BATCH_ITEMS]) == [2 * item for item in range(BATCH_ITEMS)]
 
 
 @virtual_time
 async def test_an_item_that_fails_fails_alone() -> None:
-    async with coalescing(Wire()) as coalescer:
-        before, bad, after = await submit_all(coalescer, [1, -1, 2])
+    async with batching(Wire()) as batcher:
+        before, bad, after = await submit_all(batcher, [1, -1, 2])
     assert (before, after) == (2, 4)
     assert isinstance(bad, LimitExceeded)
 
@@ -156,20 +156,20 @@ async def test_an_item_that_fails_fails_alone() -> None:
 async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made() -> None:
     wire = Wire()
     wire.error = BackendUnavailable("gone", stored="unknown")
-    async with coalescing(wire) as coalescer:
-        assert await submit_all(coalescer, [1, 2]) == [wire.error, wire.error]
+    async with batching(wire) as batcher:
+        assert await submit_all(batcher, [1, 2]) == [wire.error, wire.error]
         wire.error = None
-        assert await submit_all(coalescer, [3]) == [6]
+        assert await submit_all(batcher, [3]) == [6]
 
 
 @virtual_time
 async def test_a_fault_in_a_call_is_told_to_its_callers_and_ends_nothing_else() -> None:
     wire = Wire()
     wire.error = ZeroDivisionError("a fault")
-    async with coalescing(wire) as coalescer:
-        assert await submit_all(coalescer, [1, 2]) == [wire.error, wire.error]
+    async with batching(wire) as batcher:
+        assert await submit_all(batcher, [1, 2]) == [wire.error, wire.error]
         wire.error = None
-        assert await submit_all(coalescer, [3]) == [6]
+        assert await submit_all(batcher, [3]) == [6]
 
 
 @virtual_time
@@ -177,9 +177,9 @@ async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever(
     async def short(items: Sequence[int]) -> Sequence[int]:
         return items[1:]
 
-    coalescer = Coalescer[int, int](short, TIMEOUT)
-    running = asyncio.create_task(coalescer.run())
-    assert [type(answer) for answer in await submit_all(coalescer, [1, 2])] == [ValueError, ValueError]
+    batcher = Batcher[int, int](short, TIMEOUT)
+    running = asyncio.create_task(batcher.run())
+    assert [type(answer) for answer in await submit_all(batcher, [1, 2])] == [ValueError, ValueError]
     running.cancel()
     await asyncio.wait([running])
 
@@ -187,10 +187,10 @@ async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever(
 @virtual_time
 async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        first, second, third = held(coalescer, [1]), *held(coalescer, [2, 3])
+    async with batching(wire) as batcher:
+        first, second, third = held(batcher, [1]), *held(batcher, [2, 3])
         await settle()
-        later = held(coalescer, [4, 5])
+        later = held(batcher, [4, 5])
         await settle()
         later[0].cancel()
         assert await asyncio.gather(*first, second, third, later[1]) == [2, 4, 6, 10]
@@ -200,8 +200,8 @@ async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> Non
 @virtual_time
 async def test_an_item_that_is_cancelled_after_it_was_sent_leaves_the_others_their_own_answers() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        first, second, third = held(coalescer, [1, 2, 3])
+    async with batching(wire) as batcher:
+        first, second, third = held(batcher, [1, 2, 3])
         await settle()
         second.cancel()
         assert await asyncio.gather(first, third) == [2, 6]
@@ -211,8 +211,8 @@ async def test_an_item_that_is_cancelled_after_it_was_sent_leaves_the_others_the
 async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored() -> None:
     wire = Wire()
     wire.gate = asyncio.Event()
-    async with coalescing(wire) as coalescer:
-        [task] = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        [task] = held(batcher, [1])
         error = await unavailable(task)
         assert (error.stored, now()) == ("unknown", pytest.approx(TIMEOUT))
 
@@ -221,14 +221,14 @@ async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored() -> None:
 async def test_what_was_not_sent_in_time_is_not_stored_and_never_sent() -> None:
     wire = Wire()
     wire.gate = asyncio.Event()
-    async with coalescing(wire) as coalescer:
-        [sent] = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        [sent] = held(batcher, [1])
         await settle()
-        [unsent] = held(coalescer, [2])
+        [unsent] = held(batcher, [2])
         assert (await unavailable(unsent)).stored == "no"
         await unavailable(sent)
         wire.gate.set()
-        assert await coalescer.submit(3) == 6
+        assert await batcher.submit(3) == 6
     assert wire.sent == [[1], [3]]
 
 
@@ -241,10 +241,10 @@ async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
     async def end(item: int) -> None:
         await asyncio.sleep(item)
         with pytest.raises(BackendUnavailable):
-            await coalescer.submit(item)
+            await batcher.submit(item)
         ends.append(now())
 
-    async with coalescing(wire) as coalescer:
+    async with batching(wire) as batcher:
         await asyncio.gather(*(end(item) for item in range(4)))
     assert ends == pytest.approx([5, 6, 7, 8], abs=0.02)
 
@@ -253,12 +253,12 @@ async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
 async def test_time_that_was_spent_before_counts() -> None:
     wire = Wire()
     wire.gate = asyncio.Event()
-    async with coalescing(wire) as coalescer:
-        [first] = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        [first] = held(batcher, [1])
         await settle()
         began = asyncio.get_running_loop().time() - 4
         with pytest.raises(BackendUnavailable):
-            await coalescer.submit(2, since=began)
+            await batcher.submit(2, since=began)
         assert now() == pytest.approx(1, abs=0.02)
         await unavailable(first)
 
@@ -268,8 +268,8 @@ async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() ->
     wire = Wire()
     wire.gate = asyncio.Event()
     total = QUEUE_ITEMS + BATCH_ITEMS + 500
-    async with coalescing(wire) as coalescer:
-        tasks = held(coalescer, range(total))
+    async with batching(wire) as batcher:
+        tasks = held(batcher, range(total))
         await settle()
         wire.gate.set()
         assert await asyncio.gather(*tasks) == [2 * item for item in range(total)]
@@ -280,26 +280,26 @@ async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() ->
 @virtual_time
 async def test_a_full_queue_fails_as_not_stored_when_there_is_no_room_in_time() -> None:
     wire = Wire(pace=100)
-    async with coalescing(wire) as coalescer:
-        tasks = held(coalescer, range(QUEUE_ITEMS + BATCH_ITEMS))
+    async with batching(wire) as batcher:
+        tasks = held(batcher, range(QUEUE_ITEMS + BATCH_ITEMS))
         await settle()
         with pytest.raises(BackendUnavailable, match="no room") as caught:
-            await coalescer.submit(1)
+            await batcher.submit(1)
         assert (caught.value.stored, now()) == ("no", pytest.approx(TIMEOUT, abs=0.1))
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @virtual_time
 async def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce, "QUEUE_BYTES", 1000)
+    monkeypatch.setattr(batcher_module, "QUEUE_BYTES", 1000)
     wire = Wire(pace=100)
-    async with coalescing(wire) as coalescer:
-        first = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        first = held(batcher, [1])
         await settle()
-        tasks = [asyncio.create_task(coalescer.submit(item, 500)) for item in (2, 3)]
+        tasks = [asyncio.create_task(batcher.submit(item, 500)) for item in (2, 3)]
         await settle()
         with pytest.raises(BackendUnavailable, match="no room"):
-            await coalescer.submit(4, 1)
+            await batcher.submit(4, 1)
         await asyncio.gather(*first, *tasks, return_exceptions=True)
 
 
@@ -311,43 +311,43 @@ async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
     monkeypatch: pytest.MonkeyPatch, size: int, seconds: float, is_in: bool
 ) -> None:
     for name, value in {"QUEUE_ITEMS": 4, "QUEUE_BYTES": 1000, "BATCH_ITEMS": 1, "BATCH_BYTES": 300}.items():
-        monkeypatch.setattr(coalesce, name, value)
-    async with coalescing(Wire(pace=1)) as coalescer:
-        full = [asyncio.create_task(coalescer.submit(item, size)) for item in range(4)]
+        monkeypatch.setattr(batcher_module, name, value)
+    async with batching(Wire(pace=1)) as batcher:
+        full = [asyncio.create_task(batcher.submit(item, size)) for item in range(4)]
         await settle()
-        late = asyncio.create_task(coalescer.submit(9, 1))
+        late = asyncio.create_task(batcher.submit(9, 1))
         await asyncio.sleep(seconds)
-        drain = asyncio.create_task(coalescer.drain())  # which refuses those that wait for room
+        finishing = asyncio.create_task(batcher.finish())  # which refuses those that wait for room
         [answer] = await asyncio.gather(late, return_exceptions=True)
         assert (answer == 18) is is_in
         assert await asyncio.gather(*full) == [0, 2, 4, 6]
-        await drain
+        await finishing
 
 
 @virtual_time
 async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce, "QUEUE_ITEMS", 2)
+    monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 2)
     wire = Wire(pace=3)
-    async with coalescing(wire) as coalescer:
-        first = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        first = held(batcher, [1])
         await settle()
-        others = held(coalescer, [2, 3])
+        others = held(batcher, [2, 3])
         await settle()
-        waiter = held(coalescer, [4])  # gets its room at 3 s
+        waiter = held(batcher, [4])  # gets its room at 3 s
         await asyncio.sleep(3)
-        others += held(coalescer, [5])
+        others += held(batcher, [5])
         assert (await unavailable(waiter[0])).stored == "no"
         assert now() == pytest.approx(5, abs=0.05)
         await asyncio.gather(*first, *others, return_exceptions=True)
 
 
 @virtual_time
-async def test_drain_returns_when_everything_has_its_answer() -> None:
+async def test_finish_returns_when_everything_has_its_answer() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        tasks = held(coalescer, range(BATCH_ITEMS + 1))
+    async with batching(wire) as batcher:
+        tasks = held(batcher, range(BATCH_ITEMS + 1))
         await settle()
-        await coalescer.drain()
+        await batcher.finish()
         assert now() == pytest.approx(2, abs=0.01)
         await asyncio.gather(*tasks)
 
@@ -355,30 +355,30 @@ async def test_drain_returns_when_everything_has_its_answer() -> None:
 @virtual_time
 async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_is_not() -> None:
     wire = Wire(pace=1)
-    async with coalescing(wire) as coalescer:
-        [sent] = held(coalescer, [1])
+    async with batching(wire) as batcher:
+        [sent] = held(batcher, [1])
         await settle()
-        [unsent] = held(coalescer, [2])
+        [unsent] = held(batcher, [2])
         await settle()
     assert ((await unavailable(sent)).stored, (await unavailable(unsent)).stored) == ("unknown", "no")
 
 
 @virtual_time
 async def test_after_the_end_a_submit_fails_at_once() -> None:
-    async with coalescing(Wire()) as coalescer:
-        assert await coalescer.submit(1) == 2
+    async with batching(Wire()) as batcher:
+        assert await batcher.submit(1) == 2
     with pytest.raises(BackendUnavailable) as caught:
-        await coalescer.submit(2)
+        await batcher.submit(2)
     assert (caught.value.stored, now()) == ("no", pytest.approx(0, abs=0.01))
 
 
 @virtual_time
 async def test_at_the_end_who_waits_for_room_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce, "QUEUE_ITEMS", 1)
-    async with coalescing(Wire(pace=1)) as coalescer:
-        sent = held(coalescer, [1])
+    monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 1)
+    async with batching(Wire(pace=1)) as batcher:
+        sent = held(batcher, [1])
         await settle()
-        waiting = held(coalescer, [2, 3])
+        waiting = held(batcher, [2, 3])
         await settle()
     errors = [await unavailable(task) for task in (*sent, *waiting)]
     assert [error.stored for error in errors] == ["unknown", "no", "no"]

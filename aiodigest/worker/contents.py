@@ -1,0 +1,87 @@
+"""The contents of a digest: its records, and the entries that cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from aiodigest.backend import NewDeadLetter
+from aiodigest.codecs import Codec
+from aiodigest.models import Record
+from aiodigest.records.entries import RawRecord, unpack, unpack_latest
+from aiodigest.records.validation import EPOCH, moment
+from aiodigest.worker.reasons import describe
+
+T = TypeVar("T")
+
+TURN = 0.002  # seconds of decoding in one go
+MANY = 500  # entries that are taken apart in one go
+SMALL = 32, 32_768  # entries and bytes of a digest that is read beside others: larger ones are read one at a time
+
+
+@dataclass(slots=True)
+class Contents(Generic[T]):
+    """The contents of entries.
+
+    ``records`` are in order. ``raw`` are the undecodable records, ``undecodable`` their ids with the reasons;
+    ``aged`` counts those too old. ``contexts`` are those of the spans that added the records, if they were traced.
+    """
+
+    records: list[Record[T]] = field(default_factory=list[Record[T]])
+    raw: list[Record[bytes]] = field(default_factory=list[Record[bytes]])
+    undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    aged: int = 0
+    contexts: list[bytes] = field(default_factory=list[bytes])
+
+    def letters(self) -> list[NewDeadLetter]:
+        """Return undecodable records, a letter for each reason: after a change of the type they may be every record."""
+        ids: dict[str, list[bytes]] = {}
+        for record_id, reason in self.undecodable.items():
+            ids.setdefault(reason, []).append(record_id)
+        return [NewDeadLetter(reason, some) for reason, some in ids.items()]
+
+
+async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
+    """Return the records of some entries by timestamp, then arrival; the last entry of an id wins.
+
+    Large input is decoded a slice at a time, so that the event loop can do other things in between.
+    """
+    contents: Contents[T] = Contents()
+    cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
+    records, until = contents.records, clock() + TURN
+    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+    for start in range(0, len(entries), MANY):
+        unpack_latest(entries[start : start + MANY], last)
+        if len(entries) > MANY:
+            await asyncio.sleep(0)
+    for name, (entry, raw) in last.items():
+        if clock() > until:
+            await asyncio.sleep(0)
+            until = clock() + TURN
+        timestamp = EPOCH
+        try:
+            if raw is None:
+                raw = unpack(entry)  # which says what is wrong with it
+            if cut and raw.timestamp_us < cut:
+                contents.aged += 1
+                continue
+            timestamp = moment(raw.timestamp_us)
+            records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
+            if raw.context:
+                contents.contexts.append(raw.context)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
+            contents.undecodable[name] = describe(error)
+            found = raw or RawRecord(0, b"?", entry)
+            contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
+    records.sort(key=attrgetter("timestamp"))
+    return contents
+
+
+def is_small(entries: Sequence[bytes]) -> bool:
+    """True if a digest may be read beside others."""
+    return len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]

@@ -1,0 +1,184 @@
+"""The leases that a shard's worker holds: renewed in time, and given up at their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+from aiodigest.backend import Backend, Lease, Retired
+from aiodigest.errors import AiodigestError
+from aiodigest.policy import milliseconds
+from aiodigest.worker.availability import Availability
+from aiodigest.worker.delivery import Call
+from aiodigest.worker.logs import facts_of
+from aiodigest.worker.timer import GRAIN, Timer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ActiveDelivery:
+    """A lease of this worker, and the task that delivers its digest."""
+
+    lease: Lease
+    due: float
+    stage: Literal["claimed", "calling", "reporting"] = "claimed"
+    ends: float = inf  # the time by which the lease has surely ended
+    call: Call = field(default_factory=Call)
+    task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the callback timed out but ignores cancellation."""
+        return self.stage == "calling" and asyncio.get_running_loop().time() > self.call.deadline
+
+    def cancel(self) -> None:
+        """Cancel the delivery, which then reports nothing."""
+        self.call.cancelled = True
+        self.task.cancel()
+
+
+class Leases:
+    """Keeps the leases of the deliveries under way in one shard.
+
+    ``on_renewed`` is called after each renewal, and ``on_lost_contact`` when a call to the store has failed.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        backend: Backend,
+        lease_timeout: float,
+        availability: Availability,
+        on_renewed: Callable[[], None],
+        on_lost_contact: Callable[[], None],
+    ) -> None:
+        self._shard = shard
+        self._backend = backend
+        self._lease_timeout = lease_timeout
+        self._lease_ms = milliseconds(lease_timeout)
+        self._availability = availability
+        self._on_renewed = on_renewed
+        self._on_lost_contact = on_lost_contact
+        self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
+        self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
+        self._timer = Timer(self._expire)  # for the lease that ends first
+        self._failures = 0  # calls that failed
+        self._forgiven = 0  # how many had, when the renewal was sent that was answered last
+        self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
+
+    @property
+    def away(self) -> bool:
+        """True if a call has failed, and no renewal sent since has been answered."""
+        return self._failures > self._forgiven
+
+    @property
+    def busy(self) -> int:
+        """The number of deliveries that count towards the concurrency limit.
+
+        While the store does not answer, those that only wait to be reported do not count, so that the outage of one
+        shard does not stop the deliveries of all.
+        """
+        if not self.away:
+            return len(self.active)
+        return sum(each.stage != "reporting" for each in self.active)
+
+    def failed(self, error: Exception, calls: str) -> None:
+        """Note that a call of a kind failed."""
+        self._failures += 1
+        self._availability.failed(error, calls)
+        self._on_lost_contact()
+
+    def heard(self, at: float) -> None:
+        """Note that the store has answered a call that was sent at this time, and told it of this worker."""
+        self._heard = at
+
+    def add(self, active: ActiveDelivery, since: float) -> None:
+        """Keep the lease of a delivery, granted by a call that was sent at ``since``."""
+        self.active[active] = None
+        self.extend(active, since)
+
+    def remove(self, active: ActiveDelivery) -> None:
+        """Forget the lease of a delivery that has ended."""
+        del self.active[active]
+
+    def extend(self, active: ActiveDelivery, since: float) -> None:
+        """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
+
+        The end is counted from before the call that granted the lease, so that it is never assumed later than it is.
+        """
+        if not active.task.done():
+            active.ends = since + self._lease_timeout
+            self._timer.set(active.ends)
+
+    def _lose(self, active: ActiveDelivery) -> None:
+        """End the delivery of a lost lease; a delivery being reported learns of it from the answer."""
+        if active.stage != "reporting" and not active.task.done() and not active.call.cancelled:
+            key, facts = active.lease.key, facts_of(active.lease)
+            why = "its callback ignores that its time is over" if active.is_overdue else "its delivery is cancelled"
+            logger.warning("the lease on timeline %r is lost: %s", key, why, extra=facts)
+            active.cancel()
+
+    def _expire(self) -> None:
+        soon = asyncio.get_running_loop().time() + GRAIN
+        for active in self.active:
+            if active.ends <= soon:
+                self._lose(active)
+        if left := [active.ends for active in self.active if active.ends > soon]:
+            self._timer.set(min(left))
+
+    async def keep(self) -> None:
+        """Renew leases at a third of their length, until ``Retired`` is raised.
+
+        A worker that neither claims nor holds anything (it rests, or as much is under way as may be) has nothing to
+        renew, but calls as often: after a gap of half a lease the store would take all its workers for gone, and
+        recover nothing. A worker whose latest call failed does the same; otherwise that call could be its last for a
+        long time.
+        """
+        loop = asyncio.get_running_loop()
+        third = self._lease_timeout / 3
+        while True:
+            due = self._renewed + third if self.active or self.away else self._heard + 1.1 * third
+            if (rest := due - loop.time()) > 0:
+                await asyncio.sleep(min(rest, third / 3))  # the next due time may have changed by then
+            else:
+                await self._renew_at_last()
+
+    async def _renew_at_last(self) -> None:
+        while True:
+            try:
+                return await self.renew()
+            except Retired:
+                raise
+            except Exception as error:
+                self.failed(error, self.calls)
+            await self._availability.pause(self.calls)
+
+    async def renew(self) -> None:
+        """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
+        renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
+        sent = asyncio.get_running_loop().time()
+        failures = self._failures
+        kept = await self._backend.renew(self._shard, [lease for _, lease in renewed], self._lease_ms)
+        self._renewed = self._heard = sent
+        self._forgiven = failures
+        for (active, lease), held in zip(renewed, kept, strict=True):
+            if isinstance(held, AiodigestError):
+                facts = facts_of(lease, held)
+                logger.error("the lease on timeline %r cannot be renewed: %s", lease.key, held, extra=facts)
+            elif held:
+                self.extend(active, sent)
+            elif active.lease is lease:
+                self._lose(active)
+        self._availability.answered(self.calls)
+        self._on_renewed()
+
+    def end(self) -> None:
+        """End what is still under way: after a fault, or callbacks that ignore their cancellation."""
+        self._timer.cancel()
+        for active in self.active:
+            active.task.cancel()

@@ -1,0 +1,61 @@
+"""One timer for many deadlines, on either event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from aiodigest.worker.timer import Timer
+
+Loops = Callable[[], asyncio.AbstractEventLoop]
+on_each_loop = pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+@on_each_loop
+def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(loops: Loops) -> None:
+    async def play() -> None:
+        loop, fired = asyncio.get_running_loop(), asyncio.Queue[float]()
+        timer = Timer(lambda: fired.put_nowait(loop.time()))
+        began = loop.time()
+        for delay in (600.0, 0.02, 300.0):
+            timer.set(began + delay)
+        await asyncio.wait_for(fired.get(), 60)
+        timer.set(began + 600)  # it is set to none any more, so that this counts
+        timer.set(began + 0.05)
+        await asyncio.wait_for(fired.get(), 60)
+        assert fired.empty()
+
+    with asyncio.Runner(loop_factory=loops) as runner:
+        runner.run(play())
+
+
+@on_each_loop
+@pytest.mark.parametrize("delay", [-5.0, 0.0, 0.0001, 0.0004, 0.001])
+def test_a_time_that_is_past_or_very_near_is_as_good_as_any(loops: Loops, delay: float) -> None:
+    async def play() -> None:
+        loop, fired = asyncio.get_running_loop(), asyncio.Event()
+        timer = Timer(fired.set)
+        timer.set(loop.time() + delay)
+        timer.set(loop.time() + delay)
+        timer.set(loop.time() + delay - 0.00001)
+        await asyncio.wait_for(fired.wait(), 60)
+
+    with asyncio.Runner(loop_factory=loops) as runner:
+        runner.run(play())
+
+
+@on_each_loop
+def test_a_timer_that_was_cancelled_can_be_set_again(loops: Loops) -> None:
+    async def play() -> None:
+        loop, fired = asyncio.get_running_loop(), asyncio.Event()
+        timer = Timer(fired.set)
+        timer.set(loop.time() + 0.01)
+        timer.cancel()
+        timer.set(loop.time() + 0.02)
+        await asyncio.wait_for(fired.wait(), 60)
+
+    with asyncio.Runner(loop_factory=loops) as runner:
+        runner.run(play())
