@@ -30,8 +30,8 @@ from aiodigest import backend as store
 from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
-from aiodigest.backends.redis.connections.cluster import ClusterLink, _address
-from aiodigest.backends.redis.connections.url import find_target
+from aiodigest.backends.redis.connections.cluster import ClusterConnections, _address
+from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.scripts import COMMANDS, load_script
 from aiodigest.records.entries import pack
@@ -263,7 +263,7 @@ async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
         await until(empty.is_up)
         async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
             assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
-        link = ClusterLink(find_target(login(empty.port)), 5)
+        link = ClusterConnections(read_url(login(empty.port)), 5)
         with pytest.raises(BackendUnavailable, match="knows of no slots"):
             await link.command("k", "PING")
         await link.close()
@@ -399,7 +399,7 @@ def test_a_node_is_where_it_says_or_where_the_one_is_that_was_asked(told: list[o
 
 
 async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> None:
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
+    link = ClusterConnections(read_url(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
     await link.command("k", "PING")
     await link.hang_up("k")
     [suspect] = link._suspects
@@ -453,9 +453,9 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
     slot, scan = slot_of(namespace, shards_of(cluster, namespace, source)[0]), operations._scan
     moves = [Move(cluster, slot, source, cluster.another(source)), Move(cluster, slot, cluster.another(source), source)]
 
-    async def scan_and_move(server: connection.Link, *where: Any) -> Any:
+    async def scan_and_move(server: connection.ServerConnections, *where: Any) -> Any:
         page = await scan(server, *where)
-        if len(moves) == 2 and server.target.settings["port"] == source.port:
+        if len(moves) == 2 and server.url.settings["port"] == source.port:
             move = moves.pop(0)
             move.begin()
             move.end()
@@ -484,7 +484,7 @@ async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the
         move = Move(cluster, slot, source, target)
         move.begin()
         async with AsyncExitStack() as stack:
-            link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{source.port}"), 60)
+            link = ClusterConnections(read_url(f"redis+cluster://127.0.0.1:{source.port}"), 60)
             stack.push_async_callback(link.close)
             with pytest.raises(BackendUnavailable, match=f"slot {slot} is being moved"):
                 await link.command(key, "PING")
@@ -492,11 +492,13 @@ async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the
             assert await link.command(key, "PING") == b"PONG"
 
 
-async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_closed_it(cluster: Cluster) -> None:
+async def test_who_is_cancelled_while_connections_close_that_ask_for_their_nodes_has_closed_them(
+    cluster: Cluster,
+) -> None:
     key = cluster.key_of(cluster.primaries[1])
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
+    link = ClusterConnections(read_url(f"redis+cluster://127.0.0.1:{cluster.primaries[0].port}"), 60)
     await link.command(key, "PING")
-    wires = [wire for each in link._links.values() for wire, _ in each._idle]
+    wires = [wire for each in link._servers.values() for wire, _ in each._idle]
     link._suspects.add(("127.0.0.1", cluster.primaries[1].port))
     calling = asyncio.create_task(link.command(key, "PING"))
     await asyncio.sleep(0)
@@ -516,12 +518,12 @@ async def test_who_is_cancelled_while_a_link_closes_that_asks_for_its_nodes_has_
 async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_answers(cluster: Cluster) -> None:
     first, second, *_ = cluster.primaries
     key = cluster.key_of(first)
-    link = ClusterLink(find_target(f"redis+cluster://127.0.0.1:{first.port}"), 60)
+    link = ClusterConnections(read_url(f"redis+cluster://127.0.0.1:{first.port}"), 60)
     call = asyncio.create_task(link.command(key, "BLPOP", key, 0))
     address = "127.0.0.1", first.port
-    await until(lambda: address in link._links and link._links[address].is_busy)
+    await until(lambda: b"cmd=blpop" in first.ask("CLIENT", "LIST"))
     await link._learn(address, [[0, 16_383, [b"127.0.0.1", second.port]]])
-    assert address not in link._links
+    assert address not in link._servers
     first.ask("RPUSH", key, "answer")
     assert await call == [key.encode(), b"answer"]
     await link.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 from engines import now, settle, virtual_time
 from redis import exceptions
+from redis._parsers.base import BaseParser
 from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -17,11 +19,11 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import InvalidResponse
 
 from aiodigest import DigestEngine
+from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
-from aiodigest.backends.redis.connections.server import CONNECTIONS, SPARE, Link
-from aiodigest.backends.redis.connections.shared import _links, _users, join_link, leave_link
-from aiodigest.backends.redis.connections.transport import drop, send
-from aiodigest.backends.redis.connections.url import Target, find_target, hide_password
+from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE, ServerConnections
+from aiodigest.backends.redis.connections.shared import _shared, _users, join_connections, leave_connections
+from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
 
@@ -44,7 +46,7 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert hide_password(url) == shown
-    assert find_target(url).url == shown
+    assert read_url(url).shown == shown
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 )  # fmt: skip
 def test_what_is_no_server_is_refused_without_telling_a_password(source: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        find_target(source)
+        read_url(source)
     assert "secret" not in str(caught.value)
     assert "sec/ret" not in str(caught.value)
     assert "allowed is redis://" in str(caught.value) or "use a single server" in str(caught.value)
@@ -75,60 +77,60 @@ async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts(tmp_
         host="example", port=7, db=3, username="me", password="secret", ssl=True, ssl_ca_certs=str(trusted),
         decode_responses=True, socket_timeout=99, retry=Retry(ExponentialBackoff(), 7), client_name="mine",
     )  # fmt: skip
-    target = find_target(client)
-    wire = target.connection(2.0)
+    url = read_url(client)
+    wire = url.connection(2.0)
     assert isinstance(wire, SSLConnection)
     assert (wire.host, wire.port, wire.db, wire.username, wire.password) == ("example", 7, 3, "me", "secret")
     assert (wire.client_name, wire.ca_certs) == ("mine", str(trusted))
     assert (wire.socket_timeout, wire.socket_connect_timeout) == (None, 2.0)
     assert wire.retry.get_retries() == 0
     assert not wire.encoder.decode_responses
-    assert "secret" not in repr(target) + target.url
+    assert "secret" not in repr(url) + url.shown
     await client.aclose()
 
 
 def test_a_url_of_sentinels_names_them_their_service_and_the_login_of_each_kind_of_server() -> None:
-    target = find_target(
+    url = read_url(
         "redis+sentinel://user:p%40ss@h1:26380,h2,[::1]:26381/mail%2Fbox/3?sentinel_username=me&sentinel_password=mine"
     )
-    assert target.sentinels is not None
-    assert target.sentinels.addresses == [("h1", 26380), ("h2", 26379), ("::1", 26381)]
-    assert target.sentinels.service == "mail/box"
-    assert (target.make, target.sentinels.make) == (Connection, Connection)
-    assert {name: target.settings.get(name) for name in ("username", "password", "db")} == {
+    assert url.sentinels is not None
+    assert url.sentinels.addresses == [("h1", 26380), ("h2", 26379), ("::1", 26381)]
+    assert url.sentinels.service == "mail/box"
+    assert (url.make, url.sentinels.make) == (Connection, Connection)
+    assert {name: url.settings.get(name) for name in ("username", "password", "db")} == {
         "username": "user", "password": "p@ss", "db": 3,
     }  # fmt: skip
-    asked = target.sentinels.settings
+    asked = url.sentinels.settings
     assert {name: asked.get(name) for name in ("username", "password", "db")} == {
         "username": "me", "password": "mine", "db": None,
     }  # fmt: skip
 
 
 def test_a_login_for_the_servers_is_not_shown_to_sentinels_and_the_database_is_0() -> None:
-    target = find_target("redis+sentinel://user:secret@h1/mail")
-    assert target.sentinels is not None
-    assert not {"username", "password"} & target.sentinels.settings.keys()
-    assert target.settings["db"] == 0
+    url = read_url("redis+sentinel://user:secret@h1/mail")
+    assert url.sentinels is not None
+    assert not {"username", "password"} & url.sentinels.settings.keys()
+    assert url.settings["db"] == 0
 
 
 def test_a_url_of_sentinels_with_tls_has_it_to_both_kinds_of_server() -> None:
-    target = find_target("rediss+sentinel://h1,h2/mail/0?ssl_ca_certs=/ca")
-    assert target.sentinels is not None
-    assert (target.make, target.sentinels.make) == (SSLConnection, SSLConnection)
-    assert target.settings["ssl_ca_certs"] == target.sentinels.settings["ssl_ca_certs"] == "/ca"
+    url = read_url("rediss+sentinel://h1,h2/mail/0?ssl_ca_certs=/ca")
+    assert url.sentinels is not None
+    assert (url.make, url.sentinels.make) == (SSLConnection, SSLConnection)
+    assert url.settings["ssl_ca_certs"] == url.sentinels.settings["ssl_ca_certs"] == "/ca"
 
 
 async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> None:
     manager = Sentinel([("h1", 1), ("::1", 2)], sentinel_kwargs={"password": "theirs"}, username="me", password="mine")
     client: Redis = manager.master_for("mail", db=4, ssl=True, ssl_ca_certs="/ca")  # pyright: ignore[reportUnknownMemberType]
-    target = find_target(client)
-    assert target.sentinels is not None
-    assert (target.sentinels.service, target.sentinels.addresses) == ("mail", [("h1", 1), ("::1", 2)])
-    assert target.sentinels.settings["password"] == "theirs"
-    assert {"username": "me", "password": "mine", "db": 4, "ssl_ca_certs": "/ca"}.items() <= target.settings.items()
-    assert (target.make, target.sentinels.make) == (SSLConnection, Connection)
-    assert target.url == "redis+sentinel://h1:1,[::1]:2/mail/4"
-    assert target.pool is client.connection_pool
+    url = read_url(client)
+    assert url.sentinels is not None
+    assert (url.sentinels.service, url.sentinels.addresses) == ("mail", [("h1", 1), ("::1", 2)])
+    assert url.sentinels.settings["password"] == "theirs"
+    assert {"username": "me", "password": "mine", "db": 4, "ssl_ca_certs": "/ca"}.items() <= url.settings.items()
+    assert (url.make, url.sentinels.make) == (SSLConnection, Connection)
+    assert url.shown == "redis+sentinel://h1:1,[::1]:2/mail/4"
+    assert url.pool is client.connection_pool
     await client.aclose()
     for sentinel in manager.sentinels:  # newer ones have aclose()
         await sentinel.aclose()
@@ -137,7 +139,7 @@ async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> 
 async def test_a_client_without_sentinels_is_refused() -> None:
     client: Redis = Sentinel([]).master_for("mail")  # pyright: ignore[reportUnknownMemberType]
     with pytest.raises(ConfigurationError, match="no sentinels"):
-        find_target(client)
+        read_url(client)
     await client.aclose()
 
 
@@ -145,40 +147,44 @@ async def test_a_client_of_replicas_is_refused() -> None:
     manager = Sentinel([("h1", 1)])
     client: Redis = manager.slave_for("mail")  # pyright: ignore[reportUnknownMemberType]
     with pytest.raises(ConfigurationError, match="master_for"):
-        find_target(client)
+        read_url(client)
     await client.aclose()
     for sentinel in manager.sentinels:  # newer ones have aclose()
         await sentinel.aclose()
 
 
+def reply(text: str) -> Exception:
+    """An error reply, as redis-py raises it."""
+    parser: Any = BaseParser
+    return parser.parse_error(text)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (
-            exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
-            BackendUnavailable,
-            "full",
-        ),
-        (exceptions.BusyLoadingError("Redis is loading the dataset in memory"), BackendUnavailable, "loading"),
-        (exceptions.ReadOnlyError("You can't write against a read only replica."), BackendUnavailable, "replica"),
-        (exceptions.ResponseError("MISCONF Redis is configured to save"), BackendUnavailable, "cannot save"),
-        (exceptions.ResponseError("NOREPLICAS Not enough good replicas"), BackendUnavailable, "replicas"),
-        (exceptions.ResponseError("BUSY Redis is busy running a script"), BackendUnavailable, "busy"),
-        (exceptions.ClusterDownError("CLUSTERDOWN The cluster is down"), BackendUnavailable, "cluster is down"),
-        (exceptions.MasterDownError("Link with MASTER is down"), BackendUnavailable, "primary is down"),
-        (exceptions.TryAgainError("Multiple keys request during rehashing"), BackendUnavailable, "moved"),
+        (reply("OOM command not allowed when used memory > 'maxmemory'."), BackendUnavailable, "full"),
+        (reply("LOADING Redis is loading the dataset in memory"), BackendUnavailable, "loading"),
+        (reply("READONLY You can't write against a read only replica."), BackendUnavailable, "replica"),
+        (reply("MISCONF Redis is configured to save"), BackendUnavailable, "cannot save"),
+        (reply("NOREPLICAS Not enough good replicas"), BackendUnavailable, "replicas"),
+        (reply("BUSY Redis is busy running a script"), BackendUnavailable, "busy"),
+        (reply("CLUSTERDOWN The cluster is down"), BackendUnavailable, "cluster is down"),
+        (reply("MASTERDOWN Link with MASTER is down"), BackendUnavailable, "primary is down"),
+        (reply("TRYAGAIN Multiple keys request during rehashing"), BackendUnavailable, "moved"),
         (exceptions.ConnectionError("Connection refused"), BackendUnavailable, "refused"),
         (exceptions.TimeoutError("Timeout reading"), BackendUnavailable, "Timeout"),
         (TimeoutError(), BackendUnavailable, "no answer in time"),
         (OSError("broken pipe"), BackendUnavailable, "broken pipe"),
-        (exceptions.AuthenticationError("invalid username-password pair"), ConfigurationError, "refuses access"),
-        (exceptions.NoPermissionError("this user has no permissions"), ConfigurationError, "refuses access"),
-        (exceptions.MovedError("7000 host:1"), ConfigurationError, "cluster"),
+        (reply("WRONGPASS invalid username-password pair"), ConfigurationError, "refuses access"),
+        (reply("NOAUTH Authentication required."), ConfigurationError, "refuses access"),
+        (reply("ERR invalid password"), ConfigurationError, "refuses access"),
+        (reply("ERR wrong number of arguments for 'auth' command"), ConfigurationError, "refuses access"),
+        (reply("NOPERM this user has no permissions"), ConfigurationError, "refuses access"),
+        (reply("MOVED 7000 host:1"), ConfigurationError, "cluster"),
+        (reply("CROSSSLOT Keys in request don't hash to the same slot"), ConfigurationError, "cluster"),
         # how Redis 6.2 tells of an error inside a script
         (
-            exceptions.ResponseError(
-                "ERR Error running script (call to f_0): @user_script:12: -OOM command not allowed when used memory"
-            ),
+            reply("ERR Error running script (call to f_0): @user_script:12: -OOM command not allowed when used memory"),
             BackendUnavailable,
             "full",
         ),
@@ -198,7 +204,7 @@ def test_of_a_slot_that_is_being_moved_the_server_s_text_of_scripts_is_left_out(
     assert str(explain(problem, "host")) == "host is unavailable: its slots are being moved"
 
 
-# A link, in virtual time, to a server that takes its time
+# Connections, in virtual time, to a server that takes its time
 
 
 class SlowServer:
@@ -210,8 +216,8 @@ class SlowServer:
         self.wires: list[SlowWire] = []
 
     @property
-    def target(self) -> Target:
-        return Target("redis://slow", self._connection, {})
+    def url(self) -> URL:
+        return URL("redis://slow", self._connection, {})
 
     @property
     def open(self) -> int:
@@ -263,9 +269,9 @@ class SlowWire:
         return b"answer"
 
 
-def add(link: Link) -> asyncio.Task[object]:
+def add(connections: ServerConnections) -> asyncio.Task[object]:
     """A call that must not be repeated."""
-    return asyncio.create_task(link.run("add", "{n}:layout", [], repeat=False))
+    return asyncio.create_task(connections.run("add", "{n}:layout", [], repeat=False))
 
 
 async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
@@ -277,41 +283,41 @@ async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
 @virtual_time
 async def test_connecting_and_the_answer_have_one_timeout_together() -> None:
     server = SlowServer(connecting=4)
-    link = Link(server.target, 5)
-    assert await failures([add(link)]) == ["unknown"]
+    connections = ServerConnections(server.url, 5)
+    assert await failures([add(connections)]) == ["unknown"]
     assert now() == pytest.approx(5, abs=0.01)
-    await link.close()
+    await connections.close()
     assert server.open == 0
 
 
 @virtual_time
 async def test_a_call_that_was_not_sent_within_the_timeout_is_not_stored() -> None:
     server = SlowServer(connecting=6)
-    link = Link(server.target, 5)
-    assert await failures([add(link)]) == ["no"]
+    connections = ServerConnections(server.url, 5)
+    assert await failures([add(connections)]) == ["no"]
     assert now() == pytest.approx(5, abs=0.01)
     assert server.sent == server.open == 0
-    await link.close()
+    await connections.close()
 
 
 @virtual_time
 async def test_a_call_that_waits_for_a_connection_waits_no_longer_than_the_timeout_and_is_not_stored() -> None:
     server = SlowServer()
-    link = Link(server.target, 5)
-    calls = [add(link) for _ in range(3 * CONNECTIONS)]
+    connections = ServerConnections(server.url, 5)
+    calls = [add(connections) for _ in range(3 * CONNECTIONS)]
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * 2 * CONNECTIONS
     assert now() == pytest.approx(5, abs=0.01)
-    await link.close()
+    await connections.close()
     assert server.open == 0
 
 
 @virtual_time
-async def test_closing_a_link_fails_calls_under_way_and_those_that_wait_and_leaves_no_connection() -> None:
+async def test_closing_connections_fails_calls_under_way_and_those_that_wait_and_leaves_no_connection() -> None:
     server = SlowServer()
-    link = Link(server.target, 5)
-    calls = [add(link) for _ in range(2 * CONNECTIONS)]
+    connections = ServerConnections(server.url, 5)
+    calls = [add(connections) for _ in range(2 * CONNECTIONS)]
     await settle()
-    await link.close()
+    await connections.close()
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * CONNECTIONS
     assert now() < 1
     assert (server.open, server.sent, len(server.wires)) == (0, CONNECTIONS, CONNECTIONS)
@@ -329,64 +335,64 @@ async def test_a_connection_that_was_dropped_is_not_opened_anew_by_what_is_sent_
 
 @pytest.mark.parametrize("listening", [False, True])
 @virtual_time
-async def test_closing_a_link_that_is_connecting_sends_nothing_and_leaves_no_connection(listening: bool) -> None:
+async def test_closing_connections_while_one_connects_sends_nothing_and_leaves_no_connection(listening: bool) -> None:
     server = SlowServer(connecting=1)
-    link = Link(server.target, 5)
-    call = asyncio.create_task(link.listen("wake", "0-0")) if listening else add(link)
+    connections = ServerConnections(server.url, 5)
+    call = asyncio.create_task(connections.listen("wake", "0-0")) if listening else add(connections)
     await settle()
-    await link.close()
+    await connections.close()
     with pytest.raises(BackendUnavailable, match="are closed"):
         await call
     assert server.open == server.sent == 0
 
 
 @virtual_time
-async def test_connections_that_nobody_has_used_for_long_are_closed_but_one() -> None:
+async def test_connections_that_nobody_has_used_for_long_are_closed_but_one_for_calls_and_one_to_listen_on() -> None:
     server = SlowServer()
     server.gate.set()
-    link = Link(server.target, 5)
-    calls = [asyncio.create_task(link.command("", "PING")) for _ in range(CONNECTIONS)]
+    connections = ServerConnections(server.url, 5)
+    calls = [asyncio.create_task(connections.command("", "PING")) for _ in range(CONNECTIONS)]
     await asyncio.gather(*calls)
     assert server.open == CONNECTIONS
     await asyncio.sleep(SPARE + 1)
-    await link.command("", "PING")
-    assert server.open == 1
-    await link.close()
+    await connections.command("", "PING")
+    assert server.open == KEPT == 2
+    await connections.close()
 
 
-def test_links_of_a_loop_that_was_closed_before_they_were_left_are_forgotten() -> None:
-    target = find_target("redis://host")
+def test_connections_of_a_loop_that_was_closed_before_they_were_left_are_forgotten() -> None:
+    url = read_url("redis://host")
 
     async def join() -> None:
-        join_link(target, 5)
+        join_connections(url, 5)
 
     async def join_and_leave() -> None:
-        link = join_link(target, 5)
-        assert [each for each in _links.values() if each.target is target] == [link]
-        await leave_link(link)
+        connections = join_connections(url, 5)
+        assert [each for each in _shared.values() if each.url is url] == [connections]
+        await leave_connections(connections)
 
     asyncio.run(join())
     asyncio.run(join_and_leave())
-    assert not [link for link in [*_links.values(), *_users] if link.target is target]
+    assert not [connections for connections in [*_shared.values(), *_users] if connections.url is url]
 
 
-def test_links_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
-    target = find_target(Redis(connection_pool=ConnectionPool()))
+def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
+    url = read_url(Redis(connection_pool=ConnectionPool()))
 
     async def use() -> None:
-        first, second = join_link(target, 5), join_link(target, 5)
+        first, second = join_connections(url, 5), join_connections(url, 5)
         assert first is second
-        assert join_link(target, 6) is not first
-        await leave_link(first)
-        assert join_link(target, 5) is first
-        for place, link in list(_links.items()):
-            if link.target is target:
-                while place in _links:
-                    await leave_link(link)
+        assert join_connections(url, 6) is not first
+        await leave_connections(first)
+        assert join_connections(url, 5) is first
+        for place, connections in list(_shared.items()):
+            if connections.url is url:
+                while place in _shared:
+                    await leave_connections(connections)
 
     for _ in range(2):
         asyncio.run(use())
-        assert not [link for link in _links.values() if link.target is target]
+        assert not [connections for connections in _shared.values() if connections.url is url]
 
 
 @pytest.mark.parametrize(
@@ -425,14 +431,14 @@ def test_a_tls_option_that_is_none_is_refused_when_the_engine_is_made(url: str) 
 @pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se@cret/"])
 def test_a_password_that_is_not_escaped_is_refused_with_the_mend_and_not_told(password: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        find_target(f"redis://user:{password}@host/0")
+        read_url(f"redis://user:{password}@host/0")
     assert "%2F" in str(raised.value) or "does not parse" in str(raised.value)
     assert "cret" not in str(raised.value)
 
 
 def test_a_piece_of_a_password_that_looks_like_a_parameter_is_not_told() -> None:
     with pytest.raises(ConfigurationError, match="one of them is none") as caught:
-        find_target("redis://host?password=se&cret=x&db=1")
+        read_url("redis://host?password=se&cret=x&db=1")
     assert "cret" not in str(caught.value)
 
 
@@ -441,13 +447,13 @@ def test_a_piece_of_a_password_that_looks_like_a_parameter_is_not_told() -> None
 )
 def test_a_parameter_that_is_none_is_refused_by_its_name_and_what_it_says_is_not_told(url: str) -> None:
     with pytest.raises(ConfigurationError, match="'pwd' is none") as caught:
-        find_target(url)
+        read_url(url)
     assert "secret" not in str(caught.value)
 
 
 def test_every_parameter_of_redis_py_is_allowed() -> None:
-    target = find_target("redis://h?client_name=me&max_connections=5&health_check_interval=9&timeout=1&protocol=3")
-    assert target.settings["client_name"] == "me"
+    url = read_url("redis://h?client_name=me&max_connections=5&health_check_interval=9&timeout=1&protocol=3")
+    assert url.settings["client_name"] == "me"
 
 
 def test_a_reply_that_makes_no_sense_leaves_it_unknown_what_was_stored() -> None:
@@ -458,5 +464,5 @@ def test_a_reply_that_makes_no_sense_leaves_it_unknown_what_was_stored() -> None
 
 def test_a_url_of_endless_length_is_refused_at_once() -> None:
     with pytest.raises(ConfigurationError, match="has 20,000 characters") as caught:
-        find_target("?" * 20_000)
+        read_url("?" * 20_000)
     assert len(str(caught.value)) < 200

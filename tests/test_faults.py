@@ -29,8 +29,8 @@ from aiodigest import (
 )
 from aiodigest.backend import MOVES, Add, Close, Closed, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
-from aiodigest.backends.redis.connections.server import OLDEST, Link
-from aiodigest.backends.redis.connections.url import find_target
+from aiodigest.backends.redis.connections.server import OLDEST, ServerConnections
+from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.records.entries import pack
 
 LIMITS = Policy().terms.limits
@@ -515,7 +515,7 @@ def test_an_engine_that_could_not_work_is_refused_when_it_is_made_with_what_is_a
 async def test_a_server_that_is_too_old_is_refused_with_its_version_and_the_oldest_that_works(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = Link(find_target(server.url), 5.0)
+    link = ServerConnections(read_url(server.url), 5.0)
     try:
         await link.check_version("")
         assert OLDEST == (6, 2)

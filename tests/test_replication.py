@@ -173,8 +173,8 @@ async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_
             await engine.add("before", 1)
             assert await delivered.get() == "before"
             before = relay.connections
-            await asyncio.gather(*(engine.peek(f"k{number}") for number in range(8)))
-            assert relay.connections > before + 3
+            await asyncio.gather(*(each.peek(f"k{number}") for each in (engine, worker) for number in range(8)))
+            assert relay.connections > before + 6
             follow(new, None)
             follow(old, new)
             relay.port = port_of(new)  # as a name server would tell those who ask again

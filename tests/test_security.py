@@ -52,9 +52,9 @@ from aiodigest import (
 )
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
-from aiodigest.backends.redis.connections.cluster import ClusterLink
-from aiodigest.backends.redis.connections.server import Link
-from aiodigest.backends.redis.connections.url import find_target
+from aiodigest.backends.redis.connections.cluster import ClusterConnections
+from aiodigest.backends.redis.connections.server import ServerConnections
+from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.codecs import zstd
 from aiodigest.records.entries import pack
 
@@ -694,7 +694,7 @@ async def test_rediss_adds_and_delivers(certificates: Certificates, ends: Ends, 
 async def test_connections_share_what_was_read_of_certificates_until_the_files_are_others(
     certificates: Certificates,
 ) -> None:
-    target = find_target(secure(1, ssl_ca_certs=certificates.trusted))
+    target = read_url(secure(1, ssl_ca_certs=certificates.trusted))
 
     async def context() -> Any:
         wire: Any = target.connection(1)
@@ -782,10 +782,10 @@ def test_tls_options_without_tls_are_refused_with_the_scheme_that_has_it(kind: s
 
 def test_who_named_a_host_that_a_certificate_does_not_is_told() -> None:
     error = Exception("CERTIFICATE_VERIFY_FAILED")
-    cluster = find_target("rediss+cluster://one,two:7000")
+    cluster = read_url("rediss+cluster://one,two:7000")
     assert cluster.at(("10.0.0.1", 6379)).hint(error) == "its cluster names it 10.0.0.1"
     assert cluster.at(("two", 7000)).hint(error) == ""
-    sentinels = find_target("rediss+sentinel://one/mail")
+    sentinels = read_url("rediss+sentinel://one/mail")
     assert sentinels.at(("10.0.0.1", 6379)).hint(error) == "its sentinels name it 10.0.0.1"
     assert sentinels.hint(error) == ""
 
@@ -884,13 +884,13 @@ async def test_nothing_that_can_be_printed_has_the_password(
     caplog.set_level(logging.DEBUG)
     asyncio.get_running_loop().set_debug(True)
     source = SOURCES[kind](password)
-    target, backend = find_target(source), RedisBackend(source, namespace=namespace)
+    target, backend = read_url(source), RedisBackend(source, namespace=namespace)
     provider: Any = target.settings.get("credential_provider")
     assert (provider.password if provider else target.settings["password"]) == password
     engine = DigestEngine(source, namespace=namespace, timeout=1)
-    links = (Link(target, 1), ClusterLink(target, 1))
+    links = (ServerConnections(target, 1), ClusterConnections(target, 1))
     printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, engine, *links)]
-    printed += [target.url, backend.url, engine.url]
+    printed += [target.shown, backend.url, engine.url]
     async with engine.delivering(lambda digest: asyncio.sleep(0)):
         with pytest.raises(BackendUnavailable) as caught:
             await engine.add("k", 1)

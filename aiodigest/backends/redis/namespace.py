@@ -12,8 +12,8 @@ from typing import Protocol, Self, cast, runtime_checkable
 from aiodigest.backend import MAX_SHARDS, Retired, ShardMap
 from aiodigest.backends.redis.connections.errors import explain, lacks_keys, refused
 from aiodigest.backends.redis.connections.server import LayoutMismatch
-from aiodigest.backends.redis.connections.shared import AnyLink, join_link, leave_link
-from aiodigest.backends.redis.connections.url import Source, find_target
+from aiodigest.backends.redis.connections.shared import Connections, join_connections, leave_connections
+from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import COMMANDS, REPLICATED, Argument, load_scripts, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
@@ -69,10 +69,10 @@ class Namespace:
         self.timeout = timeout
         self.wait_replicas = wait_replicas
         self.server = source if isinstance(source, Server) else None
-        self.target = find_target("unix:///not/started/yet" if isinstance(source, Server) else source)
+        self.target = read_url("unix:///not/started/yet" if isinstance(source, Server) else source)
         self._shards = shards
         self._now = now
-        self._link: AnyLink | None = None
+        self._link: Connections | None = None
         self._is_ready = False  # connected, and all that there is to know before a call is known
         self._layout = place(Layout(shards), wanted=shards) if shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
@@ -86,7 +86,7 @@ class Namespace:
     @property
     def url(self) -> str:
         """The server's URL without its password."""
-        return self.target.url if self.server is None else self.server.url
+        return self.target.shown if self.server is None else self.server.url
 
     @property
     def layout(self) -> KnownLayout:
@@ -119,8 +119,8 @@ class Namespace:
         try:
             if self._link is None:
                 if self.server is not None:
-                    self.target = find_target(await self.server.start())
-                self._link = join_link(self.target, self.timeout)
+                    self.target = read_url(await self.server.start())
+                self._link = join_connections(self.target, self.timeout)
             link = self._link
             load_scripts()
             await link.check_version(self.root)
@@ -139,7 +139,7 @@ class Namespace:
             raise
 
     @property
-    def link(self) -> AnyLink:
+    def link(self) -> Connections:
         """The connections; BackendUnavailable if there are none."""
         if self._link is None:
             raise BackendUnavailable(f"the backend is not connected to {self.url}")
@@ -149,7 +149,7 @@ class Namespace:
         self._is_ready = False
         link, self._link = self._link, None
         if link is not None:
-            await leave_link(link)
+            await leave_connections(link)
 
     async def aclose(self) -> None:
         """Close the connections, and end the share of a server of one's own."""
@@ -159,7 +159,7 @@ class Namespace:
             if self.server is not None:
                 await self.server.stop()
 
-    async def connected(self) -> AnyLink:
+    async def connected(self) -> Connections:
         """Return the connections, with the layout known; look it up again if the server was away at first."""
         if self._link is not None and not self._is_ready:
             await self.connect()
@@ -202,7 +202,7 @@ class Namespace:
         elif self.layout.current == layout.current:
             self._layout = replace(self.layout, is_rumoured=False)
 
-    async def _check_wait(self, link: AnyLink) -> None:
+    async def _check_wait(self, link: Connections) -> None:
         """Check that the user may wait for replicas: a refusal after the add would leave the caller in the dark."""
         try:
             await link.command(self.root, "WAIT", 0, 1)
@@ -294,7 +294,7 @@ class Namespace:
             raise self._gone(shard)
         return layout.draining
 
-    async def _mend(self, link: AnyLink, shard: int, stored: str) -> None:
+    async def _mend(self, link: Connections, shard: int, stored: str) -> None:
         """Learn the current layout, and make or mark the shard's, after a script found another layout and did nothing.
 
         A mark unknown to the namespace is taken back: its server was emptied, or forgot the change in a

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import cast
 
 from aiodigest.backend import SLICE, Bookmark, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
-from aiodigest.backends.redis.connections.server import Link, Moved
+from aiodigest.backends.redis.connections.server import Moved, ServerConnections
 from aiodigest.backends.redis.items import BATCH, read_entries
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.resharding import Resharding
@@ -105,9 +105,9 @@ class RedisOperations(Operations):
     # The namespace
 
     async def examine(self) -> list[Finding]:
-        from aiodigest.backends.redis.diagnostics.servers import check_up  # not needed by workers
+        from aiodigest.backends.redis.diagnostics.examine import examine  # not needed by workers
 
-        return await check_up(self._namespace, await self._namespace.connected())
+        return await examine(self._namespace, await self._namespace.connected())
 
     async def erase(self) -> int:
         link = await self._namespace.connected()
@@ -129,13 +129,13 @@ class RedisOperations(Operations):
         return await self._resharding.drain()
 
 
-async def _scan(server: Link, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:
+async def _scan(server: ServerConnections, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:
     """Return one page of a server's keys, the namespace's only, and where the next page begins."""
     page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
     return cast("tuple[bytes, list[bytes]]", page)
 
 
-async def _erase(server: Link, namespace: str) -> int:
+async def _erase(server: ServerConnections, namespace: str) -> int:
     """Drop all keys of a namespace on a server; return how many there were."""
     cursor, erased = b"", 0
     while cursor != b"0":

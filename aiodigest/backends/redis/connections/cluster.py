@@ -1,8 +1,4 @@
-"""The primaries of a cluster: which one has a key's slot, and connections to each.
-
-Only the settings of redis-py's cluster client are used. That client repeats every failed call, even a script that adds.
-It follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it does not bound a whole call.
-"""
+"""Connections to a cluster: which primary has a key's slot, and connections to each."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from typing import TypeVar, cast
 
 from redis.crc import key_slot
 
+from aiodigest.backends.redis.connections.connection import Address, show_address
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.server import Link, Moved
-from aiodigest.backends.redis.connections.transport import Address, place
-from aiodigest.backends.redis.connections.url import Target
+from aiodigest.backends.redis.connections.server import Moved, ServerConnections
+from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.layout import SLOTS
 from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
@@ -28,22 +24,25 @@ T = TypeVar("T")
 SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
 
 
-class ClusterLink:
+class ClusterConnections:
     """Connections to the primaries of a cluster, for one event loop; each call goes to the primary with its key's slot.
 
     A call refused because the slot has moved goes once more, to the slot's new primary. After any other failure of a
     primary, the next call that would go to it first asks the nodes again for the slots.
+
+    Of redis-py's cluster client only the settings are used. It repeats every failed call, even a script that adds. It
+    follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it bounds no whole call.
     """
 
-    def __init__(self, target: Target, timeout: float) -> None:
-        self.target = target
+    def __init__(self, url: URL, timeout: float) -> None:
+        self.url = url
         self._timeout = timeout
-        self._links: dict[Address, Link] = {}
-        self._former: set[Link] = set()  # to former primaries, on which calls may still be under way
+        self._servers: dict[Address, ServerConnections] = {}
+        self._former: set[ServerConnections] = set()  # to former primaries, on which calls may still be under way
         self._slots: list[Address | None] = [None] * SLOTS
         self._halves: frozenset[int] = frozenset()  # slots whose keys another primary is taking over, one by one
         # who was asked last comes last; at first by chance, or who begins again and again would ask the same one first
-        self._known = sample(target.nodes, len(target.nodes))
+        self._known = sample(url.nodes, len(url.nodes))
         self._suspects: set[Address] = set()
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
@@ -51,8 +50,8 @@ class ClusterLink:
     async def close(self) -> None:
         """Close every connection; calls under way fail."""
         self._closed = True
-        for link in [*self._links.values(), *self._former]:
-            await link.close()
+        for server in [*self._servers.values(), *self._former]:
+            await server.close()
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])  # the only wait here: who is cancelled in it has closed all the same
@@ -60,66 +59,66 @@ class ClusterLink:
     async def run(
         self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
     ) -> object:
-        """See ``Link.run``."""
+        """See ``ServerConnections.run``."""
 
-        def run(link: Link, until: float) -> Awaitable[object]:
-            return link.run(name, key, arguments, repeat=repeat, replicas=replicas, until=until)
+        def run(server: ServerConnections, until: float) -> Awaitable[object]:
+            return server.run(name, key, arguments, repeat=repeat, replicas=replicas, until=until)
 
         return await self._routed(key, run)
 
     async def command(self, key: str, *command: Argument) -> object:
         """Send a command that may be repeated to the primary of a key."""
-        return await self._routed(key, lambda link, until: link.command(key, *command, until=until))
+        return await self._routed(key, lambda server, until: server.command(key, *command, until=until))
 
     async def listen(self, stream: str, last: str) -> str:
-        """See ``Link.listen``."""
-        return await self._routed(stream, lambda link, _: link.listen(stream, last))
+        """See ``ServerConnections.listen``."""
+        return await self._routed(stream, lambda server, _: server.listen(stream, last))
 
     async def check_version(self, key: str) -> None:
         """Refuse servers that are too old; one of them stands for all."""
-        await self._routed(key, lambda link, _: link.check_version(key))
+        await self._routed(key, lambda server, _: server.check_version(key))
 
     @property
-    def primaries(self) -> Sequence[Link]:
+    def primaries(self) -> Sequence[ServerConnections]:
         """The primaries that are known to have slots."""
-        return [self._link(address) for address in dict.fromkeys(self._slots) if address is not None]
+        return [self._server(address) for address in dict.fromkeys(self._slots) if address is not None]
 
-    async def find_primaries(self) -> Sequence[Link]:
+    async def find_primaries(self) -> Sequence[ServerConnections]:
         """Ask the nodes which primaries have slots now: for calls to all of them, without a key."""
         await self._ask_nodes(asyncio.get_running_loop().time() + self._timeout)
         return self.primaries
 
-    def place_of(self, key: str) -> Address | None:
+    def primary_of(self, key: str) -> Address | None:
         """Return the primary of a key, if known."""
         return self._slots[slot_of(key)]
 
     async def hang_up(self, key: str) -> None:
         """Drop a key's primary, which is no longer a primary."""
         address = self._slots[slot_of(key)]
-        if address in self._links:
+        if address in self._servers:
             self._suspects.add(address)
-            await self._links[address].hang_up()
+            await self._servers[address].hang_up()
 
-    async def _routed(self, key: str, call: Callable[[Link, float], Awaitable[T]]) -> T:
+    async def _routed(self, key: str, call: Callable[[ServerConnections, float], Awaitable[T]]) -> T:
         slot, until = slot_of(key), asyncio.get_running_loop().time() + self._timeout
         for _ in range(2):
             address = await self._primary(slot, until)
             try:
-                return await call(self._link(address), until)
+                return await call(self._server(address), until)
             except Moved as moved:
                 self._suspects.add(address)
-                self._ask_next(self._seen(moved.address))  # who has the slot knows best
+                self._ask_next(self.url.as_seen(moved.address))  # who has the slot knows best
             except BackendUnavailable:
                 self._suspects.add(address)
                 raise
-        raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes do not agree on who has slot {slot}")
+        raise BackendUnavailable(f"{self.url} is unavailable: its nodes do not agree on who has slot {slot}")
 
-    def _link(self, address: Address) -> Link:
+    def _server(self, address: Address) -> ServerConnections:
         if self._closed:
-            raise BackendUnavailable(f"the connections to {self.target.url} are closed")
-        if address not in self._links:
-            self._links[address] = Link(self.target.at(address), self._timeout)
-        return self._links[address]
+            raise BackendUnavailable(f"the connections to {self.url} are closed")
+        if address not in self._servers:
+            self._servers[address] = ServerConnections(self.url.at(address), self._timeout)
+        return self._servers[address]
 
     # Who has what
 
@@ -130,9 +129,9 @@ class ClusterLink:
             await self._ask_nodes(until)
             address = self._slots[slot]
         if address is None:
-            raise BackendUnavailable(f"{self.target.url} is unavailable: no node has slot {slot}")
+            raise BackendUnavailable(f"{self.url} is unavailable: no node has slot {slot}")
         if slot in self._halves:
-            raise BackendUnavailable(f"{self.target.url} is unavailable: slot {slot} is being moved")
+            raise BackendUnavailable(f"{self.url} is unavailable: slot {slot} is being moved")
         return address
 
     async def _ask_nodes(self, until: float) -> None:
@@ -143,7 +142,7 @@ class ClusterLink:
         asking = self._asking
         await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
         if not asking.done() or asking.cancelled():
-            raise BackendUnavailable(f"{self.target.url} is unavailable: its nodes did not tell in time who has what")
+            raise BackendUnavailable(f"{self.url} is unavailable: its nodes did not tell in time who has what")
         asking.result()
 
     def _ask_next(self, node: Address) -> None:
@@ -160,11 +159,11 @@ class ClusterLink:
             self._known.append(node)
             until = asyncio.get_running_loop().time() + share
             try:
-                reply = await self._link(node).command("", "CLUSTER", "SLOTS", until=until)
+                reply = await self._server(node).command("", "CLUSTER", "SLOTS", until=until)
                 if reply:
                     await self._learn(node, cast("list[list[object]]", reply), share)
                     return
-                problems.append(f"{place(*node)} knows of no slots")
+                problems.append(f"{show_address(*node)} knows of no slots")
             except ConfigurationError as error:
                 refusals[refused(error)] += 1
                 problems.append(str(error))
@@ -173,53 +172,49 @@ class ClusterLink:
         needed = (
             "; its user needs +cluster|slots (before Redis 7: +cluster) on every node" if refusals["command"] else ""
         )
-        message = f"no node of {self.target.url} tells who has what ({'; '.join(problems)}){needed}"
+        message = f"no node of {self.url} tells who has what ({'; '.join(problems)}){needed}"
         if refusals.total() == len(problems):
             raise ConfigurationError(message)
         raise BackendUnavailable(message)
 
-    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], patience: float = SHORTEST) -> None:
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], share: float = SHORTEST) -> None:
         slots: list[Address | None] = [None] * SLOTS
         known: dict[Address, None] = {}
         for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):
-            addresses = [self._seen(_address(server, node)) for server in servers]
+            addresses = [self.url.as_seen(_address(server, node)) for server in servers]
             slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
             known |= dict.fromkeys(addresses)
         if slots != self._slots or self._halves:
-            self._halves = await self._find_halves(slots, patience)
+            self._halves = await self._find_halves(slots, share)
         self._slots = slots
         # the given addresses may be names that lead to other nodes one day, so they stay
-        known |= dict.fromkeys(self.target.nodes)
+        known |= dict.fromkeys(self.url.nodes)
         self._known = [*(address for address in self._known if address in known), *(known.keys() - self._known)]
         self._suspects.clear()
         primaries = set(slots)
-        for address in [address for address in self._links if address not in primaries]:
-            link = self._links.pop(address)
-            self._former = {former for former in self._former if former.is_busy} | {link}
-            await link.retire()
+        for address in [address for address in self._servers if address not in primaries]:
+            server = self._servers.pop(address)
+            self._former = {former for former in self._former if former.is_busy} | {server}
+            await server.retire()
 
-    async def _find_halves(self, slots: Sequence[Address | None], patience: float) -> frozenset[int]:
+    async def _find_halves(self, slots: Sequence[Address | None], share: float) -> frozenset[int]:
         """Find slots that are moving to another primary, as the receiving primaries report them.
 
         The primary that gives a slot away knows too, but before Valkey 8 a replica that takes over from it does not:
         it would serve half of the keys as if they were all. So this matters only after something has changed hands.
         A user who may not ask (``CLUSTER NODES``) depends on no primary being lost while its slots move.
         """
-        until = asyncio.get_running_loop().time() + patience
+        until = asyncio.get_running_loop().time() + share
 
         async def arriving(address: Address) -> set[int]:
             with suppress(AiodigestError):
-                told = cast("bytes", await self._link(address).command("", "CLUSTER", "NODES", until=until))
+                told = cast("bytes", await self._server(address).command("", "CLUSTER", "NODES", until=until))
                 [own] = [line.split() for line in told.splitlines() if b"myself" in line]
                 return {int(slot[1:].partition(b"-<-")[0]) for slot in own[8:] if b"-<-" in slot}
             return set()
 
         primaries = {address for address in slots if address is not None}
         return frozenset[int]().union(*await asyncio.gather(*map(arriving, primaries)))
-
-    def _seen(self, address: Address) -> Address:
-        """Return a node's address as seen from here, if the node knows itself under another one."""
-        return self.target.remap(address) if self.target.remap else address
 
 
 def slot_of(key: str) -> int:

@@ -1,9 +1,8 @@
-"""The meaning of an error of redis-py, or of one timeline in a script, to aiodigest."""
+"""Errors of redis-py, and error replies for one timeline of a script, as errors of aiodigest."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Literal
 
 from redis import exceptions
@@ -25,25 +24,10 @@ UNAVAILABLE = {
 }
 DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
 STRANGER = {"NOAUTH", "WRONGPASS"}
+LOGINS = exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError
 FORBIDDEN = {*STRANGER, "NOPERM"}
 # how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
 REFUSED = ("The user executing the script can't", "ACL failure in script")
-# redis-py takes the code from the message of an error that has a class of its own
-CODES: Sequence[tuple[type[Exception], str]] = (
-    (exceptions.BusyLoadingError, "LOADING"),
-    (exceptions.OutOfMemoryError, "OOM"),
-    (exceptions.ReadOnlyError, "READONLY"),
-    (exceptions.MasterDownError, "MASTERDOWN"),
-    (exceptions.ClusterDownError, "CLUSTERDOWN"),
-    (exceptions.TryAgainError, "TRYAGAIN"),
-    (exceptions.NoPermissionError, "NOPERM"),
-    (exceptions.AuthenticationError, "WRONGPASS"),
-    (exceptions.AuthorizationError, "NOAUTH"),
-    (exceptions.AuthenticationWrongNumberOfArgsError, "WRONGPASS"),
-    (exceptions.MovedError, "MOVED"),
-    (exceptions.AskError, "ASK"),
-    (exceptions.ClusterCrossSlotError, "CROSSSLOT"),
-)
 CLUSTERED = {"MOVED", "CROSSSLOT"}
 MOVING = "access a non local key"  # so is the first read of prelude.lua refused; Redis and Valkey begin differently
 
@@ -55,11 +39,12 @@ def code_of(error: Exception | str) -> str:
     inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
     if inner:
         return inner.group(1)
-    # redis-py wraps what a server answers while it is connected to by a unix socket
-    cause = error.__cause__ if isinstance(error, Exception) else None
-    for kind, code in CODES:
-        if isinstance(error, kind) or isinstance(cause, kind):
-            return code
+    # redis-py takes the code out of the text, and wraps an error that it meets while it connects by a unix socket
+    for each in (error, error.__cause__) if isinstance(error, Exception) else ():
+        if isinstance(each, LOGINS):
+            return "WRONGPASS"
+        if isinstance(each, exceptions.RedisError) and each.status_code not in (None, "ERR"):
+            return each.status_code
     outer = re.match(r"-?([A-Z]{3,})\b", text)
     return outer.group(1) if outer else ""
 

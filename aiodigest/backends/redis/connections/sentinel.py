@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from redis import exceptions
 
+from aiodigest.backends.redis.connections.connection import (
+    Address,
+    Connecting,
+    drop,
+    new_connection,
+    send,
+    show_address,
+)
 from aiodigest.backends.redis.connections.errors import FORBIDDEN, code_of
-from aiodigest.backends.redis.connections.transport import Address, Wire, drop, new_wire, place, send
 from aiodigest.errors import ConfigurationError
 
 PORT = 26379
@@ -19,18 +26,18 @@ PORT = 26379
 
 @dataclass
 class Sentinels:
-    """The sentinels of a service; the one that named the primary last comes first."""
+    """The sentinels of a service; the one that named the primary last comes first.
+
+    redis-py's ``Sentinel`` gives no sentinel a share of the time, so that a dead one takes all of it. One that refuses
+    the user, or is no sentinel, ends the search. One that was cut off and names a former primary is asked first for
+    ever. And a wrong setting (ConfigurationError) cannot be told from servers that are away.
+    """
 
     service: str
-    make: Callable[..., Wire]
+    make: Connecting
     settings: Mapping[str, object] = field(repr=False)  # the password is among them
     addresses: list[Address]  # who named the primary last is asked first
     _trusted: Address | None = field(default=None, init=False)  # who that was, unless it is in doubt
-
-    @property
-    def ask(self) -> tuple[Callable[..., Wire], Mapping[str, object]]:
-        """The settings of a connection to a sentinel, without its address."""
-        return self.make, self.settings
 
     async def primary(self, timeout: float) -> Address:
         """Return the address of the primary.
@@ -52,7 +59,7 @@ class Sentinels:
                     self._trusted = address
                     return host, port
                 problem = "it sees the primary down"
-            problems.append(f"{place(*address)}: {problem}")
+            problems.append(f"{show_address(*address)}: {problem}")
         message = f"no sentinel names a primary of {self.service!r} ({'; '.join(problems)})"
         if refusals == len(problems):  # else it is one that is set up wrong, or the others are away
             raise ConfigurationError(message)
@@ -68,13 +75,15 @@ class Sentinels:
     async def _ask(self, address: Address, timeout: float) -> tuple[set[str], str, int]:
         """Return the flags, host and port that a sentinel has for the primary."""
         host, port = address
-        wire = new_wire(self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout})
+        connection = new_connection(
+            self.make, {**self.settings, "host": host, "port": port, "socket_connect_timeout": timeout}
+        )
         try:
-            await wire.connect()
-            await send(wire, "SENTINEL", "MASTER", self.service)
-            reply = await wire.read_response()
+            await connection.connect()
+            await send(connection, "SENTINEL", "MASTER", self.service)
+            reply = await connection.read_response()
         finally:
-            await drop(wire)
+            await drop(connection)
         try:
             words = [item.decode() for item in cast("list[bytes]", reply)]
             known = dict(zip(words[::2], words[1::2], strict=True))

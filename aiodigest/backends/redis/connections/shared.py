@@ -6,34 +6,33 @@ import asyncio
 from collections import Counter
 from typing import TypeAlias
 
-from aiodigest.backends.redis.connections.cluster import ClusterLink
-from aiodigest.backends.redis.connections.server import Link
-from aiodigest.backends.redis.connections.url import Target
+from aiodigest.backends.redis.connections.cluster import ClusterConnections
+from aiodigest.backends.redis.connections.server import ServerConnections
+from aiodigest.backends.redis.connections.url import URL
 
-AnyLink: TypeAlias = Link | ClusterLink
+Connections: TypeAlias = ServerConnections | ClusterConnections
 
-_links: dict[tuple[object, asyncio.AbstractEventLoop, float], AnyLink] = {}
-_users = Counter[AnyLink]()
+_shared: dict[tuple[object, asyncio.AbstractEventLoop, float], Connections] = {}
+_users = Counter[Connections]()
 
 
-def join_link(target: Target, timeout: float) -> AnyLink:
+def join_connections(url: URL, timeout: float) -> Connections:
     """Return connections for the running loop: those of other users of the same client, or new ones."""
-    for left in [place for place in list(_links) if place[1].is_closed()]:  # its user never left
-        _users.pop(_links.pop(left), None)
-    place = (object() if target.pool is None else target.pool, asyncio.get_running_loop(), timeout)
-    if place not in _links:
-        _links[place] = ClusterLink(target, timeout) if target.nodes else Link(target, timeout)
-    link = _links[place]
-    _users[link] += 1
-    return link
+    for left in [place for place in list(_shared) if place[1].is_closed()]:  # its user never left
+        _users.pop(_shared.pop(left), None)
+    place = (object() if url.pool is None else url.pool, asyncio.get_running_loop(), timeout)
+    if place not in _shared:
+        _shared[place] = ClusterConnections(url, timeout) if url.nodes else ServerConnections(url, timeout)
+    _users[_shared[place]] += 1
+    return _shared[place]
 
 
-async def leave_link(link: AnyLink) -> None:
+async def leave_connections(connections: Connections) -> None:
     """End one user's share; the last one closes every connection, and calls under way fail."""
-    _users[link] -= 1
-    if _users[link] > 0:
+    _users[connections] -= 1
+    if _users[connections] > 0:
         return
-    del _users[link]
-    for place in [place for place, joined in list(_links.items()) if joined is link]:  # other threads have loops, too
-        del _links[place]
-    await link.close()
+    del _users[connections]
+    for place in [place for place, joined in list(_shared.items()) if joined is connections]:  # other threads add to it
+        del _shared[place]
+    await connections.close()

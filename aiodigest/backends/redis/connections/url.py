@@ -1,4 +1,4 @@
-"""The location of a server: a URL or a client, of one server, of one watched by sentinels, or of a cluster."""
+"""URLs: where a server is and how to connect to it, read from a URL or a client; passwords hidden when shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
@@ -15,17 +15,23 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import (
     URL_QUERY_ARGUMENT_PARSERS,
     AbstractConnection,
-    Connection,
     ConnectionPool,
     SSLConnection,
     UnixDomainSocketConnection,
     parse_url,
 )
+from redis.asyncio.connection import Connection as TCPConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
+from aiodigest.backends.redis.connections.connection import (
+    Address,
+    Connecting,
+    Connection,
+    new_connection,
+    show_address,
+)
 from aiodigest.backends.redis.connections.sentinel import PORT as SENTINEL_PORT
 from aiodigest.backends.redis.connections.sentinel import Sentinels
-from aiodigest.backends.redis.connections.transport import Address, Wire, new_wire, place
 from aiodigest.errors import ConfigurationError
 
 Source: TypeAlias = "str | Redis | RedisCluster"
@@ -48,7 +54,8 @@ OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
 def _parameters() -> frozenset[str]:
     """Return the parameters allowed in a URL's query: those of redis-py's connections, and the sentinels' login."""
     makers = cast(
-        "Sequence[Callable[..., object]]", (AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection)
+        "Sequence[Callable[..., object]]",
+        (AbstractConnection, TCPConnection, SSLConnection, UnixDomainSocketConnection),
     )
     taken = (signature(make).parameters for make in makers)
     return OF_SENTINELS.union(URL_QUERY_ARGUMENT_PARSERS, *taken) - {"args", "kwargs"}
@@ -80,11 +87,11 @@ def hide_password(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A server, and the way to connect to it."""
+class URL:
+    """Where a server, a service or a cluster is, and how to connect to it; ``str()`` of it hides the password."""
 
-    url: str
-    make: Callable[..., Wire]
+    shown: str
+    make: Connecting
     settings: Mapping[str, object]
     pool: object = None  # of the client that was given: engines with the same one share their connections
     sentinels: Sentinels | None = None
@@ -98,7 +105,7 @@ class Target:
         named = self.settings.get("username")
         return named if isinstance(named, str) else "default"
 
-    async def primary(self, timeout: float) -> Target:
+    async def primary(self, timeout: float) -> URL:
         """Return the current primary, if sentinels say; else this very server.
 
         The sentinels' answer may be out of date. A server that is not a primary refuses every transition with READONLY,
@@ -106,20 +113,24 @@ class Target:
         """
         return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self
 
-    def connection(self, timeout: float) -> Wire:
+    def connection(self, timeout: float) -> Connection:
         """Make a connection, not connected yet."""
-        return new_wire(self.make, {**self.settings, "socket_connect_timeout": timeout})
+        return new_connection(self.make, {**self.settings, "socket_connect_timeout": timeout})
 
-    def at(self, address: Address) -> Target:
+    def at(self, address: Address) -> URL:
         """Return a node of a cluster, or a server of a service."""
         host, port = address
         settings = {**self.settings, "host": host, "port": port}
         named = "" if address in self.nodes else host
-        return replace(self, url=f"{place(host, port)} of {self.url}", settings=settings, named=named)
+        return replace(self, shown=f"{show_address(host, port)} of {self}", settings=settings, named=named)
+
+    def as_seen(self, address: Address) -> Address:
+        """Return a node's address as seen from here, if the node knows itself under another one."""
+        return self.remap(address) if self.remap else address
 
     def check(self) -> None:
         """Check that the settings make a connection, without I/O; Unreadable says what is wrong."""
-        for make, settings in [(self.make, self.settings), *([self.sentinels.ask] if self.sentinels else [])]:
+        for make, settings in [(each.make, each.settings) for each in (self, self.sentinels) if each]:
             try:
                 make(**settings)
             except TypeError:
@@ -135,8 +146,13 @@ class Target:
         return isinstance(self.make, type) and issubclass(self.make, SSLConnection)
 
     @property
+    def failover(self) -> Literal["", "sentinel", "cluster"]:
+        """What another server takes over by, if any does."""
+        return "sentinel" if self.sentinels else "cluster" if self.nodes else ""
+
+    @property
     def _kind(self) -> str:
-        return "+sentinel" if self.sentinels else "+cluster" if self.nodes else ""
+        return f"+{self.failover}" if self.failover else ""
 
     def hint(self, error: Exception) -> str:
         """Guess the URL's fault from an error of a server that has never answered; '' if there is no guess."""
@@ -149,15 +165,18 @@ class Target:
             return f"is it a port for TLS? Then give rediss{self._kind}://"
         return ""
 
+    def __str__(self) -> str:
+        return self.shown
+
     def __repr__(self) -> str:
-        return f"Target({self.url!r})"
+        return f"URL({self.shown!r})"
 
 
 class Unreadable(Exception):
     """A URL that names no server; the message quotes only the names of its parameters."""
 
 
-def find_target(source: object) -> Target:
+def read_url(source: object) -> URL:
     """Return the server that a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
     if isinstance(source, Redis):
         return _of_client(source.connection_pool)
@@ -172,9 +191,9 @@ def find_target(source: object) -> Target:
     scheme = source.partition("://")[0].lower()
     read = {"sentinel": _of_sentinels, "cluster": _of_cluster}.get(scheme.partition("+")[2], _of_server)
     try:
-        target = read(source, shown)
-        target.check()
-        return target
+        url = read(source, shown)
+        url.check()
+        return url
     except Unreadable as fault:
         reason = str(fault)
     except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
@@ -182,7 +201,7 @@ def find_target(source: object) -> Target:
     raise ConfigurationError(f"{shown!r} is no URL of a server: {reason}; allowed is {ALLOWED}")
 
 
-def _of_server(url: str, shown: str) -> Target:
+def _of_server(url: str, shown: str) -> URL:
     parts = urlsplit(url)
     _ = parts.port  # parsed here; a bad one raises
     scheme = parts.scheme if "://" in url else ""
@@ -194,8 +213,7 @@ def _of_server(url: str, shown: str) -> Target:
         raise Unreadable("it names no socket")
     if scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path):
         raise Unreadable("the database is not a number")
-    make, given = _parse(url)
-    return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given))
+    return URL(shown, *_connecting(*_parse(url)))
 
 
 class Parts(NamedTuple):
@@ -225,7 +243,7 @@ def _split(url: str) -> Parts:
     return Parts(scheme, login + at, hosts.split(","), path, mark + query)
 
 
-def _of_sentinels(url: str, shown: str) -> Target:
+def _of_sentinels(url: str, shown: str) -> URL:
     parts = _split(url)
     found = re.fullmatch(r"([^/]*)(?:/(\d*))?", parts.path)
     if not found:
@@ -235,19 +253,18 @@ def _of_sentinels(url: str, shown: str) -> Target:
     make, given = _parse(parts.of_one(found[2] or "0"))
     lent = {name: value for name, value in given.items() if name.startswith("ssl_")}
     lent |= {name: given[f"sentinel_{name}"] for name in ("username", "password") if f"sentinel_{name}" in given}
-    wire = cast("Callable[..., Wire]", make)
     addresses = [_address(host, SENTINEL_PORT) for host in parts.hosts]
-    sentinels = Sentinels(unquote(found[1]), wire, _settings(make, lent), addresses)
-    return Target(shown, wire, _settings(make, given), sentinels=sentinels)
+    sentinels = Sentinels(unquote(found[1]), *_connecting(make, lent), addresses)
+    return URL(shown, *_connecting(make, given), sentinels=sentinels)
 
 
-def _of_cluster(url: str, shown: str) -> Target:
+def _of_cluster(url: str, shown: str) -> URL:
     parts = _split(url)
     make, given = _parse(parts.of_one(parts.path))
     if parts.path not in ("", "0") or given.get("db"):
         raise Unreadable("a cluster has one database, 0")
     nodes = [_address(host, PORT) for host in parts.hosts]
-    return Target(shown, cast("Callable[..., Wire]", make), _settings(make, given), nodes=nodes)
+    return URL(shown, *_connecting(make, given), nodes=nodes)
 
 
 def _address(host: str, default: int) -> Address:
@@ -268,61 +285,53 @@ def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
             named = repr(name) if name.isidentifier() and not after_secret else "one of them"
             raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")
         after_secret = after_secret or re.search(SECRETS, name) is not None
-    return cast("type[AbstractConnection]", given.pop("connection_class", Connection)), given
+    return cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection)), given
 
 
-def _of_client(pool: ConnectionPool) -> Target:
-    make, given = pool.connection_class, _kwargs(pool)
+def _of_client(pool: ConnectionPool) -> URL:
+    make = pool.connection_class
     if isinstance(pool, SentinelConnectionPool):
-        return _of_sentinel_client(pool, SSLConnection if issubclass(make, SSLConnection) else Connection)
-    settings = _settings(make, given)
+        return _of_sentinel_client(pool, SSLConnection if issubclass(make, SSLConnection) else TCPConnection)
+    connect, settings = _connecting(make, pool.connection_kwargs)
     if "path" in settings:
         url = f"unix://{settings['path']}"
     else:
-        url = f"redis://{place(settings.get('host', 'localhost'), settings.get('port', 6379))}"
-    return Target(url, cast("Callable[..., Wire]", make), settings, pool)
+        url = f"redis://{show_address(settings.get('host', 'localhost'), settings.get('port', PORT))}"
+    return URL(url, connect, settings, pool)
 
 
-def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnection]) -> Target:
-    """Return the target of a client from ``Sentinel(...).master_for(...)``."""
+def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnection]) -> URL:
+    """Return the URL of a client from ``Sentinel(...).master_for(...)``."""
     if not cast("Any", pool).is_master:
         raise ConfigurationError("the client is of replicas, which refuse writes; give that of master_for()")
-    settings, service = _settings(make, _kwargs(pool)), cast("str", pool.service_name)
-    clients = cast("Sequence[Redis]", pool.sentinel_manager.sentinels)
-    if not clients:
+    (connect, settings), service = _connecting(make, pool.connection_kwargs), cast("str", pool.service_name)
+    pools = [client.connection_pool for client in cast("Sequence[Redis]", pool.sentinel_manager.sentinels)]
+    if not pools:
         raise ConfigurationError("the client has no sentinels")
-    addresses = [(str(kwargs["host"]), cast("int", kwargs["port"])) for kwargs in map(_kwargs_of, clients)]
-    first = clients[0].connection_pool
-    ask = first.connection_class
-    sentinels = Sentinels(service, cast("Callable[..., Wire]", ask), _settings(ask, _kwargs(first)), addresses)
-    url = f"redis+sentinel://{','.join(place(*address) for address in addresses)}/{service}/{settings.get('db', 0)}"
-    return Target(url, cast("Callable[..., Wire]", make), settings, pool, sentinels)
+    addresses = [(str(each.connection_kwargs["host"]), cast("int", each.connection_kwargs["port"])) for each in pools]
+    sentinels = Sentinels(service, *_connecting(pools[0].connection_class, pools[0].connection_kwargs), addresses)
+    hosts = ",".join(show_address(*address) for address in addresses)
+    url = f"redis+sentinel://{hosts}/{service}/{settings.get('db', 0)}"
+    return URL(url, connect, settings, pool, sentinels)
 
 
-def _of_cluster_client(client: RedisCluster) -> Target:
-    """Return the target of a cluster client's settings; the client sends nothing, since it repeats unsafe calls."""
+def _of_cluster_client(client: RedisCluster) -> URL:
+    """Return the URL of a cluster client's settings; the client sends nothing, since it repeats unsafe calls."""
     known = cast("Any", client)
     nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
     given = dict(cast("Mapping[str, object]", known.connection_kwargs))
-    make = cast("type[AbstractConnection]", given.pop("connection_class", Connection))
+    make = cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection))
     scheme = "rediss" if issubclass(make, SSLConnection) else "redis"
-    url = f"{scheme}+cluster://{','.join(place(*node) for node in nodes)}"
+    url = f"{scheme}+cluster://{','.join(show_address(*node) for node in nodes)}"
     remap = cast("Callable[[Address], Address] | None", known.nodes_manager.address_remap)
-    return Target(url, cast("Callable[..., Wire]", make), _settings(make, given), client, nodes=nodes, remap=remap)
+    return URL(url, *_connecting(make, given), client, nodes=nodes, remap=remap)
 
 
-def _kwargs(pool: ConnectionPool) -> Mapping[str, object]:
-    return cast("Mapping[str, object]", pool.connection_kwargs)
-
-
-def _kwargs_of(client: Redis) -> Mapping[str, object]:
-    return _kwargs(client.connection_pool)
-
-
-def _settings(make: type[AbstractConnection], given: Mapping[str, object]) -> dict[str, object]:
+def _connecting(make: type[AbstractConnection], given: Mapping[str, object]) -> tuple[Connecting, dict[str, object]]:
+    """Return redis-py's class of a connection, and the settings that are taken over."""
     settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
     # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
     settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
-    if issubclass(make, Connection):
+    if issubclass(make, TCPConnection):
         settings["socket_keepalive"] = True  # a dead peer is noticed within 45 s, by redis-py's defaults
-    return settings
+    return cast("Connecting", make), settings

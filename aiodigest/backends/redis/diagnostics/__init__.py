@@ -1,1 +1,5 @@
-"""Checks of a namespace's servers, and of its contents there: ``DigestEngine.examine``."""
+"""What ``doctor`` finds (``DigestEngine.examine``): facts that are asked for, and checks that judge them.
+
+A new quirk of a server goes to ``server.py``, and a new finding on a namespace to ``namespace.py``: in both it is a
+function in ``CHECKS``, and a field of the facts if it needs another answer.
+"""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.shared import AnyLink
+from aiodigest.backends.redis.connections.shared import Connections
 from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import Check, Finding
@@ -14,13 +14,13 @@ SAME_USERS = "give every node the same users (docs/security.md#users), and keep 
 TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
 
 
-@dataclass
-class Interview:
-    """Asks as a user, and notes every refusal."""
+class Queries:
+    """Questions over some connections, and a note of each that was refused."""
 
-    link: AnyLink
-    user: str
-    notes: list[Finding] = field(default_factory=list[Finding])
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+        self.user = connections.url.user
+        self.notes: list[Finding] = []
 
     async def ask(self, check: Check, subject: str, *command: Argument, key: str = "") -> object | None:
         """Return the reply to a command; None if it is refused, which leaves ``subject`` unknown.
@@ -29,21 +29,19 @@ class Interview:
         """
         words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
         try:
-            return await self.link.command(key, *command)
+            return await self.connections.command(key, *command)
         except BackendUnavailable:
             raise
         except ConfigurationError as error:
             if refused(error) != "command":
                 raise
             message = f"{subject}: not looked at, since user {self.user!r} may not run {' '.join(words)}"
-            self.note(check, message, self.allow("|".join(words)))
+            self.notes.append(Finding(check, "note", message, grant(self.user, ["|".join(words)])))
         except AiodigestError as error:
-            self.note(check, f"{subject}: not looked at, since {error}")
+            self.notes.append(Finding(check, "note", f"{subject}: not looked at, since {error}"))
         return None
 
-    def note(self, check: Check, message: str, remedy: str = "") -> None:
-        self.notes.append(Finding(check, "note", message, remedy))
 
-    def allow(self, *commands: str) -> str:
-        """Return the command that grants the user ``commands``."""
-        return f"ACL SETUSER {self.user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"
+def grant(user: str, commands: Iterable[str]) -> str:
+    """Return the command that grants a user ``commands``."""
+    return f"ACL SETUSER {user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"

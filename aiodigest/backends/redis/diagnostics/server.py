@@ -1,18 +1,26 @@
-"""The verdict on a server, from its own answers. This module asks nothing: see ``servers.py``."""
+"""A server's own answers, and what they mean for a namespace on it; the checks judge facts, and ask nothing."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
-from typing import Literal
+from typing import Literal, cast
 
-from aiodigest.backends.redis.connections.transport import Address
+from aiodigest.backends.redis.connections.connection import Address
+from aiodigest.backends.redis.connections.server import OLDEST
+from aiodigest.backends.redis.diagnostics.queries import Queries
+from aiodigest.backends.redis.diagnostics.units import in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
+from aiodigest.backends.redis.scripts import COMMANDS, load_script, text
 from aiodigest.models import Finding
 
-OLDEST = (6, 2)  # the oldest version that works
+SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
+TRIPS = 20
+SLOW_CALLS = 128  # looked at, of those in the server's log: as many as it keeps unless it is told otherwise
 RECOMMENDED = (7, 2)
 FILLING, FULL = 0.8, 0.95  # of maxmemory
 SLOW_TRIP = 0.010  # seconds
@@ -26,7 +34,7 @@ ADD_REPLICA: Mapping[str, str] = {
 LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SlowCall:
     """A call of an aiodigest script in the server's log of slow calls."""
 
@@ -35,8 +43,8 @@ class SlowCall:
     age: float
 
 
-@dataclass(slots=True)
-class Facts:
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
     """A server's answers; a missing one is empty or None."""
 
     info: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -62,13 +70,81 @@ class Facts:
         return [(each["ip"], int(each["port"])) for each in known]
 
 
-def judge(facts: Facts) -> Iterator[Finding]:
+async def read_server(queries: Queries, namespace: str, wait_replicas: int) -> ServerFacts:
+    """Ask a server for its facts."""
+    failover = queries.connections.url.failover
+    info = _lines(await queries.ask("server", "version, memory, persistence and replicas", "INFO"))
+    settings, cluster = await _settings(queries), dict[str, str]()
+    if failover == "cluster":
+        cluster = _lines(await queries.ask("cluster", "its state", "CLUSTER", "INFO"))
+        await queries.ask("cluster", "slots that are on their way to it", "CLUSTER", "NODES")  # workers ask so too
+    samples = await _trips(queries)
+    trips, offset = [trip for trip, _ in samples], min(samples)[1] if samples else None  # the quickest knows best
+    log = await queries.ask("slow scripts", "the log of slow calls", "SLOWLOG", "GET", SLOW_CALLS)
+    calls = cast("list[list[object]] | None", log)
+    now = time.time() + (offset or 0)
+    slow = [slow for call in calls or () if (slow := _slow_call(namespace, call, now))]
+    logged = None if calls is None else len(calls)
+    return ServerFacts(info, settings, cluster, trips, offset, logged, slow, wait_replicas, failover)
+
+
+async def _settings(queries: Queries) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for setting in SETTINGS:
+        reply = await queries.ask("settings", ", ".join(SETTINGS), "CONFIG", "GET", setting)
+        if reply is None:
+            break
+        words = [text(word) for word in cast("list[bytes]", reply)]
+        found.update(zip(words[::2], words[1::2], strict=True))
+    return found
+
+
+async def _trips(queries: Queries) -> list[tuple[float, float]]:
+    """Time round trips, each with how far the server's clock is ahead of this machine's; seconds."""
+    samples: list[tuple[float, float]] = []
+    for _ in range(TRIPS):
+        here, began = time.time(), time.perf_counter()
+        reply = await queries.ask("clock", "clock and round trip", "TIME")
+        trip = time.perf_counter() - began
+        if reply is None:
+            break
+        seconds, micros = cast("list[bytes]", reply)
+        samples.append((trip, int(seconds) + int(micros) / 1e6 - (here + trip / 2)))
+    return samples
+
+
+def _lines(reply: object) -> dict[str, str]:
+    """Parse INFO into fields by name."""
+    lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _slow_call(namespace: str, call: Sequence[object], now: float) -> SlowCall | None:
+    """Return a slow call if it is of a script on the namespace's keys."""
+    _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
+    if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
+        return None
+    if not words[3].startswith((f"{{{namespace}}}:".encode(), f"{{{namespace}:".encode())):
+        return None
+    return SlowCall(_scripts().get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began))
+
+
+@cache
+def _scripts() -> Mapping[str, str]:
+    """Map the scripts' digests to their names."""
+    return {load_script(name).sha: name for name in COMMANDS}
+
+
+# Checks
+
+
+def check_server(facts: ServerFacts) -> Iterator[Finding]:
     """Yield all findings on a server."""
     for check in CHECKS:
         yield from check(facts)
 
 
-def check_version(facts: Facts) -> Iterator[Finding]:
+def check_version(facts: ServerFacts) -> Iterator[Finding]:
     compatible = re.match(r"(\d+)\.(\d+)", facts.info.get("redis_version", ""))
     if compatible is None:
         return
@@ -84,13 +160,13 @@ def check_version(facts: Facts) -> Iterator[Finding]:
         yield Finding("version", "ok", message)
 
 
-def check_role(facts: Facts) -> Iterator[Finding]:
+def check_role(facts: ServerFacts) -> Iterator[Finding]:
     if facts.info.get("role") == "slave":
         remedy = "give the URL of its primary, or redis+sentinel://, or redis+cluster://"
         yield Finding("role", "problem", "it is a replica, and refuses every write", remedy)
 
 
-def check_eviction(facts: Facts) -> Iterator[Finding]:
+def check_eviction(facts: ServerFacts) -> Iterator[Finding]:
     policy, most = facts.info.get("maxmemory_policy"), facts.number("maxmemory")
     if policy is None or most is None:
         return
@@ -108,7 +184,7 @@ def check_eviction(facts: Facts) -> Iterator[Finding]:
         yield Finding("eviction", "note", message, remedy)
 
 
-def check_memory(facts: Facts) -> Iterator[Finding]:
+def check_memory(facts: ServerFacts) -> Iterator[Finding]:
     used, most = facts.number("used_memory"), facts.number("maxmemory")
     if used is None or most is None:
         return
@@ -126,7 +202,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("memory", level, f"{message}; when it is full, adds are refused", remedy)
 
 
-def check_persistence(facts: Facts) -> Iterator[Finding]:
+def check_persistence(facts: ServerFacts) -> Iterator[Finding]:
     log, save, sync = (facts.info.get("aof_enabled"), facts.settings.get("save"), facts.settings.get("appendfsync"))
     remedy = f"CONFIG SET appendonly yes{IN_FILE}"
     always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
@@ -154,7 +230,7 @@ def check_persistence(facts: Facts) -> Iterator[Finding]:
             pass
 
 
-def check_saves(facts: Facts) -> Iterator[Finding]:
+def check_saves(facts: ServerFacts) -> Iterator[Finding]:
     failures = {
         "aof_last_write_status": "the last write to its append-only file failed, so it refuses writes",
         "aof_last_bgrewrite_status": "the last rewrite of its append-only file failed, so the file goes on growing",
@@ -165,7 +241,7 @@ def check_saves(facts: Facts) -> Iterator[Finding]:
             yield Finding("disk", "problem", message, LOG)
 
 
-def check_replicas(facts: Facts) -> Iterator[Finding]:
+def check_replicas(facts: ServerFacts) -> Iterator[Finding]:
     if facts.info.get("role") != "master":
         return
     online = len(facts.replicas)
@@ -191,7 +267,7 @@ def check_replicas(facts: Facts) -> Iterator[Finding]:
         yield Finding("replicas", "ok", message)
 
 
-def check_clock(facts: Facts) -> Iterator[Finding]:
+def check_clock(facts: ServerFacts) -> Iterator[Finding]:
     if facts.offset is None:
         return
     apart = abs(facts.offset)
@@ -204,7 +280,7 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
         yield Finding("clock", level, message, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
 
 
-def check_round_trip(facts: Facts) -> Iterator[Finding]:
+def check_round_trip(facts: ServerFacts) -> Iterator[Finding]:
     if not facts.trips:
         return
     trip = median(facts.trips)
@@ -216,7 +292,7 @@ def check_round_trip(facts: Facts) -> Iterator[Finding]:
         yield Finding("round trip", "ok", message, value=trip)
 
 
-def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
+def check_slow_scripts(facts: ServerFacts) -> Iterator[Finding]:
     if facts.logged is None:
         return
     if not facts.slow:
@@ -231,7 +307,7 @@ def check_slow_scripts(facts: Facts) -> Iterator[Finding]:
     yield Finding("slow scripts", "note", message, remedy, longest.seconds)
 
 
-def check_cluster(facts: Facts) -> Iterator[Finding]:
+def check_cluster(facts: ServerFacts) -> Iterator[Finding]:
     if not facts.cluster:
         return
     state, served = facts.cluster.get("cluster_state"), int(facts.cluster.get("cluster_slots_ok") or 0)
@@ -243,7 +319,7 @@ def check_cluster(facts: Facts) -> Iterator[Finding]:
         yield Finding("cluster", "problem", f"{message}: what is in the others is out of reach", remedy)
 
 
-CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (
+CHECKS: Sequence[Callable[[ServerFacts], Iterator[Finding]]] = (
     check_version,
     check_role,
     check_eviction,
@@ -256,21 +332,3 @@ CHECKS: Sequence[Callable[[Facts], Iterator[Finding]]] = (
     check_round_trip,
     check_slow_scripts,
 )
-
-
-def in_bytes(number: int) -> str:
-    """Show a number of bytes to people."""
-    size = float(number)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
-
-
-def in_time(seconds: float) -> str:
-    """Show a duration to people."""
-    for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
-        if seconds < most:
-            return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} days"

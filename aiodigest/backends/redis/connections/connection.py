@@ -1,4 +1,4 @@
-"""A connection of redis-py's, as far as aiodigest uses it."""
+"""One connection of redis-py's, as far as it is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _contexts: dict[object, SSLContext] = {}
 TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_ciphers", "ssl_min_version")
 
 
-class Wire(Protocol):
+class Connection(Protocol):
     """The part of redis-py's connections in use."""
 
     @property
@@ -37,31 +37,34 @@ class Wire(Protocol):
     async def read_response(self) -> object: ...
 
 
-async def send(wire: Wire, *command: Argument) -> None:
+Connecting: TypeAlias = Callable[..., Connection]
+
+
+async def send(connection: Connection, *command: Argument) -> None:
     """Send a command; hiredis packs a large one six times as fast as redis-py does.
 
     A dropped connection stays closed. redis-py would reopen it, and a ``WAIT`` there waits for nobody's writes.
     """
-    if not wire.is_connected:
+    if not connection.is_connected:
         raise exceptions.ConnectionError("the connection was closed meanwhile")
     packed = cast("bytes", cast("Any", hiredis).pack_command(command))  # its declared type takes one argument
-    await wire.send_packed_command(packed, check_health=False)
+    await connection.send_packed_command(packed, check_health=False)
 
 
-async def drop(wire: Wire) -> None:
+async def drop(connection: Connection) -> None:
     """Close a connection without waiting for its other end."""
     with suppress(exceptions.RedisError, OSError):
-        await wire.disconnect(nowait=True)
+        await connection.disconnect(nowait=True)
 
 
-def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
+def new_connection(make: Connecting, settings: Mapping[str, object]) -> Connection:
     """Make a connection, not connected yet; ConfigurationError if TLS cannot be set up: no server would fix that.
 
     Reading certificates takes a tenth of a second, which blocks everything else: connections share the result for as
     long as the files are the same.
     """
-    wire = make(**settings)
-    context = getattr(wire, "ssl_context", None)
+    connection = make(**settings)
+    context = getattr(connection, "ssl_context", None)
     try:
         if context is not None:
             tls = {name: value for name, value in settings.items() if name.startswith("ssl_")}
@@ -74,7 +77,7 @@ def new_wire(make: Callable[..., Wire], settings: Mapping[str, object]) -> Wire:
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
         raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
-    return wire
+    return connection
 
 
 def _changed_at(path: object) -> int:
@@ -85,5 +88,5 @@ def _changed_at(path: object) -> int:
         return 0
 
 
-def place(host: object, port: object) -> str:
+def show_address(host: object, port: object) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,0 +1,368 @@
+"""The answers of a namespace's shards, and what they mean; the checks judge facts, and ask nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from aiodigest.backend import DEAD_LETTER_TTL_MS
+from aiodigest.backends.redis.connections.cluster import slot_of
+from aiodigest.backends.redis.connections.connection import show_address
+from aiodigest.backends.redis.connections.server import LayoutMismatch
+from aiodigest.backends.redis.diagnostics.queries import SAME_USERS, Queries, grant
+from aiodigest.backends.redis.diagnostics.units import in_time, several
+from aiodigest.backends.redis.layout import RETIRED, Layout
+from aiodigest.backends.redis.namespace import Namespace
+from aiodigest.backends.redis.scripts import COMMANDS, number, text
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.models import OVERDUE, Finding, Stats
+
+MANY_DEAD_LETTERS = 1_000
+REPAIR = "another program has written it: keep it from the namespace's keys, and see docs/design.md for what is there"
+PARTS: Mapping[str, Sequence[str]] = {  # of the work, and the scripts that it takes
+    "add": ("layout", "add"),
+    "deliver": ("layout", "claim", "renew", "close", "retry", "release"),
+    "look": ("look", "read", "counts", "letters", "letter"),
+    "move by hand": ("flush", "delete", "remove", "reschedule", "replay", "discard"),
+}
+ROLES: Sequence[set[str]] = ({"add"}, {"deliver"}, {"look", "move by hand"})  # those of docs/security.md
+
+
+def commands_of(*scripts: str) -> frozenset[str]:
+    return frozenset[str]().union(*(COMMANDS[script] for script in scripts))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """The answers of one shard."""
+
+    draining: bool = False
+    version: str = ""  # of its layout; none: it was never used
+    fits: bool = True
+    silence: float | None = None  # seconds since a worker was heard of; None: none ever was
+    lease: float = 60.0
+    held: Counter[str] = field(default_factory=Counter[str])  # what the script `counts` tells
+    ended: int = 0  # leases that ended long ago
+    oldest_dead_letter: float | None = None  # seconds since it became one
+
+    @property
+    def is_used(self) -> bool:
+        return self.version not in ("", RETIRED)
+
+    @property
+    def is_served(self) -> bool:
+        """True if a worker was heard of in time: after half a lease the store, too, takes all of them for gone."""
+        return self.silence is not None and self.silence <= self.lease / 2
+
+    @property
+    def size(self) -> int:
+        """The number of timelines it holds."""
+        return self.held["waiting"] + self.held["ready"] + self.held["leased"]
+
+
+@dataclass(frozen=True, slots=True)
+class LostShard:
+    """A shard out of reach: why, and where it would be."""
+
+    error: AiodigestError
+    slot: int
+    primary: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFacts:
+    """The answers of a namespace."""
+
+    name: str
+    user: str
+    current: Layout
+    drained: Layout | None
+    denied: Mapping[frozenset[str], Sequence[str]]  # commands that the user may not run, and on which primaries
+    shards: Sequence[ShardFacts]  # in reach
+    lost: Sequence[LostShard]
+    spread: Sequence[int] | None  # shards on each primary of a cluster that has any; None: it is one server
+    primaries: int
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The commands that the user lacks for a look, on any primary."""
+        return commands_of("counts") & frozenset[str]().union(*self.denied)
+
+    @property
+    def scope(self) -> str:
+        """The limit of what is found: the shards in reach."""
+        of = several(len(self.shards) + len(self.lost), "shard")
+        return f" (in the {len(self.shards)} of {of} in reach)" if self.lost else ""
+
+    @property
+    def was_used(self) -> bool:
+        """True if any shard in reach ever was."""
+        return any(shard.version for shard in self.shards)
+
+
+class NamespaceReader:
+    """A single look at a namespace: asks its shards, and for its user's rules."""
+
+    def __init__(self, namespace: Namespace, queries: Queries) -> None:
+        self._namespace = namespace
+        self._queries = queries
+        self._layout = layout = namespace.layout
+        live = layout.current, layout.drained
+        self._shards = [shard for shard, home in enumerate(layout.homes) if home.layout in live]
+        self._denied: dict[frozenset[str], list[str]] = {}
+
+    async def read(self) -> NamespaceFacts:
+        namespace, connections = self._namespace, self._queries.connections
+        await self._ask_rules()
+        answers = await asyncio.gather(*map(self._ask, self._shards))
+        await self._listen()
+        keys = [namespace.key(shard, "layout") for shard in self._current_shards()]
+        return NamespaceFacts(
+            name=namespace.name,
+            user=self._queries.user,
+            current=self._layout.current,
+            drained=self._layout.drained,
+            denied=self._denied,
+            shards=[answer for answer in answers if isinstance(answer, ShardFacts)],
+            lost=[answer for answer in answers if isinstance(answer, LostShard)],
+            spread=list(Counter(map(connections.primary_of, keys)).values()) if connections.url.nodes else None,
+            primaries=len(connections.primaries),
+        )
+
+    def _current_shards(self) -> Iterator[int]:
+        return (shard for shard in self._shards if self._layout.homes[shard].layout == self._layout.current)
+
+    async def _ask_rules(self) -> None:
+        """Ask each primary with shards which commands the user may not run: servers do not share their rules."""
+
+        async def ask(where: str, shard: int) -> None:
+            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
+                denied = await self._namespace.denied_on(shard)
+                self._denied.setdefault(denied, []).append(where)
+
+        await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in self._shards}.items()))
+
+    def _place(self, shard: int) -> str:
+        """Return the primary of a shard; '' if there is only one."""
+        address = self._queries.connections.primary_of(self._namespace.key(shard, "layout"))
+        return show_address(*address) if address else ""
+
+    def _may(self, *scripts: str) -> bool:
+        return not commands_of(*scripts) & frozenset[str]().union(*self._denied)
+
+    async def _ask(self, shard: int) -> ShardFacts | LostShard:
+        try:
+            return await self._read_shard(shard)
+        except LayoutMismatch:  # it is being changed at this moment
+            return ShardFacts()
+        except (BackendUnavailable, ConfigurationError) as error:
+            if not self._queries.connections.url.nodes:
+                raise
+            return LostShard(error, slot_of(self._namespace.key(shard, "layout")), self._place(shard))
+        except AiodigestError as error:
+            self._queries.notes.append(Finding("shards", "problem", f"a shard is broken: {error}", REPAIR))
+            return ShardFacts()
+
+    async def _read_shard(self, shard: int) -> ShardFacts:
+        layout, key = self._layout.homes[shard].layout, self._namespace.key(shard, "layout")
+        draining, subject = layout != self._layout.current, "who delivers"
+        fields = "version", "seen", "lease", "hold"
+        reply = await self._queries.ask("workers", subject, "HMGET", key, *fields, key=key)
+        clock = await self._queries.ask("workers", subject, "TIME", key=key)
+        if reply is None or clock is None:
+            return ShardFacts(draining)
+        version, *marks = cast("list[bytes | None]", reply)
+        fitting = ["", layout.version, *([layout.draining, RETIRED] if draining else [])]
+        facts = ShardFacts(draining, text(version or b""), text(version or b"") in fitting)
+        if not facts.is_used:
+            return facts
+        seconds, micros = map(int, cast("list[bytes]", clock))
+        now_ms = seconds * 1000 + micros // 1000
+        seen_ms, lease_ms, hold_ms = [int(mark or 0) for mark in marks]
+        if seen_ms:
+            facts = replace(facts, lease=lease_ms / 1000, silence=max(0, now_ms - seen_ms) / 1000)
+        return await self._with_contents(shard, facts, now_ms, hold_ms) if self._may("counts") else facts
+
+    async def _with_contents(self, shard: int, facts: ShardFacts, now_ms: int, hold_ms: int) -> ShardFacts:
+        """Return a shard's facts with those of what it holds."""
+        key, leased, dead = [self._namespace.key(shard, name) for name in ("layout", "leased", "dead")]
+        counts = await self._queries.connections.run("counts", key, (facts.version, ""), repeat=True)
+        words = cast("list[bytes | int]", counts)
+        held = Counter({text(word): number(value) for word, value in zip(words[::2], words[1::2], strict=True)})
+        ended, oldest = 0, None
+        if held["leased"] and hold_ms <= now_ms:  # else nothing is recovered at this time
+            end = now_ms - int(2000 * facts.lease)
+            reply = await self._queries.ask("leases", "leases that ended", "ZCOUNT", leased, "-inf", end, key=key)
+            ended = reply if isinstance(reply, int) else 0
+        if held["dead"]:
+            first = (dead, f"({now_ms - DEAD_LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1)
+            if reply := await self._queries.ask("dead letters", "the oldest", "ZRANGEBYSCORE", *first, key=key):
+                oldest = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
+        return replace(facts, held=held, ended=ended, oldest_dead_letter=oldest)
+
+    async def _listen(self) -> None:
+        """Check that the user may listen to the wake-up stream, which no script reads."""
+        if self._may(*PARTS["deliver"]):
+            key = self._namespace.key(next(self._current_shards()), "wake")
+            command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
+            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
+                await self._queries.ask("permissions", "the wake-up stream, on which workers sleep", *command, key=key)
+
+
+# Checks
+
+
+def check_namespace(facts: NamespaceFacts) -> Iterator[Finding]:
+    """Yield all findings on a namespace."""
+    for check in CHECKS:
+        yield from check(facts)
+
+
+def check_permissions(facts: NamespaceFacts) -> Iterator[Finding]:
+    if not facts.denied:
+        return
+    user, denied = facts.user, frozenset[str].intersection(*facts.denied)
+    lacks = {part: commands_of(*scripts) & denied for part, scripts in PARTS.items()}
+    whole = [part for part, missing in lacks.items() if not missing]
+    may = ", ".join(whole)
+    for here, places in facts.denied.items():
+        if more := here - denied:
+            message = f"{', '.join(places)}: user {user!r} lacks there what it has elsewhere: {listed(more)}"
+            yield Finding("permissions", "problem", message, SAME_USERS)
+    if not any(lacks.values()):
+        yield Finding("permissions", "ok", f"user {user!r} may {may}")
+        return
+    parts = [f"to {part}: {listed(missing)}" for part, missing in lacks.items() if missing]
+    message = f"user {user!r} may {may or 'do nothing whole'}, and lacks, {'; '.join(parts)}"
+    message += " (docs/security.md has a rule for each role)"
+    # it need not be able to do another role's work
+    has_role = any(role <= {*whole} for role in ROLES)
+    remedy = "" if has_role else grant(user, frozenset[str]().union(*lacks.values()))
+    yield Finding("permissions", "note" if may else "problem", message, remedy)
+
+
+def check_reach(facts: NamespaceFacts) -> Iterator[Finding]:
+    refusing = [shard for shard in facts.lost if isinstance(shard.error, ConfigurationError)]
+    moving = [shard for shard in facts.lost if "being moved" in str(shard.error)]
+    if refusing:
+        message = f"{several(len(refusing), 'shard')} out of reach: the servers refuse user {facts.user!r}"
+        yield Finding("shards", "problem", message, SAME_USERS)
+    if moving:
+        slots = " and ".join(str(shard.slot) for shard in moving)
+        message = f"{several(len(moving), 'shard')} out of reach during the move of slot {slots} to another primary"
+        remedy = f"let the move end; if it was broken off: redis-cli --cluster fix {moving[0].primary}"
+        yield Finding("shards", "problem", message, remedy)
+    if away := len(facts.lost) - len(refusing) - len(moving):
+        message = f"{several(away, 'shard')} out of reach: nothing is added to them or delivered from them"
+        yield Finding("shards", "problem", message, "bring their primaries back, or fail over to replicas")
+
+
+def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
+    count = several(facts.current.shards, "shard")
+    if strange := sorted({shard.version for shard in facts.shards if not shard.fits}):
+        message = f"a shard has the layout {', '.join(strange)}, and the namespace has {facts.current.version}"
+        yield Finding("shards", "problem", message, REPAIR)
+    if facts.drained is not None:
+        held = total(shard for shard in facts.shards if shard.draining)
+        left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
+        message = f"it goes over from {facts.drained.shards} to {count}; the old ones have {left}"
+        remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.current.shards}"
+        yield Finding("shards", "note", message, remedy)
+    if not facts.lost:
+        yield from check_spread(facts, count)
+
+
+def check_spread(facts: NamespaceFacts, count: str) -> Iterator[Finding]:
+    if facts.spread is None:
+        yield Finding("shards", "ok", f"{count} on one server")
+        return
+    message = f"{count} on {len(facts.spread)} of {several(facts.primaries, 'primary', 'primaries')}"
+    if len(facts.spread) == facts.primaries:
+        yield Finding("shards", "ok", f"{message}: {', '.join(map(str, facts.spread))}")
+    elif facts.was_used:  # else nobody has said yet how many it is to have
+        remedy = f"aiodigest reshard --namespace {facts.name} --to 16; or shards=16 for a new namespace"
+        yield Finding("shards", "note", f"{message}: the others have nothing to do", remedy)
+
+
+def check_contents(facts: NamespaceFacts) -> Iterator[Finding]:
+    if facts.shards and not facts.was_used:
+        message = f"namespace {facts.name!r} was never used here{facts.scope}"
+        yield Finding("namespace", "note", message, "is it the right name, on the right server?")
+    elif facts.was_used and facts.missing:
+        message = f"what it holds: not looked at, since user {facts.user!r} may not look"
+        yield Finding("namespace", "note", message, grant(facts.user, facts.missing))
+    elif facts.was_used:
+        held = total(facts.shards)
+        sizes = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased"))
+        message = f"timelines: {sizes}; {several(held['digests'], 'digest')} delivered so far{facts.scope}"
+        yield Finding("namespace", "ok", message)
+
+
+def check_workers(facts: NamespaceFacts) -> Iterator[Finding]:
+    used = [shard for shard in facts.shards if shard.is_used]
+    silent = [shard for shard in used if not shard.is_served]
+    heard = [shard.silence for shard in silent or used if shard.silence is not None]
+    if not used:
+        return
+    if not silent:
+        yield Finding("workers", "ok", f"there are: the last sign of one is {in_time(max(heard))} old{facts.scope}")
+        return
+    where = "" if len(silent) == len(used) else f"of {len(silent)} of {several(len(used), 'shard')} "
+    last = f"the last sign of a worker is {in_time(min(heard))} old" if heard else "there never was a worker"
+    size = sum(shard.size for shard in silent)
+    held = f", and {several(size, 'timeline')} held" if size else ""
+    remedy = "start a worker: aiodigest run MODULE:ENGINE, or engine.delivering() in an app"
+    yield Finding("workers", "problem" if size else "note", f"nobody delivers {where}({last}){held}", remedy)
+
+
+def check_schedule(facts: NamespaceFacts) -> Iterator[Finding]:
+    if facts.missing or not facts.was_used:
+        return
+    overdue = max(shard.held["overdue_ms"] for shard in facts.shards) / 1000
+    health = Stats(overdue=overdue).health()
+    if health.ok:
+        message = f"nothing has been due for over {OVERDUE:.0f} s{facts.scope}"
+        yield Finding("overdue", "note" if facts.lost else "ok", message, value=overdue)
+    else:
+        remedy = "start a worker, or more of them; one in backoff mode says in its log why it rests"
+        yield Finding("overdue", "problem", health.reason, remedy, overdue)
+    if ended := sum(shard.ended for shard in facts.shards):
+        message = f"{several(ended, 'lease')} ended long ago, and nobody took over"
+        yield Finding("leases", "problem", message, "start a worker: it delivers these digests again", float(ended))
+
+
+def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
+    if facts.missing or not facts.was_used:
+        return
+    dead = total(facts.shards)["dead"]
+    if not dead:
+        yield Finding("dead letters", "ok", f"none{facts.scope}", value=0.0)
+        return
+    ages = [shard.oldest_dead_letter for shard in facts.shards if shard.oldest_dead_letter is not None]
+    message = several(dead, "dead letter") + (f", the oldest {in_time(max(ages))} old" if ages else "") + facts.scope
+    remedy = f"aiodigest dead list --namespace {facts.name} says why; dead replay delivers one again"
+    yield Finding("dead letters", "problem" if dead >= MANY_DEAD_LETTERS else "note", message, remedy, float(dead))
+
+
+CHECKS: Sequence[Callable[[NamespaceFacts], Iterator[Finding]]] = (
+    check_permissions,
+    check_reach,
+    check_layout,
+    check_contents,
+    check_workers,
+    check_schedule,
+    check_dead_letters,
+)
+
+
+def total(shards: Iterable[ShardFacts]) -> Counter[str]:
+    """Return what shards hold together."""
+    return sum((shard.held for shard in shards), Counter[str]())
+
+
+def listed(commands: frozenset[str]) -> str:
+    return " ".join(sorted(commands)).lower()
