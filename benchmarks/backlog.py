@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from aiodigest.backends.redis.scripts import COMMANDS, SHARED, load_script
+from aiodigest.backends.redis.scripts import load_scripts
 from benchmarks.delivering import fill
 from benchmarks.report import Row, astray
 from benchmarks.setting import Setting
@@ -39,12 +39,12 @@ class Round(NamedTuple):
 
     @property
     def longest_script(self) -> float:
-        return max((took for name, took in self.longest.items() if name in {*SHARED, *COMMANDS}), default=0.0)
+        return max((took for name, took in self.longest.items() if name in load_scripts()), default=0.0)
 
     @property
     def usual(self) -> Mapping[str, float]:
         """What nine of ten runs of each script take at the most; of one that runs less often than ten times, all."""
-        runs = {name: sorted(took) for name, took in self.times.items() if name in COMMANDS}
+        runs = {name: sorted(took) for name, took in self.times.items() if name in load_scripts()}
         return {name: took[ceil(len(took) * USUAL) - 1] for name, took in runs.items()}
 
 
@@ -57,7 +57,7 @@ async def watch(client: Any, slower_than: float = SHOWN) -> None:
 
 async def kept(client: Any) -> Mapping[str, Sequence[float]]:
     """What the server has kept since then."""
-    names = {load_script(name).sha: name for name in (*SHARED, *COMMANDS)} | {"EVAL": FIRST_USE}
+    names = {script.sha: name for name, script in load_scripts().items()} | {"EVAL": FIRST_USE}
     found = dict[str, list[float]]()
     for entry in await client.slowlog_get(100_000):
         words: list[str] = entry["command"].decode(errors="replace").split()

@@ -7,15 +7,14 @@ the backend takes it over from any client; so neither the scripts nor whoever ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from importlib.resources import files
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import UnixDomainSocketConnection
 
-from aiodigest.backends.redis.scripts import SHARED, load_script
+from aiodigest.backends.redis.scripts import LUA, assemble, load_script
 
 MET = "{branches}:met"  # a hash: numbers of outcomes
 TOKEN = re.compile(
@@ -61,7 +60,22 @@ def conditions(text: str) -> Iterator[tuple[int, int]]:
 @cache
 def part(name: str) -> str:
     """A file of the scripts as it is."""
-    return (files("aiodigest.backends.redis") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return (LUA / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def instead_of(url: str, choose: Callable[[bytes], bytes]) -> Redis:
+    """A client for a backend, which runs the scripts that are chosen in place of those that are called."""
+
+    class Connection(UnixDomainSocketConnection):
+        async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            head, mark, rest = command.partition(b"EVALSHA\r\n$40\r\n") if type(command) is bytes else (b"", b"", b"")
+            if mark and head.count(b"\r\n") == 2:  # it is the command's name, and no argument
+                command = head + mark + choose(rest[:40]) + rest[40:]
+            await super().send_packed_command(command, check_health)
+
+    client = cast("Any", Redis).from_url(url)
+    client.connection_pool.connection_class = Connection
+    return client
 
 
 class Branches:
@@ -74,13 +88,13 @@ class Branches:
         self._instead: dict[bytes, bytes] = {}
 
     def _mark(self, name: str) -> str:
-        script = load_script(name).source
-        for each in (*SHARED.get(name, ("prelude",)), name):
-            if each not in self._marked:
-                self._marked[each] = self._mark_part(each)
-            assert script.count(part(each)) == 1
-            script = script.replace(part(each), self._marked[each])
-        return MARKED.format(script=script, met=MET)
+        constants = load_script(name).source.removesuffix(assemble(name, part))
+        return MARKED.format(script=constants + assemble(name, self._marked_part), met=MET)
+
+    def _marked_part(self, name: str) -> str:
+        if name not in self._marked:
+            self._marked[name] = self._mark_part(name)
+        return self._marked[name]
 
     def _mark_part(self, name: str) -> str:
         text, marked, place = part(name), "", 0
@@ -99,20 +113,7 @@ class Branches:
 
     def client(self, url: str) -> Redis:
         """A client for a backend, whose calls run the marked scripts."""
-        instead = self._instead
-
-        class Connection(UnixDomainSocketConnection):
-            async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-                head, mark, rest = (
-                    command.partition(b"EVALSHA\r\n$40\r\n") if type(command) is bytes else (b"", b"", b"")
-                )
-                if mark and head.count(b"\r\n") == 2:  # it is the command's name, and no argument
-                    command = head + mark + instead.get(rest[:40], rest[:40]) + rest[40:]
-                await super().send_packed_command(command, check_health)
-
-        client = cast("Any", Redis).from_url(url)
-        client.connection_pool.connection_class = Connection
-        return client
+        return instead_of(url, lambda sha: self._instead.get(sha, sha))
 
     def take(self, client: Any) -> set[str]:
         """The outcomes that were met since the last time."""

@@ -271,7 +271,7 @@ class SlowWire:
 
 def add(connections: ServerConnections) -> asyncio.Task[object]:
     """A call that must not be repeated."""
-    return asyncio.create_task(connections.run("add", "{n}:layout", [], repeat=False))
+    return asyncio.create_task(connections.run("add", "{n}:layout", []))
 
 
 async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:

@@ -406,11 +406,9 @@ async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, serv
 @pytest.fixture
 def unread() -> Iterator[None]:
     """As in a process that has read no script yet."""
-    for cached in (scripts.load_script, scripts.load_scripts):
-        cached.cache_clear()
+    scripts.load_scripts.cache_clear()
     yield
-    for cached in (scripts.load_script, scripts.load_scripts):
-        cached.cache_clear()
+    scripts.load_scripts.cache_clear()
 
 
 @pytest.mark.usefixtures("unread")
@@ -418,25 +416,23 @@ async def test_once_it_is_connected_it_reads_no_script_any_more(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(server.url, namespace) as backend:
-        monkeypatch.delattr(scripts, "get_data")
+        monkeypatch.setattr(scripts, "LUA", Path("not there"))
         await backend.add(0, [record("k")])
         [lease] = (await claim(backend)).leases
         assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
-        for path in (Path(scripts.__file__).parent / "lua").glob("*.lua"):
-            if path.stem not in {"prelude", *(part for parts in scripts.SHARED.values() for part in parts)}:
-                assert scripts.load_script(path.stem)
+        assert all(script.source for script in scripts.load_scripts().values())
 
 
 @pytest.mark.usefixtures("unread")
 async def test_without_a_descriptor_to_read_its_scripts_with_a_backend_is_unavailable_until_there_is_one(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: str) -> None:
+    def full(*_: object, **__: object) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 
     backend = RedisBackend(server.url, namespace=namespace)
     with monkeypatch.context() as patched:
-        patched.setattr(scripts, "get_data", full)
+        patched.setattr(Path, "read_text", full)
         with pytest.raises(BackendUnavailable, match=r"scripts of aiodigest cannot be read: .*Too many open files"):
             await backend.connect()
     assert await backend.add(0, [record("k")]) == [True]

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
-SCRIPTS = ("aiodigest/backends/redis/lua/*.lua",)
+SCRIPTS = ("aiodigest/backends/redis/lua/**/*.lua",)
 WORKER = ("aiodigest/scheduler.py", "aiodigest/worker/*.py")
 
 # What an operator becomes: its neighbour, and its opposite.

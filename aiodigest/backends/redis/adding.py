@@ -54,7 +54,7 @@ class Adding:
         """Send adds in one call; return the statuses of as many as the script had time for."""
         arguments = pack_adds(batch)
         try:
-            reply = await self._namespace.call("add", shard, *arguments, repeat=False, now=self._now)
+            reply = await self._namespace.call("add", shard, *arguments, now=self._now)
             statuses = cast("list[int | bytes]", reply)
             await check_answers(self._namespace, shard, statuses, len(batch))
         except AiodigestError as error:

@@ -122,9 +122,7 @@ class RedisBackend(Backend):
     # Delivering
 
     async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, pack_limits(limits), self._nonce(), repeat=False
-        )
+        reply = await self.namespace.call("claim", shard, count, lease_ms, pack_limits(limits), self._nonce())
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
         )
@@ -138,9 +136,7 @@ class RedisBackend(Backend):
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        reply = await self.namespace.call(
-            "open", shard, key, lease_ms, pack_limits(limits), self._nonce(), repeat=False
-        )
+        reply = await self.namespace.call("open", shard, key, lease_ms, pack_limits(limits), self._nonce())
         if isinstance(reply, bytes):
             raise self.namespace.broken(key, text(reply))
         return None if reply is None else unpack_lease(cast("Sequence[object]", reply))
@@ -193,15 +189,13 @@ class RedisBackend(Backend):
         return moved
 
     async def delete(self, key: str) -> bool:
-        return 1 in await self.namespace.call_of(key, "delete", key, repeat=False)
+        return 1 in await self.namespace.call_of(key, "delete", key)
 
     async def flush(self, key: str) -> bool:
         return 1 in await self.namespace.call_of(key, "flush", key)
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        return 1 in await self.namespace.call_of(
-            key, "remove", key, record_id, pack_limits(limits), self._nonce(), repeat=False
-        )
+        return 1 in await self.namespace.call_of(key, "remove", key, record_id, pack_limits(limits), self._nonce())
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         if move.at_ms is not None:
@@ -237,7 +231,7 @@ class RedisBackend(Backend):
                 await self._resharding.bring(letter_id)
             asked.add(left[0])
             try:
-                yield await self.namespace.call(name, left[0], *arguments, repeat=False, settled=True)
+                yield await self.namespace.call(name, left[0], *arguments, settled=True)
             except Retired:
                 asked.clear()  # the layout has changed
 

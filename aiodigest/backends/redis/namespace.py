@@ -15,7 +15,7 @@ from aiodigest.backends.redis.connections.server import LayoutMismatch
 from aiodigest.backends.redis.connections.shared import Connections, join_connections, leave_connections
 from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
-from aiodigest.backends.redis.scripts import COMMANDS, REPLICATED, Argument, load_scripts, text
+from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
 
 logger = logging.getLogger(__name__)
@@ -227,18 +227,18 @@ class Namespace:
 
     async def denied_on(self, shard: int) -> frozenset[str]:
         """Return the scripts' commands that the user may not run on the server of a shard."""
-        asked = sorted(frozenset[str]().union(*COMMANDS.values()))
-        answer = await self.link.run("permits", self.key(shard, "permits"), asked, repeat=True)
+        asked = sorted(commands_of(*load_scripts()))
+        answer = await self.link.run("permits", self.key(shard, "permits"), asked)
         return frozenset(map(text, cast("list[bytes]", answer)))
 
     async def permit(self, *names: str) -> None:
         """Refuse scripts with a command that would be refused, before they do anything."""
-        needed = frozenset[str]().union(*(COMMANDS.get(name, frozenset()) for name in names))
+        needed = commands_of(*names)
         if needed & self._denied:
             self._denied = await self._ask_permits()  # its rule may have been mended
             if missing := needed & self._denied:
                 commands = " ".join(f"+{command.lower()}" for command in sorted(missing))
-                user, scripts = self.target.user, ", ".join(name for name in names if COMMANDS[name] & missing)
+                user, scripts = self.target.user, ", ".join(name for name in names if commands_of(name) & missing)
                 raise ConfigurationError(
                     f"{self.url} refuses access: to do this ({scripts}), user {user!r} needs {commands}: "
                     f"ACL SETUSER {user} {commands}"
@@ -251,11 +251,13 @@ class Namespace:
         name: str,
         shard: int,
         *arguments: Argument,
-        repeat: bool = True,
+        repeat: bool = False,
         now: Argument | None = None,
         settled: bool = False,
     ) -> object:
         """Run a script on a shard, and make the shard's layout first if it has none.
+
+        ``repeat`` if it may run twice although its second answer may be another one.
 
         Raises Retired, and does nothing, if the shard no longer takes adds (and this is one, or ``settled``), or
         no longer takes anything.
@@ -264,7 +266,7 @@ class Namespace:
             link = await self.connected()
             await self.permit(name)
             key, now = self.key(shard, "layout"), self.time() if now is None else now
-            replicas = self.wait_replicas if name in REPLICATED else 0
+            replicas = self.wait_replicas if load_script(name).replicated else 0
             for _ in range(ROUNDS):
                 version = await self._version(shard, newest=settled or name == "add")
                 if replicas and self.layout.is_rumoured:
@@ -308,12 +310,12 @@ class Namespace:
                 await self._make(key, layout)
                 return
             if stored in (layout.draining, RETIRED):
-                await link.run("drain", key, [stored, layout.version], repeat=True)
+                await link.run("drain", key, [stored, layout.version])
                 return
         elif layout == self.layout.drained:
             fits = layout.draining
             if stored in (layout.version, "none"):
-                await link.run("drain", key, [layout.version, layout.draining], repeat=True)
+                await link.run("drain", key, [layout.version, layout.draining])
                 return
             if stored == RETIRED:
                 raise self._gone(shard)
@@ -335,7 +337,7 @@ class Namespace:
 
     async def note(self, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
         """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""
-        noting = self.link.run("layout", where, [field, layout.version], repeat=True, replicas=replicas)
+        noting = self.link.run("layout", where, [field, layout.version], replicas=replicas)
         return text(cast("list[bytes]", await untouched(noting))[1])
 
     def _gone(self, shard: int) -> Retired:
@@ -353,15 +355,13 @@ class Namespace:
             seen.add(left[0])
             yield left[0]
 
-    async def call_all(
-        self, name: str, *arguments: Argument, repeat: bool = True, now: Argument | None = None
-    ) -> AsyncIterator[object]:
+    async def call_all(self, name: str, *arguments: Argument, now: Argument | None = None) -> AsyncIterator[object]:
         """Yield the answer of each shard that may hold something."""
         async for shard in self.all_shards():
             with suppress(Retired):
-                yield await self.call(name, shard, *arguments, repeat=repeat, now=now)
+                yield await self.call(name, shard, *arguments, now=now)
 
-    async def call_of(self, key: str, name: str, *arguments: Argument, repeat: bool = True) -> list[object]:
+    async def call_of(self, key: str, name: str, *arguments: Argument) -> list[object]:
         """Return the answers of the shards that may hold a timeline: one, except while resharding."""
         await self.connected()
         answers: list[object] = []
@@ -369,7 +369,7 @@ class Namespace:
         while left := [shard for shard in self.shard_map.shards_of(key) if shard not in asked]:  # a call may tell more
             asked.add(left[0])
             with suppress(Retired):
-                answers.append(await self.call(name, left[0], *arguments, repeat=repeat))
+                answers.append(await self.call(name, left[0], *arguments))
         for answer in answers:
             if isinstance(answer, bytes):
                 raise self.broken(key, text(answer))

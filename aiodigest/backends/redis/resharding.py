@@ -52,7 +52,7 @@ class Resharding:
         new = Layout(shards, old.epoch + 1)
         await namespace.note(namespace.root, "current", old)  # if it is new
         change = [old.version, new.version]
-        begun = await link.run("reshard", namespace.root, change, repeat=True, replicas=namespace.wait_replicas)
+        begun = await link.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
         await namespace.look_up()
         if begun != 1 and namespace.layout.current != new:
             raise InvalidState(f"the layout of namespace {namespace.name!r} was changed by another at this moment")
@@ -71,7 +71,7 @@ class Resharding:
             for shard in namespace.shard_map.draining:
                 held += await self._drain_shard(shard)
             if not held:
-                await link.run("reshard", namespace.root, [old.version, ""], repeat=True)
+                await link.run("reshard", namespace.root, [old.version, ""])
         await namespace.look_up()
         if self._goal is not None and namespace.layout.current.epoch < self._goal.epoch:  # forgotten by a failover
             await self.begin(self._goal.shards)
@@ -84,7 +84,7 @@ class Resharding:
         # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
         mark, replicas = [home.layout.version, home.layout.draining], namespace.wait_replicas
         key = namespace.key(shard, "layout")
-        marked = await namespace.link.run("drain", key, mark, repeat=True, replicas=replicas)
+        marked = await namespace.link.run("drain", key, mark, replicas=replicas)
         if text(cast("list[bytes]", marked)[1]) == RETIRED:
             return Counter()
         try:
@@ -130,7 +130,7 @@ class Resharding:
                 break
             start = end
         if found or forget_missing:
-            await namespace.call("discard", shard, letter_id)
+            await namespace.call("discard", shard, letter_id, repeat=True)
 
     async def bring(self, letter_id: str) -> None:
         """Move a dead letter if it is still in an old shard."""

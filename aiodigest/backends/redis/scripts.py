@@ -1,78 +1,55 @@
-"""The scripts in ``aiodigest/backends/redis/lua``, their arguments, and the way to read their answers."""
+"""The scripts in ``aiodigest/backends/redis/lua``, their arguments, and the way to read their answers.
+
+A script is a file ``lua/NAME.lua``. The comment at its top declares it: ``Flags``, ``Commands`` that it runs, the shape
+of its ``Reply``, its keys and arguments. A comment ``-- Needs NAME ...``, there or in a function, stands for files of
+``lua/shared``. Upper-case names that Python knows too are the ``CONSTANTS`` below.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
-from pkgutil import get_data
+from pathlib import Path
+from textwrap import indent
 from typing import Literal, TypeAlias, cast
 
-from aiodigest.backend import Add, Bookmark, Close, Closed, Lease, Retry, StoredTimeline
+from aiodigest.backend import (
+    DEAD_LETTER_LIMIT,
+    DEAD_LETTER_TTL_MS,
+    GIVE_BACK_MS,
+    MOVES,
+    SLICE,
+    Add,
+    Bookmark,
+    Close,
+    Closed,
+    Lease,
+    Retry,
+    StoredTimeline,
+)
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
+from aiodigest.records.entries import CONTEXT_SIZE, TRACED, UNSTAMPED
 
 Argument: TypeAlias = bytes | str | int
 
-SHARED: Mapping[str, Sequence[str]] = {
-    "layout": (),
-    "drain": (),
-    "reshard": (),
-    "permits": (),
-    "add": ("prelude", "window"),
-    "replay": ("prelude", "window"),
-    "reschedule": ("prelude", "window"),
-    "look": ("prelude", "page"),
-    "letters": ("prelude", "page"),
-    "claim": ("prelude", "lease"),
-    "open": ("prelude", "lease"),
-    "close": ("prelude", "items"),
-    "retry": ("prelude", "items"),
-    "letter": ("prelude", "entries"),
-    "read": ("prelude", "entries"),
+LUA = Path(__file__).with_name("lua")
+CONSTANTS: Mapping[str, int] = {
+    "CONTEXT_SIZE": CONTEXT_SIZE,
+    "GIVE_BACK_MS": GIVE_BACK_MS,
+    "DEAD_LETTER_LIMIT": DEAD_LETTER_LIMIT,
+    "DEAD_LETTER_TTL_MS": DEAD_LETTER_TTL_MS,
+    "MOVES": MOVES,
+    "SLICE": SLICE,
+    "TRACED": TRACED,
+    "UNSTAMPED": UNSTAMPED,
 }
-# what begins a namespace; the others find an empty one where there is none
-CREATES = {"add", "claim", "renew", "keep", "carry"}
-# waited for by `wait_replicas`: what must not be forgotten once it was answered
-REPLICATED = {"add", "keep", "carry", "retire"}
-# What each script may call: if the user may not, it is not begun. A refusal that is met half-way leaves it half done.
-SCHEDULES = "ZADD ZCARD ZRANGE ZREM"
-SAVES = "HDEL HSET PEXPIRE"
-MEETS = "HGETALL LLEN LRANGE"
-OPENS = f"{MEETS} {SAVES} HINCRBY HMGET PERSIST RENAME RPUSH UNLINK ZADD ZREM"
-COMMANDS: Mapping[str, frozenset[str]] = {
-    name: frozenset(commands.split()) | {"HGET", "TIME"}
-    for name, commands in {
-        "add": f"{SCHEDULES} {SAVES} HINCRBY HMGET LRANGE LTRIM RPUSH UNLINK XADD ZSCORE",
-        "claim": f"{OPENS} XREVRANGE ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
-        "open": f"{OPENS} ZSCORE",
-        "renew": f"{SCHEDULES} HGETALL HMGET HSET PERSIST",
-        "close": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY LTRIM PERSIST RPUSH UNLINK XADD",
-        "retry": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY LPUSH LTRIM PERSIST XADD",
-        "release": f"{SCHEDULES} {SAVES} HGETALL PERSIST XADD",
-        "schedule": "XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
-        "maintenance": "HMGET HSET XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK",
-        "flush": f"{SCHEDULES} EXISTS HSET XADD ZSCORE",
-        "delete": f"{SAVES} HGETALL UNLINK ZCARD ZRANGE ZREM",
-        "remove": f"{SCHEDULES} {SAVES} {MEETS} HINCRBY RPUSH UNLINK XADD ZSCORE",
-        "reschedule": f"{SCHEDULES} {SAVES} HGETALL XADD ZSCORE",
-        "replay": f"{SCHEDULES} {SAVES} {MEETS} HMGET LPUSH RPUSH UNLINK XADD ZSCORE",
-        "discard": "EXISTS UNLINK ZREM",
-        "look": f"{MEETS} ZCOUNT ZRANGE ZSCORE",
-        "read": MEETS,
-        "counts": "ZCARD ZCOUNT ZRANGE",
-        "letter": "HMGET LLEN LRANGE",
-        "letters": "ZCOUNT ZRANGE",
-        "layout": "HSET HSETNX",
-        "reshard": "HDEL HMGET HSET",
-        "drain": "HSET XADD",
-        "keep": "EXISTS HSET LLEN PEXPIRE RPUSH ZADD",
-        "carry": "HINCRBY HSET",
-        "retire": "EXISTS HSET PEXPIRE UNLINK ZCARD ZCOUNT",
-    }.items()
-}
+HEADER = re.compile(r"^-- (Flags|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
+NEEDS = re.compile(r"-- Needs +(.+)\n")
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
     b"closed": "closed",
     b"part": "part",
@@ -81,34 +58,89 @@ STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
 }
 
 
+# A set is of types, a list of one holds any number of such, one of several just these, and a tuple is of alternatives.
+Shape: TypeAlias = "frozenset[type] | list[Shape] | tuple[Shape, ...]"
+TYPES: Mapping[str, frozenset[type]] = {
+    "int": frozenset({int}),
+    "text": frozenset({bytes}),
+    "number": frozenset({int, bytes}),  # or the text of an error
+    "list": frozenset({list}),  # checking its contents would take longer than it is worth
+    "nil": frozenset({type(None)}),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script, with the helpers it needs in front of it."""
+    """A script, and what its header declares."""
 
     source: str
     sha: str
+    commands: frozenset[str]  # if the user may not run one, the script is not begun: refused half-way, it is half done
+    begins_namespace: bool  # the others find an empty one where there is none
+    repeatable: bool  # running it twice is harmless
+    replicated: bool  # waited for by `wait_replicas`: must not be forgotten once it was answered
+    reply: Shape
+
+
+def assemble(name: str, read: Callable[[str], str]) -> str:
+    """Return the text of a script, each of its ``Needs`` followed by the files that are not there yet."""
+
+    def expand(part: str, known: set[str]) -> str:
+        def with_helpers(needs: re.Match[str]) -> str:
+            margin = needs.start() - needs.string.rfind("\n", 0, needs.start()) - 1
+            scope = set(known) if margin else known  # in a function they are known only there
+            text = ""
+            for helper in needs[1].split():
+                if helper not in scope:
+                    scope.add(helper)
+                    text += expand(f"shared/{helper}", scope)
+            return needs[0] + (indent(text, " " * margin) if margin else text)
+
+        return NEEDS.sub(with_helpers, read(part))
+
+    return expand(name, set())
 
 
 @cache
-def load_script(name: str) -> Script:
-    """Return the script of a transition."""
-    parts = (*SHARED.get(name, ("prelude",)), name)
-    begins = f"local CREATES = {str(name in CREATES).lower()}"
-    # importlib.resources would import more of itself at the first add, and another thread may fork meanwhile
-    sources = [cast("bytes", get_data("aiodigest.backends.redis", f"lua/{part}.lua")).decode() for part in parts]
-    source = "\n".join([begins, *sources])
-    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
-
-
-@cache
-def load_scripts() -> None:
+def load_scripts() -> Mapping[str, Script]:
     """Read all scripts, once a process: they then match its code, even if the package is replaced while it runs,
     and the first failure of a delivery needs no file that can be opened."""
+
+    @cache
+    def read(part: str) -> str:
+        return (LUA / f"{part}.lua").read_text(encoding="utf-8")
+
     try:
-        for name in (*COMMANDS, "permits"):
-            load_script(name)
+        return {path.stem: _load(path.stem, read) for path in sorted(LUA.iterdir()) if path.suffix == ".lua"}
     except OSError as error:
         raise BackendUnavailable(f"the scripts of aiodigest cannot be read: {error}") from error
+
+
+def load_script(name: str) -> Script:
+    """Return the script of a transition."""
+    return load_scripts()[name]
+
+
+def _load(name: str, read: Callable[[str], str]) -> Script:
+    body = assemble(name, read)
+    header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(read(name))}
+    flags = header.get("Flags", "").split(", ")
+    given = {"CREATES": str("begins-namespace" in flags).lower(), **CONSTANTS}
+    source = "".join(f"local {constant} = {value}\n" for constant, value in given.items() if constant in body) + body
+    return Script(
+        source,
+        sha1(source.encode(), usedforsecurity=False).hexdigest(),
+        frozenset(header.get("Commands", "").split()),
+        "begins-namespace" in flags,
+        "repeatable" in flags,
+        "replicated" in flags,
+        read_shape(header["Reply"]),
+    )
+
+
+def commands_of(*names: str) -> frozenset[str]:
+    """Return the commands that some scripts run."""
+    return frozenset[str]().union(*(load_script(name).commands for name in names))
 
 
 # What scripts are given
@@ -174,53 +206,56 @@ def _readable(message: str) -> bytes:
 
 # What they answer
 
-# A set is of types, a list of one holds any number of such, one of several just these, and a tuple is of alternatives.
-Shape: TypeAlias = "frozenset[type] | list[Shape] | tuple[Shape, ...]"
-WHOLE = frozenset[type]({int})
-TEXT = frozenset[type]({bytes})
-NUMBER = WHOLE | TEXT  # or the text of an error
-NOTHING = frozenset[type]({type(None)})
-MANY = frozenset[type]({list})  # checking their contents would take longer than it is worth
-LEASE: Shape = [TEXT, TEXT, TEXT, *[NUMBER] * 7, TEXT, [TEXT]]
-# of scripts, and of commands that are sent beside them
-SHAPES: Mapping[str, Shape] = {
-    "add": [NUMBER],
-    "claim": [WHOLE, WHOLE, TEXT, [MANY], [TEXT], [NUMBER]],
-    "open": (NOTHING, TEXT, LEASE),
-    "read": (TEXT, [TEXT]),
-    "renew": [NUMBER],
-    "close": [MANY | TEXT],
-    "retry": [NUMBER],
-    "release": [NUMBER],
-    "schedule": [TEXT],
-    "maintenance": [TEXT],
-    "flush": NUMBER,
-    "delete": NUMBER,
-    "remove": NUMBER,
-    "reschedule": (TEXT, [NUMBER]),
-    "replay": (TEXT, [NUMBER]),
-    "discard": WHOLE,
-    "look": [[MANY], MANY],
-    "counts": [NUMBER],
-    "letter": (NOTHING, [TEXT, TEXT, NUMBER, NUMBER, TEXT, NUMBER, [TEXT]]),
-    "letters": [[TEXT], MANY],
-    "layout": [WHOLE, TEXT],
-    "reshard": WHOLE,
-    "drain": [WHOLE, TEXT],
-    "keep": WHOLE,
-    "carry": WHOLE,
-    "retire": (NOTHING, WHOLE, [NUMBER]),
-    "permits": [TEXT],
-    "INFO": TEXT,
-    "HMGET": [TEXT | NOTHING],
-    "SCAN": [TEXT, [TEXT]],
-    "UNLINK": WHOLE,
-    "XREAD": (NOTHING, [[TEXT, [[TEXT, [TEXT]]]]]),
+
+def read_shape(text: str) -> Shape:
+    """Parse the shape of an answer: ``a | b``, ``[a, b]`` of two items, ``[a...]`` of any number."""
+    tokens = re.findall(r"\w+|[][|,]", text)
+
+    def shape() -> Shape:
+        either = [single()]
+        while tokens[:1] == ["|"]:
+            tokens.pop(0)
+            either.append(single())
+        types = [each for each in either if isinstance(each, frozenset)]
+        if len(types) == len(either):
+            return frozenset[type]().union(*types)
+        return tuple(either) if len(either) > 1 else either[0]
+
+    def single() -> Shape:
+        if (token := tokens.pop(0)) != "[":
+            return TYPES[token]
+        items = [shape()]
+        while tokens.pop(0) == ",":
+            items.append(shape())
+        return items
+
+    return shape()
+
+
+REPLIES: Mapping[str, str] = {  # of commands that are sent beside the scripts
+    "HMGET": "[text | nil...]",
+    "INFO": "text",
+    "SCAN": "[text, [text...]]",
+    "UNLINK": "int",
+    "XREAD": "nil | [[text, [[text, [text...]]...]]...]",
 }
 
 
+@cache
+def _shape_of(name: str) -> Shape | None:
+    if name.islower():
+        return load_script(name).reply
+    return read_shape(REPLIES[name]) if name in REPLIES else None
+
+
+def answers(name: str, reply: object) -> bool:
+    """True if a script or a command may answer so; otherwise the connection carries answers to other questions."""
+    shape = _shape_of(name)
+    return shape is None or fits(reply, shape)
+
+
 def fits(reply: object, shape: Shape) -> bool:
-    """True if the answer is a possible one; otherwise the connection carries answers to other questions."""
+    """True if an answer has the shape."""
     if isinstance(shape, frozenset):
         return type(reply) in shape
     if isinstance(shape, tuple):

@@ -57,7 +57,7 @@ class ClusterConnections:
             await asyncio.wait([self._asking])  # the only wait here: who is cancelled in it has closed all the same
 
     async def run(
-        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool, replicas: int = 0
+        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
     ) -> object:
         """See ``ServerConnections.run``."""
 

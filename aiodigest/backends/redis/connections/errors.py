@@ -29,7 +29,7 @@ FORBIDDEN = {*STRANGER, "NOPERM"}
 # how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
 REFUSED = ("The user executing the script can't", "ACL failure in script")
 CLUSTERED = {"MOVED", "CROSSSLOT"}
-MOVING = "access a non local key"  # so is the first read of prelude.lua refused; Redis and Valkey begin differently
+MOVING = "access a non local key"  # so is the first read of guard.lua refused; Redis and Valkey begin differently
 
 
 def code_of(error: Exception | str) -> str:

@@ -14,7 +14,7 @@ from redis import exceptions
 from aiodigest.backends.redis.connections.connection import Address, Connection, drop, send
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
 from aiodigest.backends.redis.connections.url import URL
-from aiodigest.backends.redis.scripts import SHAPES, Argument, fits, load_script
+from aiodigest.backends.redis.scripts import Argument, answers, load_script
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
 CONNECTIONS = 8  # calls in batches need no more
@@ -120,18 +120,18 @@ class ServerConnections:
         key: str,
         arguments: Sequence[Argument],
         *,
-        repeat: bool,
+        repeat: bool = False,
         replicas: int = 0,
         until: float | None = None,
     ) -> object:
         """Run a script, and wait until ``replicas`` replicas have its writes.
 
-        ``repeat`` says that running it twice is harmless: then a dead connection is replaced once. ``until`` is when to
-        give up, by the loop's clock; None: after a timeout.
+        If running it twice is harmless, or ``repeat`` says that its caller does not need the answer, a dead connection is replaced once. ``until`` is when to give up, by the loop's
+        clock; None: after a timeout.
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
-        return await self._exchange(name, command, repeat, script.source, replicas, until)
+        return await self._exchange(name, command, repeat or script.repeatable, script.source, replicas, until)
 
     async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
         """Send a command that may be repeated."""
@@ -318,7 +318,7 @@ async def converse(connection: Connection, name: str, command: Sequence[Argument
     except exceptions.NoScriptError:
         await send(connection, "EVAL", source, *command[2:])
         reply = await connection.read_response()
-    if name in SHAPES and not fits(reply, SHAPES[name]):
+    if not answers(name, reply):
         raise exceptions.InvalidResponse(f"its answer is none to {name}")
     return reply
 

@@ -17,7 +17,7 @@ from aiodigest.backends.redis.diagnostics.queries import SAME_USERS, Queries, gr
 from aiodigest.backends.redis.diagnostics.units import in_time, several
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import COMMANDS, number, text
+from aiodigest.backends.redis.scripts import commands_of, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
 
@@ -30,10 +30,6 @@ PARTS: Mapping[str, Sequence[str]] = {  # of the work, and the scripts that it t
     "move by hand": ("flush", "delete", "remove", "reschedule", "replay", "discard"),
 }
 ROLES: Sequence[set[str]] = ({"add"}, {"deliver"}, {"look", "move by hand"})  # those of docs/security.md
-
-
-def commands_of(*scripts: str) -> frozenset[str]:
-    return frozenset[str]().union(*(COMMANDS[script] for script in scripts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +186,7 @@ class NamespaceReader:
     async def _with_contents(self, shard: int, facts: ShardFacts, now_ms: int, hold_ms: int) -> ShardFacts:
         """Return a shard's facts with those of what it holds."""
         key, leased, dead = [self._namespace.key(shard, name) for name in ("layout", "leased", "dead")]
-        counts = await self._queries.connections.run("counts", key, (facts.version, ""), repeat=True)
+        counts = await self._queries.connections.run("counts", key, (facts.version, ""))
         words = cast("list[bytes | int]", counts)
         held = Counter({text(word): number(value) for word, value in zip(words[::2], words[1::2], strict=True)})
         ended, oldest = 0, None

@@ -15,7 +15,7 @@ from aiodigest.backends.redis.connections.server import OLDEST
 from aiodigest.backends.redis.diagnostics.queries import Queries
 from aiodigest.backends.redis.diagnostics.units import in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
-from aiodigest.backends.redis.scripts import COMMANDS, load_script, text
+from aiodigest.backends.redis.scripts import load_scripts, text
 from aiodigest.models import Finding
 
 SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
@@ -132,7 +132,7 @@ def _slow_call(namespace: str, call: Sequence[object], now: float) -> SlowCall |
 @cache
 def _scripts() -> Mapping[str, str]:
     """Map the scripts' digests to their names."""
-    return {load_script(name).sha: name for name in COMMANDS}
+    return {script.sha: name for name, script in load_scripts().items()}
 
 
 # Checks

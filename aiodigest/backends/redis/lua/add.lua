@@ -1,49 +1,36 @@
 -- add: append records to their logs, and open or push the windows of their timelines.
 --
--- ARGV[3]   number of terms; each is three arguments, times in ms: "initial increment maximum",
---           "capacity max_size max_age ttl", and 1 if these limits are the timeline's own
--- then      for each add: key, number of its terms, entry
--- Returns   for each add: 1 if it made its timeline ready, 0 if not, or the text of its error. Shorter than the
---           request if much had to be compacted; the rest was not looked at.
+-- Flags     begins-namespace, replicated
+-- Commands  HDEL HGET HINCRBY HMGET HSET LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   kinds (int): how many different terms follow
+-- then      for each of these: delays "initial increment maximum", ms; limits "capacity max_size max_age ttl", times
+--           in ms; 1 if these limits are the timeline's own
+-- then      for each add: key; number of its terms, from 1; entry
+-- Returns   for each add: 1 if it made its timeline ready, 0 if not, or the text of its error. Fewer than asked for if
+--           much had to be compacted; the rest was not looked at.
+--
+-- Needs     guard clock budget window
 
-local stamp = struct.pack('>i8', now * 1000)
+local kinds = tonumber(ARGV[3])
 local all_terms = {}
 local cursor = 4
-for index = 1, tonumber(ARGV[3]) do
-  all_terms[index] = parse_terms(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2])
+for index = 1, kinds do
+  all_terms[index] = parse_terms(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2] == '1')
   cursor = cursor + 3
-end
-
--- Fill in the time of arrival of an entry without a timestamp.
-local function stamped(entry)
-  local flags = string.byte(entry)
-  if math.floor(flags / UNSTAMPED) % 2 == 0 then
-    return entry
-  end
-  return string.char(flags - UNSTAMPED) .. stamp .. string.sub(entry, 10)
 end
 
 -- All that an add must know of its timeline: little if that is ready or leased, and more to open or push a window.
 local FEW = {'end', 'own'}
 local MORE = {'end', 'own', 'id', 'last', 'cool', 'iteration'}
 
-local function glance(key, names)
-  local values = try('HMGET', meta_of(key), unpack(names))
-  if values.err then
-    return nil, values.err
-  end
-  local held = setmetatable({key = key, stored = {}}, ABSENT)
-  for index = 1, #names do
-    local value = values[index]
-    if value then
-      thaw_field(held, names[index], value)
-    end
-  end
-  return not held.problem and held or nil, held.problem
-end
-
+-- Drop what a log holds more than once or beyond its capacity; return how many entries it has.
 local function compact(held, length, terms)
-  local log = log_of(held.key)
+  -- Needs    entries lists
+  local log = logs .. held.key
   local kept = collect({}, {}, log, length)
   local left = math.min(#kept, terms.capacity)
   if #kept == length then
@@ -52,8 +39,8 @@ local function compact(held, length, terms)
     rewrite(log, kept, left, lifetime(held, terms.ttl))
   end
   if #kept > left then
-    try('HINCRBY', meta_of(held.key), 'dropped', #kept - left) -- what is no number is found by the claim
-    count('dropped', #kept - left)
+    try('HINCRBY', metas .. held.key, 'dropped', #kept - left) -- what is no number is found by the claim
+    try('HINCRBY', layout, 'dropped', #kept - left)
   end
   return left
 end
@@ -65,11 +52,23 @@ local function append(key, terms, entry)
     settled = not due and call('ZSCORE', leased, key)
   end
   local names = settled and FEW or MORE
-  local held, problem = glance(key, names)
-  if not held then
-    return problem
+  local fields = try('HMGET', metas .. key, unpack(names))
+  if fields.err then
+    return fields.err
   end
-  local log = log_of(key)
+  local held = setmetatable({key = key, stored = {}}, ABSENT)
+  for index, name in ipairs(names) do
+    if fields[index] then
+      thaw_field(held, name, fields[index])
+    end
+  end
+  if held.problem then
+    return held.problem
+  end
+  local flags, log = string.byte(entry), logs .. key
+  if math.floor(flags / UNSTAMPED) % 2 == 1 then -- fill in the time of arrival
+    entry = string.char(flags - UNSTAMPED) .. struct.pack('>i8', now * 1000) .. string.sub(entry, 10)
+  end
   local length = try('RPUSH', log, entry)
   if type(length) == 'table' then
     return length.err
@@ -100,8 +99,8 @@ end
 
 local answers = {}
 while cursor <= #ARGV and scanned < SLICE do
-  answers[#answers + 1] = append(ARGV[cursor], all_terms[tonumber(ARGV[cursor + 1])], stamped(ARGV[cursor + 2]))
+  answers[#answers + 1] = append(ARGV[cursor], all_terms[tonumber(ARGV[cursor + 1])], ARGV[cursor + 2])
   cursor = cursor + 3
 end
-finish()
+wake()
 return answers

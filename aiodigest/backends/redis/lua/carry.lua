@@ -1,9 +1,19 @@
 -- carry: take over the counters of a shard that is retired, once.
 --
--- ARGV[3]  name of the shard
--- then     name, number, ...
+-- Flags     begins-namespace, repeatable, replicated
+-- Commands  HGET HINCRBY HSET
+-- Reply     int
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (unused)
+-- ARGV[3]   shard (text): name of the retired one
+-- then      name, number, ...
+-- Returns   1
+--
+-- Needs     guard
 
-local mark = 'carried:' .. ARGV[3]
+local shard = ARGV[3]
+local mark = 'carried:' .. shard
 if not call('HGET', layout, mark) then
   call('HSET', layout, mark, 1)
   for index = 4, #ARGV, 2 do

@@ -1,33 +1,40 @@
 -- claim: recover ended leases, promote what is due, and open digests, the oldest due first.
 --
--- ARGV[3]  how many digests to open (at most 100 a call)
--- ARGV[4]  lease, ms
--- ARGV[5]  limits of the engine: "capacity max_size max_age ttl", ms
--- ARGV[6]  nonce for the names of tokens and digests
--- Returns  now; how long until something is due, ms (-1: nothing is held); id of the doorbell's last ring; leases;
---          broken timelines (key, error, ...); expired timelines (key, number of records, ...)
+-- Flags     begins-namespace
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
+--           ZCARD ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+-- Reply     [int, int, text, [list...], [text...], [number...]]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   slots (int): how many digests to open, at most 100 a call
+-- ARGV[4]   lease (int, ms)
+-- ARGV[5]   limits (limits): of the engine
+-- ARGV[6]   nonce (text): for the names of tokens and digests
+-- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
+--           timelines (key, error, ...); expired timelines (key, number of records, ...)
+--
+-- Needs     guard clock budget lease promotion gap
 
 call('PERSIST', layout) -- a write that needs no memory: after it a full server lets this script drain it
 
-local slots, lease, limits, nonce = math.min(tonumber(ARGV[3]), 100), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
+local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
+local most = math.min(slots, 100)
 local leases, broken, expired = {}, {}, {}
 -- Read before anything is taken. If another program has written it, nobody is woken, and all is delivered all the same.
-local bell = try('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)[1]
+local last_wake = try('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)[1]
 
 local function expire(held)
+  -- Needs    entries
   local key, seen = held.key, {}
-  local records = collect(collect({}, seen, log_of(key), held.logged), seen, open_of(key), held.opened)
+  local records = collect(collect({}, seen, logs .. key, held.logged), seen, opens .. key, held.opened)
   call('ZREM', ready, key)
-  call('UNLINK', log_of(key), open_of(key), meta_of(key))
-  count('expired', #records)
-  return #records
-end
-
-local function set_aside(key, problem)
-  call('ZREM', ready, key)
-  call('ZADD', waiting, now + lease, key)
-  broken[#broken + 1] = key
-  broken[#broken + 1] = problem
+  call('UNLINK', logs .. key, opens .. key, metas .. key)
+  if #records > 0 then
+    try('HINCRBY', layout, 'expired', #records)
+  end
+  expired[#expired + 1] = key
+  expired[#expired + 1] = #records
 end
 
 local hold = watch_gap(lease)
@@ -36,25 +43,27 @@ if now >= hold then
 end
 promote(waiting, now)
 
-local looked = 0
-while #leases < slots and looked < SLICE and scanned < SLICE do
+local looked, is_empty = 0, false -- is_empty: nothing is ready any more
+while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
   -- whatever is looked at leaves the set, so the next candidates are always its first
-  local candidates = call('ZRANGE', ready, 0, slots - #leases - 1, 'WITHSCORES')
-  if #candidates == 0 then
-    break
-  end
+  local wanted = most - #leases
+  local candidates = call('ZRANGE', ready, 0, wanted - 1, 'WITHSCORES')
+  is_empty = #candidates < 2 * wanted
   for index = 1, #candidates, 2 do
     if scanned >= SLICE then
+      is_empty = false
       break
     end
     local key, due = candidates[index], tonumber(candidates[index + 1])
     local held, problem = load_all(key)
     looked = looked + 1
     if not held then
-      set_aside(key, problem)
+      call('ZREM', ready, key)
+      call('ZADD', waiting, now + lease, key)
+      broken[#broken + 1] = key
+      broken[#broken + 1] = problem
     elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
-      expired[#expired + 1] = key
-      expired[#expired + 1] = expire(held)
+      expire(held)
     else
       leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1))
     end
@@ -62,7 +71,7 @@ while #leases < slots and looked < SLICE and scanned < SLICE do
 end
 
 local wait = -1
-if call('ZCARD', ready) > 0 then
+if not is_empty and call('ZCARD', ready) > 0 then
   wait = 0
 else
   local next_due = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
@@ -71,5 +80,4 @@ else
     wait = math.max(0, math.min(next_due or math.huge, next_end and math.max(next_end, hold) or math.huge) - now)
   end
 end
-write_counts()
-return {now, wait, bell and bell[1] or '0-0', leases, broken, expired}
+return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired}

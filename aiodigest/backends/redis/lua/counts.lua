@@ -1,19 +1,19 @@
--- counts: the sizes of a shard's sets and what happened in it.
+-- counts: tell the sizes of a shard's sets and what happened in it.
 --
--- Returns  name, number, ... ; `oldest_due_ms` only if a timeline is waiting or ready, `overdue_ms` only if it is due
+-- Flags     repeatable
+-- Commands  HGET TIME ZCARD ZCOUNT ZRANGE
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- Returns   name, number, ...; `oldest_due_ms` only if a timeline is waiting or ready, `overdue_ms` only if it is due
+--
+-- Needs     guard clock keys telling
 
-local counts = {}
-local function tell(name, number)
-  if number then
-    counts[#counts + 1] = name
-    counts[#counts + 1] = number
-  end
-end
-
-for _, name in ipairs({'waiting', 'ready', 'leased'}) do
-  tell(name, call('ZCARD', tag .. name))
-end
-tell('dead', call('ZCOUNT', tag .. 'dead', '(' .. whole(now - LETTER_TTL), '+inf'))
+tell('waiting', call('ZCARD', waiting))
+tell('ready', call('ZCARD', ready))
+tell('leased', call('ZCARD', leased))
+tell('dead', call('ZCOUNT', tag .. 'dead', string.format('(%.0f', now - DEAD_LETTER_TTL_MS), '+inf'))
 for _, name in ipairs(COUNTERS) do
   tell(name, tonumber(call('HGET', layout, name)))
 end
@@ -24,4 +24,4 @@ if next_ready or next_waiting then
   tell('oldest_due_ms', oldest)
   tell('overdue_ms', oldest < now and now - oldest or nil)
 end
-return counts
+return told

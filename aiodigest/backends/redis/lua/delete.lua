@@ -1,19 +1,26 @@
 -- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted.
 --
--- ARGV[3]  key
--- Returns  1 if it was scheduled, else 0
+-- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
+-- Reply     number
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   key (text)
+-- Returns   1 if it was scheduled, else 0
+--
+-- Needs     guard clock timelines schedule fencing
 
 local key = ARGV[3]
 local held = load(key) or thaw(key, {})
 local existed = leave(key)
 while leave(key) do end -- another program may have put it into several sets
-call('UNLINK', log_of(key), open_of(key), meta_of(key))
+call('UNLINK', logs .. key, opens .. key, metas .. key)
 if held.id and held.token then
   answer(held, held.token, held.id, 'deleted', '', 0)
 end
 if held.done then -- also of an earlier outcome, so that a repeated call hears what the first one did
   local grave = thaw(key, {})
   grave.done = held.done
-  save(grave)
+  save(grave, FIELDS)
 end
 return existed and 1 or 0

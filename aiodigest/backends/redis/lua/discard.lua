@@ -1,7 +1,14 @@
 -- discard: drop a dead letter.
 --
--- ARGV[3]  id
--- Returns  1 if there was one, else 0
+-- Commands  EXISTS HGET UNLINK ZREM
+-- Reply     int
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (unused)
+-- ARGV[3]   id (text)
+-- Returns   1 if there was one, else 0
+--
+-- Needs     guard
 
 local id = ARGV[3]
 local existed = call('EXISTS', tag .. 'letter:' .. id)

@@ -1,14 +1,22 @@
 -- flush: make a timeline ready now, or after the delivery under way.
 --
--- ARGV[3]  key
--- Returns  1 if it holds records, else 0
+-- Flags     repeatable
+-- Commands  EXISTS HGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Reply     number
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   key (text)
+-- Returns   1 if it holds records, else 0
+--
+-- Needs     guard clock state schedule
 
 local key = ARGV[3]
 local state, due = state_of(key)
 if state == 'waiting' then
-  place(key, math.min(due, now), state)
-elseif state == 'leased' and call('EXISTS', meta_of(key)) == 1 then
-  call('HSET', meta_of(key), 'flush', '1')
+  place(key, math.min(due, now), true)
+elseif state == 'leased' and call('EXISTS', metas .. key) == 1 then
+  call('HSET', metas .. key, 'flush', '1')
 end
-finish()
+wake()
 return state and 1 or 0

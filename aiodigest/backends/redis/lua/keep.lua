@@ -1,36 +1,47 @@
 -- keep: take over a dead letter of another shard, page after page; doing so again is harmless.
 --
--- ARGV[3]  id
--- ARGV[4]  key of its timeline
--- ARGV[5]  reason
--- ARGV[6]  when it was buried, ms
--- ARGV[7]  attempt
--- ARGV[8]  digest id
--- ARGV[9]  number of its first record here, from 0
--- ARGV[10] 1 if these are its last
--- then     records
--- Returns  1, or 0 if the records before these are not here (a failover may forget them): it must be begun again
+-- Flags     begins-namespace, repeatable, replicated
+-- Commands  EXISTS HGET HSET LLEN PEXPIRE RPUSH TIME ZADD
+-- Reply     int
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   id (text)
+-- ARGV[4]   key (text): of its timeline
+-- ARGV[5]   reason (text)
+-- ARGV[6]   buried (int, ms): when it became one
+-- ARGV[7]   attempt (text)
+-- ARGV[8]   digest_id (text)
+-- ARGV[9]   start (int): number of its first record here, from 0
+-- ARGV[10]  is_last (flag): these are its last records
+-- then      records
+-- Returns   1, or 0 if the records before these are not here (a failover may forget them): it must be begun again
+--
+-- Needs     guard clock
 
-local moved = tag .. 'moved:' .. ARGV[3]
+local id, key, reason, buried = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local attempt, digest_id, start, is_last = ARGV[7], ARGV[8], tonumber(ARGV[9]), ARGV[10] == '1'
+local DAY = 24 * 3600000
+
+local moved = tag .. 'moved:' .. id
 if call('EXISTS', moved) > 0 then
   return 1 -- it has been here, and may have been taken since
 end
-local letter, remains = tag .. 'letter:' .. ARGV[3], tag .. 'remains:' .. ARGV[3]
-local buried = tonumber(ARGV[6])
-local there, start = call('LLEN', remains), tonumber(ARGV[9])
+local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
+local there = call('LLEN', remains)
 if there < start then
   return 0 -- what came before is gone
 end
 for index = 11 + math.max(0, there - start), #ARGV do
   call('RPUSH', remains, ARGV[index])
 end
-local left = math.max(1, buried + LETTER_TTL - now)
+local left = math.max(1, buried + DEAD_LETTER_TTL_MS - now)
 call('PEXPIRE', remains, left)
-if ARGV[10] == '1' then
-  call('HSET', letter, 'key', ARGV[4], 'reason', ARGV[5], 'buried', buried, 'attempt', ARGV[7], 'digest', ARGV[8])
+if is_last then
+  call('HSET', letter, 'key', key, 'reason', reason, 'buried', buried, 'attempt', attempt, 'digest', digest_id)
   call('PEXPIRE', letter, left)
-  call('ZADD', tag .. 'dead', buried, ARGV[3])
+  call('ZADD', tag .. 'dead', buried, id)
   call('HSET', moved, 'at', now)
-  call('PEXPIRE', moved, 24 * HOUR)
+  call('PEXPIRE', moved, DAY)
 end
 return 1

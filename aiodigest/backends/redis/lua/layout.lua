@@ -1,11 +1,16 @@
 -- layout: record which layout a shard, or the namespace, has, unless it has one.
 --
--- KEYS[1]  the layout
--- ARGV[1]  the field: "version" of a shard, "current" of the namespace
--- ARGV[2]  its version, "SCHEMA:SHARDS:EPOCH"
--- Returns  1 and the version that is stored now: a write in any case, whose replication can be waited for
+-- Flags     repeatable
+-- Commands  HGET HSET HSETNX
+-- Reply     [int, text]
+-- KEYS[1]   layout (key)
+-- ARGV[1]   field (text): "version" of a shard, "current" of the namespace
+-- ARGV[2]   version (text): "SCHEMA:SHARDS:EPOCH"
+-- Returns   1 and the version that is stored now: a write in any case, whose replication can be waited for
 
-if redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2]) == 0 then
-  redis.call('HSET', KEYS[1], ARGV[1], redis.call('HGET', KEYS[1], ARGV[1]))
+local layout, field, version = KEYS[1], ARGV[1], ARGV[2]
+if redis.call('HSETNX', layout, field, version) == 0 then
+  version = redis.call('HGET', layout, field)
+  redis.call('HSET', layout, field, version)
 end
-return {1, redis.call('HGET', KEYS[1], ARGV[1])}
+return {1, version}

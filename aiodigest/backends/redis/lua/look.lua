@@ -1,13 +1,23 @@
--- look: what timelines look like; a broken one shows its error.
+-- look: show timelines; a broken one shows its error.
 --
--- ARGV[3]  state, to look at a page of those in its set, or '' for one
--- ARGV[4]  key of the one, or how many of the set
--- ARGV[5]  score after which to begin, '' for the first page
--- ARGV[6]  key after which to begin
--- ARGV[7]  highest score to list, '' in the first page
--- Returns  for each: key, state, due (ms), entries in the log, entries opened, attempt, iteration, dropped,
---          cool-down's end (ms), digest id, last error; and the last three arguments for the next page: none, if this
---          is the last one
+-- Flags     repeatable
+-- Commands  HGET HGETALL LLEN TIME ZCOUNT ZRANGE ZSCORE
+-- Reply     [[list...], list]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   state (text): to look at a page of those in its set, or '' for one
+-- ARGV[4]   which (text): key of the one, or how many of the set
+-- ARGV[5]   score (text): after which to begin, '' for the first page
+-- ARGV[6]   after (text): key after which to begin
+-- ARGV[7]   last (text): highest score to list, '' in the first page
+-- Returns   for each: key, state, due (ms), entries in the log, entries opened, attempt, iteration, dropped, end of the
+--           cool-down (ms), digest id, last error; and the last three arguments for the next page: none, if this is the
+--           last one
+--
+-- Needs     guard clock timelines state listing
+
+local state, which, score, after, last = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 
 local function window(key, state, due)
   local held, problem = load_all(key)
@@ -20,14 +30,13 @@ local function window(key, state, due)
   }
 end
 
-if ARGV[3] == '' then
-  local state, due = state_of(ARGV[4])
-  return {state and {window(ARGV[4], state, due)} or {}, {}}
+if state == '' then
+  local found, due = state_of(which)
+  return {found and {window(which, found, due)} or {}, {}}
 end
 local windows = {}
-local score = ARGV[5] == '' and '-inf' or ARGV[5]
-local members, rest = page(tag .. ARGV[3], tonumber(ARGV[4]), score, ARGV[6], ARGV[7])
+local members, rest = page(tag .. state, tonumber(which), score == '' and '-inf' or score, after, last)
 for index = 1, #members, 2 do
-  windows[#windows + 1] = window(members[index], ARGV[3], tonumber(members[index + 1]))
+  windows[#windows + 1] = window(members[index], state, tonumber(members[index + 1]))
 end
 return {windows, rest}

@@ -1,13 +1,19 @@
 -- maintenance: recover leases that ended by a deadline, a slice at the most, unless recovery is on hold.
 --
--- ARGV[3]  deadline, ms, or '' for now
--- Returns  key, lease's end (ms), ... of what was recovered
+-- Flags     repeatable
+-- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK
+-- Reply     [text...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   deadline (int or '', ms): '' for now
+-- Returns   key, lease's end (ms), ... of what was recovered
+--
+-- Needs     guard clock gap advance
 
+local deadline = tonumber(ARGV[3]) or now
 local lease = tonumber(call('HGET', layout, 'lease'))
 if lease and now < watch_gap(lease) then
   return {}
 end
-watch_head()
-local recovered = promote(leased, tonumber(ARGV[3]) or now)
-finish()
-return recovered
+return promote_and_wake(leased, deadline)

@@ -1,10 +1,17 @@
 -- open: claim one timeline, if it is ready.
 --
--- ARGV[3]  key
--- ARGV[4]  lease, ms
--- ARGV[5]  limits of the engine: "capacity max_size max_age ttl", ms
--- ARGV[6]  nonce for the names of the token and the digest
--- Returns  the lease, or nothing; the text of an error if the timeline is broken
+-- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
+-- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, [text...]]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   key (text)
+-- ARGV[4]   lease (int, ms)
+-- ARGV[5]   limits (limits): of the engine
+-- ARGV[6]   nonce (text): for the names of the token and the digest
+-- Returns   the lease, or nothing; the text of an error if the timeline is broken
+--
+-- Needs     guard clock lease
 
 call('PERSIST', layout)
 
@@ -20,6 +27,4 @@ end
 if held.logged + held.opened == 0 then
   return false
 end
-local fields = take(held, due, lease, limits, nonce .. '-1')
-write_counts()
-return fields
+return take(held, due, lease, limits, nonce .. '-1')

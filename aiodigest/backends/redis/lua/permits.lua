@@ -1,8 +1,10 @@
--- permits: which commands the user may not run, so that no script is refused half-way, after its first writes.
+-- permits: tell which commands the user may not run, so that no script is refused half-way, after its first writes.
 --
--- KEYS[1]  a key that nothing else uses
--- ARGV     commands, each with arguments in TRIES
--- Returns  those that are refused
+-- Flags     repeatable
+-- Reply     [text...]
+-- KEYS[1]   key (key): one that nothing else uses
+-- ARGV      commands, each with arguments in TRIES
+-- Returns   those that are refused
 
 local key = KEYS[1]
 
@@ -10,10 +12,9 @@ local key = KEYS[1]
 local TRIES = {
   EXISTS = {}, HDEL = {'field'}, HGET = {'field'}, HGETALL = {}, HINCRBY = {'field', 'no number'}, HMGET = {'field'},
   HSET = {'field', 'value', 'field without a value'}, HSETNX = {'field', 'value'}, LLEN = {}, LPUSH = {'entry'},
-  LRANGE = {0, 0}, LTRIM = {0, 0},
-  PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'}, UNLINK = {}, XADD = {'NOMKSTREAM', '*', 'at', 0},
-  XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {}, ZCOUNT = {0, 0}, ZRANGE = {0, 0},
-  ZRANGEBYSCORE = {0, 0}, ZREM = {'member'}, ZREMRANGEBYRANK = {0, 0}, ZSCORE = {'member'},
+  LRANGE = {0, 0}, LTRIM = {0, 0}, PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'}, UNLINK = {},
+  XADD = {'NOMKSTREAM', '*', 'at', 0}, XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {}, ZCOUNT = {0, 0},
+  ZRANGE = {0, 0}, ZRANGEBYSCORE = {0, 0}, ZREM = {'member'}, ZREMRANGEBYRANK = {0, 0}, ZSCORE = {'member'},
 }
 
 local function is_refused(command, ...)
@@ -28,7 +29,7 @@ end
 
 local refused = {}
 for _, command in ipairs(ARGV) do
-  local pushes = command == 'LPUSH' or command == 'RPUSH' or command == 'HSETNX' -- the only ones that come to something
+  local pushes = command == 'LPUSH' or command == 'RPUSH' or command == 'HSETNX' -- the only ones that leave a key
   if command == 'TIME' then
     refused[#refused + 1] = is_refused(command) and command or nil
   elseif not pushes or not is_refused('UNLINK', key) then

@@ -1,8 +1,16 @@
 -- release: give leases back without charging the attempt.
 --
--- ARGV[3]  1 if the callbacks had started, so that the outcome is unknown
--- then     for each: key, token, digest id
--- Returns  for each: 1, 0 if the lease is lost, or the text of an error
+-- Flags     repeatable
+-- Commands  HDEL HGET HGETALL HSET PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   started (flag): the callbacks had started, so that the outcome is unknown
+-- then      for each: key, token, digest id
+-- Returns   for each: 1, 0 if the lease is lost, or the text of an error
+--
+-- Needs     guard clock timelines schedule fencing
 
 call('PERSIST', layout)
 
@@ -23,7 +31,7 @@ local function release(key, token, digest_id)
   leave(key)
   place(key, now)
   answer(held, token, digest_id, 'closed', '', 0)
-  save(held)
+  save(held, FIELDS)
   return 1
 end
 
@@ -31,5 +39,5 @@ local answers = {}
 for cursor = 4, #ARGV, 3 do
   answers[#answers + 1] = release(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2])
 end
-finish()
+wake()
 return answers

@@ -1,10 +1,17 @@
--- remove: drop a record from the log, and from an open log in a retry wait after reported failures.
+-- remove: drop a record from the log, and from the records of a digest in a retry wait after reported failures.
 --
--- ARGV[3]  key
--- ARGV[4]  record id
--- ARGV[5]  limits: "capacity max_size max_age ttl", ms
--- ARGV[6]  nonce, which names the digest whose contents change
--- Returns  1 if a record went, else 0; the text of an error if the timeline is broken
+-- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Reply     number
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   key (text)
+-- ARGV[4]   record_id (text)
+-- ARGV[5]   limits (limits)
+-- ARGV[6]   nonce (text): names the digest whose contents change
+-- Returns   1 if a record went, else 0; the text of an error if the timeline is broken
+--
+-- Needs     guard clock settling entries lists
 
 local key, record_id, limits, nonce = ARGV[3], ARGV[4], parse_limits(ARGV[5]), ARGV[6]
 local held, problem = load_all(key)
@@ -15,7 +22,7 @@ if held.logged + held.opened == 0 then
   return 0
 end
 
--- `kept` without the record, and whether it was there.
+-- Return the first `length` of `kept` without the record, and whether it was there.
 local function without(kept, length)
   local rest = {}
   for index = 1, length do
@@ -27,32 +34,31 @@ local function without(kept, length)
 end
 
 -- trimmed first, so that a record which the capacity had dropped does not come back in the removed one's place
-local records = collect({}, {}, log_of(key), held.logged)
+local records = collect({}, {}, logs .. key, held.logged)
 local left = math.min(#records, limits.capacity)
 local rest, removed = without(records, left)
 if #rest < held.logged then
-  rewrite(log_of(key), rest, #rest, lifetime(held, limits.ttl))
+  rewrite(logs .. key, rest, #rest, lifetime(held, limits.ttl))
   held.logged = #rest
 end
-held.dropped = held.dropped + #records - left
-count('dropped', #records - left)
+if #records > left then
+  held.dropped = held.dropped + #records - left
+  try('HINCRBY', layout, 'dropped', #records - left)
+end
 
 if held.id and not held.frozen and not held.token and call('ZSCORE', waiting, key) then
-  local opened = {}
-  for start = 0, held.opened - 1, SLICE do
-    for _, entry in ipairs(call('LRANGE', open_of(key), start, start + SLICE - 1)) do
-      table.insert(opened, entry)
-    end
-  end
   local newest_first = {}
-  for index = #opened, 1, -1 do
-    newest_first[#newest_first + 1] = opened[index]
+  for stop = held.opened - 1, 0, -SLICE do
+    local opened = call('LRANGE', opens .. key, math.max(0, stop - SLICE + 1), stop)
+    for index = #opened, 1, -1 do
+      newest_first[#newest_first + 1] = opened[index]
+    end
   end
   local still, went = without(newest_first, #newest_first)
   if went then
     removed = true
     held.id = nonce
-    rewrite(open_of(key), still, #still, lifetime(held, limits.ttl))
+    rewrite(opens .. key, still, #still, lifetime(held, limits.ttl))
     if #still == 0 then
       end_delivery(held)
       settle(held, limits.max_size, limits.ttl)
@@ -62,6 +68,6 @@ end
 if held.logged + held.opened == 0 and not held.id then
   settle(held, limits.max_size, limits.ttl)
 end
-save(held)
-finish()
+save(held, FIELDS)
+wake()
 return removed and 1 or 0

@@ -1,8 +1,16 @@
 -- renew: extend leases, also those that have ended and were not claimed by another.
 --
--- ARGV[3]  lease, ms
--- then     for each: key, token, digest id
--- Returns  for each: 1, 0 if the lease is lost, or the text of an error
+-- Flags     begins-namespace, repeatable
+-- Commands  HGET HGETALL HMGET HSET PERSIST TIME ZADD ZCARD ZRANGE ZREM
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   lease (int, ms)
+-- then      for each: key, token, digest id
+-- Returns   for each: 1, 0 if the lease is lost, or the text of an error
+--
+-- Needs     guard clock timelines schedule fencing gap
 
 call('PERSIST', layout)
 

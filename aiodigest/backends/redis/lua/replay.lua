@@ -1,17 +1,26 @@
 -- replay: put a dead letter's records before newer ones, schedule as an add would, and remove the letter.
 --
--- ARGV[3]  id of the letter
--- ARGV[4]  "initial increment maximum", ms
--- ARGV[5]  limits: "capacity max_size max_age ttl", ms
--- ARGV[6]  1 if these limits are the timeline's own
--- Returns  {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size}, or the text
---          of an error if the timeline is broken
+-- Commands  HDEL HGET HGETALL HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
+--           ZSCORE
+-- Reply     text | [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   id (text): of the letter
+-- ARGV[4]   delays (text): "initial increment maximum", ms
+-- ARGV[5]   limits (text): "capacity max_size max_age ttl", times in ms
+-- ARGV[6]   own (flag): these limits are the timeline's own
+-- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size}, or the text
+--           of an error if the timeline is broken
+--
+-- Needs     guard clock timelines window entries lists
 
-local id, terms = ARGV[3], parse_terms(ARGV[4], ARGV[5], ARGV[6])
+local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6] == '1'
+local terms = parse_terms(delays, limits, own)
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
 local facts = call('HMGET', letter, 'key', 'buried')
 local key = facts[1]
-if not key or (tonumber(facts[2]) or now) <= now - LETTER_TTL then
+if not key or (tonumber(facts[2]) or now) <= now - DEAD_LETTER_TTL_MS then
   return {'missing'}
 end
 local held, problem = load_all(key)
@@ -23,18 +32,18 @@ if held.id or held.opened > 0 then
 end
 local buried = collect({}, {}, remains, call('LLEN', remains))
 local seen = {}
-local size = #collect(collect({}, seen, log_of(key), held.logged), seen, remains, #buried)
+local size = #collect(collect({}, seen, logs .. key, held.logged), seen, remains, #buried)
 if size > terms.capacity then
   return {'full', key, size}
 end
 
 local due = tonumber(call('ZSCORE', waiting, key))
 local is_ready, settled = false, call('ZSCORE', ready, key)
-push_front(log_of(key), buried)
+push_front(logs .. key, buried)
 held.own = terms.own
 touch(held, terms.ttl)
 if held.logged == 0 and not held.touched then
-  call('PEXPIRE', log_of(key), lifetime(held, terms.ttl))
+  call('PEXPIRE', logs .. key, lifetime(held, terms.ttl))
 end
 if not settled then
   is_ready = open_or_push(held, due, terms)
@@ -43,8 +52,8 @@ if not settled then
     is_ready = fill(held, length, terms, due)
   end
 end
-save(held)
+save(held, FIELDS)
 call('UNLINK', letter, remains)
 call('ZREM', tag .. 'dead', id)
-finish()
+wake()
 return {is_ready and 'ready' or 'added'}

@@ -1,16 +1,25 @@
 -- reschedule: move the due time of a waiting timeline.
 --
--- ARGV[3]  key
--- ARGV[4]  'at', 'delay' or 'policy'
--- ARGV[5]  the time or the delay, ms; for 'policy' the gap after `iteration`, ms
--- ARGV[6]  iteration for which the policy gave the gap
--- ARGV[7]  "initial increment maximum", ms
--- ARGV[8]  limits: "capacity max_size max_age ttl", ms
--- Returns  {'due', the new due time, ms}, {'outdated'} if the iteration is another, {'state'} if the timeline does
---          not wait, {'retry'} if only a given time can move it; the text of an error if the timeline is broken
+-- Flags     repeatable
+-- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Reply     text | [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   key (text)
+-- ARGV[4]   mode (text): 'at', 'delay' or 'policy'
+-- ARGV[5]   value (int, ms): the time or the delay; for 'policy' the gap after `iteration`
+-- ARGV[6]   iteration (int): for which the policy gave the gap
+-- ARGV[7]   delays (text): "initial increment maximum", ms
+-- ARGV[8]   limits (text): "capacity max_size max_age ttl", times in ms
+-- Returns   {'due', the new due time, ms}, {'outdated'} if the iteration is another, {'state'} if the timeline does
+--           not wait, {'retry'} if only a given time can move it; the text of an error if the timeline is broken
+--
+-- Needs     guard clock timelines window
 
 local key, mode, value, iteration = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-local terms = parse_terms(ARGV[7], ARGV[8], '0')
+local delays, limits = ARGV[7], ARGV[8]
+local terms = parse_terms(delays, limits)
 if not call('ZSCORE', waiting, key) then
   return {'state'}
 end
@@ -36,7 +45,7 @@ else
   due = held.last + terms.initial
 end
 touch(held, math.max(due - now, 0) + terms.ttl) -- it must still be there when its time comes
-place(key, due, 'waiting')
-save(held)
-finish()
+place(key, due, true)
+save(held, FIELDS)
+wake()
 return {'due', due}

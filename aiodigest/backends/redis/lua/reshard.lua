@@ -1,9 +1,12 @@
--- reshard: let another layout take the adds of a namespace, and the one that did be drained; or end that.
+-- reshard: let another layout take the adds of a namespace, and drain the one that did; or end that.
 --
--- KEYS[1]  the namespace's layout
--- ARGV[1]  the layout that is to be drained, "SCHEMA:SHARDS:EPOCH"
--- ARGV[2]  the layout that takes the adds from now on; '': the other one is drained
--- Returns  1 if that is so now, 0 if the namespace has another layout
+-- Flags     repeatable
+-- Commands  HDEL HMGET HSET
+-- Reply     int
+-- KEYS[1]   root (key): the namespace's layout
+-- ARGV[1]   old (text): the layout that is to be drained, "SCHEMA:SHARDS:EPOCH"
+-- ARGV[2]   new (text): the layout that takes the adds from now on; '': the other one is drained
+-- Returns   1 if that is so now, 0 if the namespace has another layout
 
 local root, old, new = KEYS[1], ARGV[1], ARGV[2]
 local found = redis.call('HMGET', root, 'current', 'version', 'drains')

@@ -1,19 +1,26 @@
 -- retry: let deliveries that failed, or may have, wait for their next attempt.
 --
--- ARGV[3]  nonce for the name of a digest whose contents change
--- ARGV[4]  number of the first retry in the caller's request, from 1
--- then     for each: key, token, digest id, delay (ms), error, ttl (ms), entries taken, records delivered, records
---          aged, 1 to give the attempt back, 1 if the outcome is unknown, number of ids that stay (-1: all), ids
--- Returns  for each: 1, 0 if the lease is lost, or the text of an error; fewer than asked for if much had to be read,
---          the rest was not looked at
+-- Flags     repeatable
+-- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   nonce (items): for the name of a digest whose contents change
+-- ARGV[4]   first (items)
+-- then      for each: key; token; digest id; delay, ms; error; ttl, ms; entries taken; records delivered; records aged;
+--           1 to give the attempt back; 1 if the outcome is unknown; number of ids that stay (-1: all), ids
+-- Returns   for each: 1, 0 if the lease is lost, or the text of an error. Fewer than asked for if much had to be read;
+--           the rest was not looked at.
+--
+-- Needs     guard clock timelines fencing items
 
 call('PERSIST', layout)
 
-local GIVE_BACK = 24 * HOUR
-
 -- Keep of the first `taken` entries only those that failed. An empty choice would leave nothing to try: all stay.
 local function keep(held, item, nonce)
-  local open = open_of(held.key)
+  -- Needs    entries lists
+  local open = opens .. held.key
   local kept = {}
   for _, entry in ipairs(collect({}, {}, open, math.min(item.taken, held.opened))) do
     if item.failed[identity(entry)] then
@@ -52,7 +59,7 @@ local function retry(item, nonce)
   end
   if item.give_back then
     held.since = held.since > 0 and held.since or now
-    if now - held.since <= GIVE_BACK then
+    if now - held.since <= GIVE_BACK_MS then
       held.attempts = math.max(0, held.attempts - 1)
     end
   end
@@ -61,7 +68,7 @@ local function retry(item, nonce)
   leave(held.key)
   place(held.key, now + item.delay)
   answer(held, item.token, item.digest_id, 'closed', '', 0)
-  save(held)
+  save(held, FIELDS)
   return 1
 end
 

@@ -1,9 +1,15 @@
 -- schedule: make ready what is due by a deadline, a slice at the most.
 --
--- ARGV[3]  deadline, ms, or '' for now
--- Returns  key, due time (ms), ... of what was promoted
+-- Flags     repeatable
+-- Commands  HGET TIME XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK
+-- Reply     [text...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   deadline (int or '', ms): '' for now
+-- Returns   key, due time (ms), ... of what was promoted
+--
+-- Needs     guard clock advance
 
-watch_head()
-local promoted = promote(waiting, tonumber(ARGV[3]) or now)
-finish()
-return promoted
+local deadline = tonumber(ARGV[3]) or now
+return promote_and_wake(waiting, deadline)

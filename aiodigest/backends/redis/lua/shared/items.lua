@@ -1,9 +1,12 @@
--- Shared by close and retry: reading the items of a call, and answering each.
+-- items: read the items of a call, and answer each.
 --
--- ARGV[3]  nonce for what the items are to name
--- ARGV[4]  number of the first item in the caller's request, from 1
+-- ARGV[3]  nonce (text): names what the items are to name
+-- ARGV[4]  first (int): number of the first item in the caller's request, from 1
 -- then     the items, of any number of arguments each
+--
+-- Needs    budget counters schedule
 
+local nonce, first = ARGV[3], tonumber(ARGV[4])
 local cursor = 5
 
 local function next_argument()
@@ -19,7 +22,7 @@ local function next_flag()
   return next_argument() == '1'
 end
 
--- A number of record ids, and these, as a set; or nil if the number is -1: all records.
+-- Read a number of record ids, and these, as a set; nil if the number is -1, for all records.
 local function next_ids()
   local length = next_number()
   if length < 0 then
@@ -32,14 +35,13 @@ local function next_ids()
   return ids
 end
 
--- Answer item after item, until enough has been read.
+-- Answer item after item, until enough has been read; end the script.
 local function answer_each(next_item, transition)
   local answers = {}
-  local number = tonumber(ARGV[4])
   while cursor <= #ARGV and scanned < SLICE do
-    answers[#answers + 1] = transition(next_item(), ARGV[3] .. '-' .. whole(number))
-    number = number + 1
+    answers[#answers + 1] = transition(next_item(), nonce .. '-' .. first + #answers)
   end
-  finish()
+  write_counts()
+  wake()
   return answers
 end

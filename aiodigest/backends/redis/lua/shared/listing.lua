@@ -1,10 +1,10 @@
--- Pages of a sorted set, put before the scripts that list one (SHARED in scripts.py).
+-- listing: pages of a sorted set.
 --
--- A page begins after what the one before has ended with, also if that is gone by now, and not at a rank: whatever
--- leaves the set meanwhile would move those behind it to a page that was read already. The listing ends with what was
--- last when it began, so that it does end where members are placed ever later.
+-- A page begins after the member with which the one before ended, even if that is gone by now, and not at a rank:
+-- whatever leaves the set meanwhile would move those behind it to a page that was read already. The listing ends with
+-- what was last when it began, so that it does end where members are placed ever later.
 
--- Whether a name comes after another in a sorted set, which compares bytes; Lua compares as the server's locale does.
+-- Return whether a name comes after another in a sorted set, which compares bytes; Lua compares as the locale does.
 local function comes_after(one, other)
   for index = 1, math.min(#one, #other) do
     local left, right = string.byte(one, index), string.byte(other, index)
@@ -15,7 +15,7 @@ local function comes_after(one, other)
   return #one > #other
 end
 
--- How many members of a set come before those after `score` and `member`.
+-- Return how many members of a set come before those after `score` and `member`.
 local function rank_after(set, score, member)
   local low, high = call('ZCOUNT', set, '-inf', '(' .. score), call('ZCOUNT', set, '-inf', score)
   while low < high do -- of those with this score
@@ -29,7 +29,7 @@ local function rank_after(set, score, member)
   return low
 end
 
--- Up to `size` members with their scores, and the arguments of the next page, empty if this is the last one.
+-- Return up to `size` members with their scores, and the arguments of the next page, empty if this is the last one.
 --
 -- score, member  where the page before has ended
 -- last           the highest score to list; '' in the first page: that of the last member

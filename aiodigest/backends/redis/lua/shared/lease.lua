@@ -1,9 +1,11 @@
--- Shared by claim and open: opening a digest under a lease.
+-- lease: open digests under leases.
+--
+-- Needs    budget timelines
 
 local INLINE_BYTES = 262144
 local room_entries, room_bytes = SLICE, INLINE_BYTES -- for the entries that one answer may hold
 
--- The first entries of a list, as many as there is room for; read a few at a time, since a value may be large.
+-- Return the first entries of a list, as many as there is room for; read a few at a time, since a value may be large.
 local function inline(list, length)
   local entries = {}
   while #entries < length and room_entries > 0 do
@@ -26,13 +28,14 @@ end
 
 -- Open the log as a new digest, or merge it into one that failed; either way the contents are new.
 local function fold(held, limits, digest_id)
-  local log, open = log_of(held.key), open_of(held.key)
+  local log, open = logs .. held.key, opens .. held.key
   local merging = held.id ~= nil or held.opened > 0 -- the records of a digest whose name is gone are kept
   local size = held.opened + held.logged
   held.id = digest_id
   held.part = limits.max_size
   held.cut = limits.max_age > 0 and now - limits.max_age or 0
   if merging or size > limits.capacity or (limits.max_size > 0 and size > limits.max_size) then
+    -- Needs    entries lists
     local seen = {}
     local kept = collect(collect({}, seen, log, held.logged), seen, open, held.opened)
     local left = math.min(#kept, limits.capacity)
@@ -42,8 +45,10 @@ local function fold(held, limits, digest_id)
     else
       call('RENAME', log, open)
     end
-    held.dropped = held.dropped + #kept - left
-    count('dropped', #kept - left)
+    if #kept > left then
+      held.dropped = held.dropped + #kept - left
+      try('HINCRBY', layout, 'dropped', #kept - left)
+    end
     size = left
   else
     call('RENAME', log, open)
@@ -52,7 +57,7 @@ local function fold(held, limits, digest_id)
   held.dropped, held.logged, held.opened = 0, 0, size
 end
 
--- Charge an attempt and take the timeline from `ready` to `leased`; answers the fields of backend.Lease.
+-- Charge an attempt and take the timeline from `ready` to `leased`; return the fields of `aiodigest.backend.Lease`.
 local function take(held, due, lease, limits, token)
   local key = held.key
   limits = held.own and parse_limits(held.own) or limits
@@ -67,9 +72,9 @@ local function take(held, due, lease, limits, token)
   touch(held, limits.ttl)
   call('ZREM', ready, key)
   call('ZADD', leased, now + lease, key)
-  save(held)
+  save(held, FIELDS)
   return {
     key, token, held.id, held.attempts, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
-    held.error or '', inline(open_of(key), held.opened),
+    held.error or '', inline(opens .. key, held.opened),
   }
 end

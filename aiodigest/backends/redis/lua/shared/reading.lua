@@ -1,4 +1,4 @@
--- Shared by letter and read: a page of entries, which may come from several lists.
+-- reading: a page of entries, which may come from several lists.
 
 local PAGE_BYTES = 262144
 local entries, bytes = {}, 0

@@ -1,0 +1,20 @@
+-- fencing: tell whose delivery it is, and what an earlier call for it was answered.
+
+-- Return 'held' if token and digest id still name the delivery; else what its outcome was answered before, or 'lost'.
+local function fenced(held, token, digest_id)
+  if held.id and held.token == token and held.id == digest_id then
+    return 'held'
+  end
+  if held.done then
+    local done_token, done_id, status, next_id, left = string.match(held.done, '^(%S*) (%S*) (%S*) (%S*) (%d+)$')
+    if done_token == token and done_id == digest_id then
+      return status, next_id, tonumber(left)
+    end
+  end
+  return 'lost', '', 0
+end
+
+-- Note what the outcome of a delivery is answered, for a call that is repeated.
+local function answer(held, token, digest_id, status, next_id, left)
+  held.done = string.format('%s %s %s %s %.0f', token, digest_id, status, next_id, left)
+end

@@ -1,0 +1,84 @@
+-- fields: what is kept of a timeline in the hash `meta`: read, changed in a table `held`, and written back.
+--
+-- Needs    keys limits
+
+local ECHO = 300000 -- ms for which a timeline without records remembers what its last outcome was answered
+local NUMBERS = {
+  ['end'] = 0, attempts = 0, iteration = 0, last = 0, cool = 0, dropped = 0, open_dropped = 0, part = 0, cut = 0,
+  since = 0,
+}
+local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
+
+local fitting = {} -- limits that were checked already: many timelines have the same
+
+local function are_limits(value)
+  if fitting[value] == nil then
+    local limits = parse_limits(value)
+    fitting[value] = limits.ttl and limits.capacity > 0
+      and math.max(limits.ttl, limits.max_age, limits.capacity) < 1e15 or false
+  end
+  return fitting[value]
+end
+
+-- Take over a field if a script can reckon with it. Another program may have written anything, on which it would break
+-- off half-way.
+local function thaw_field(held, name, value)
+  if NUMBERS[name] then
+    value = #value < 16 and string.find(value, '^%-?%d+$') and tonumber(value)
+  elseif name == 'own' then
+    value = are_limits(value) and value
+  end
+  if value then
+    held[name], held.stored[name] = value, value
+    return
+  end
+  held.problem = "ERR the field '" .. name .. "' of its meta is not of aiodigest"
+end
+
+-- Return how long the keys of a timeline live at least: until a claim has surely met and counted its end.
+local function lifetime(held, ttl)
+  return math.max(2 * ttl, held['end'] - now + ttl)
+end
+
+-- Renew the end of a timeline's records; set one part in 64 later than asked, so that most calls need not write it.
+local function touch(held, ttl)
+  if held['end'] < now + ttl then
+    held['end'] = now + ttl + math.floor(ttl / 64)
+    held.touched = 2 * ttl
+  end
+end
+
+-- Write those of the fields `names` that differ from what is stored, and renew the expiries that are due.
+local function save(held, names)
+  local changed, gone = {}, {}
+  local stored = held.stored
+  for _, name in ipairs(names) do
+    local value = rawget(held, name)
+    if value == 0 or value == '' then
+      value = nil
+    end
+    if value ~= stored[name] then
+      if value then
+        changed[#changed + 1] = name
+        changed[#changed + 1] = value
+      else
+        gone[#gone + 1] = name
+      end
+    end
+  end
+  local meta = metas .. held.key
+  if #changed > 0 then
+    call('HSET', meta, unpack(changed))
+  end
+  if #gone > 0 then
+    call('HDEL', meta, unpack(gone))
+  end
+  if held.touched then
+    call('PEXPIRE', logs .. held.key, held.touched)
+    call('PEXPIRE', opens .. held.key, held.touched)
+    call('PEXPIRE', meta, held.touched)
+  elseif held.idle or not next(stored) then
+    -- without records: as long as its cool-down, and a while for a late close to hear its answer
+    call('PEXPIRE', meta, math.max(held.cool - now, 0) + ECHO)
+  end
+end

@@ -1,0 +1,43 @@
+-- schedule: move timelines between the sets, and wake sleeping workers if something is due earlier than it was.
+--
+-- Needs    keys
+
+local before -- when the next timeline was due before this script changed anything; nil: it has not
+local earliest = math.huge -- the earliest time for which this script has placed a timeline
+
+-- Return when the next timeline is due: -1 if one is ready.
+local function head()
+  if call('ZCARD', ready) > 0 then
+    return -1
+  end
+  return tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2]) or math.huge
+end
+
+-- Take a timeline out of its set; return whether it was in one.
+local function leave(key)
+  before = before or head()
+  return call('ZREM', leased, key) > 0 or call('ZREM', ready, key) > 0 or call('ZREM', waiting, key) > 0
+end
+
+-- Schedule a timeline that is in `waiting` (`waits`) or in no set; return whether it is ready.
+local function place(key, due, waits)
+  before = before or head()
+  if due > now then
+    earliest = math.min(earliest, due)
+    call('ZADD', waiting, due, key)
+    return false
+  end
+  earliest = -1
+  if waits then
+    call('ZREM', waiting, key)
+  end
+  call('ZADD', ready, due, key)
+  return true
+end
+
+-- Wake the sleeping workers if the schedule has become earlier. What was placed early may have been moved again since.
+local function wake()
+  if before and earliest < before and head() < before then
+    try('XADD', tag .. 'wake', 'MAXLEN', 1, '*', 'at', now)
+  end
+end

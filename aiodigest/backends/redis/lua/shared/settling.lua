@@ -1,0 +1,29 @@
+-- settling: end a delivery, and schedule what came since.
+--
+-- Needs    budget timelines schedule
+
+local DELIVERY = {'id', 'token', 'attempts', 'open_dropped', 'part', 'cut', 'frozen', 'parted', 'since', 'error'}
+
+local function end_delivery(held)
+  for _, name in ipairs(DELIVERY) do
+    held[name] = nil
+  end
+  call('UNLINK', opens .. held.key)
+end
+
+-- Schedule what came since a digest that is gone.
+local function settle(held, max_size, ttl)
+  local due = held.flush and now or math.max(held.cool, now)
+  leave(held.key)
+  held.flush = nil
+  if held.logged == 0 then
+    held['end'], held.dropped, held.own, held.idle = 0, 0, nil, true
+    return
+  end
+  touch(held, ttl)
+  if due > now and max_size > 0 and held.logged >= max_size then
+    -- Needs    entries
+    due = #collect({}, {}, logs .. held.key, held.logged) >= max_size and now or due
+  end
+  place(held.key, due)
+end

@@ -1,0 +1,40 @@
+-- timelines: load whole timelines. Their states and transitions are those of memory/reference.py.
+--
+-- Needs    fields
+
+local FIELDS = {
+  'end', 'token', 'done', 'attempts', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut',
+  'frozen', 'parted', 'since', 'error', 'flush', 'own',
+}
+
+local function thaw(key, fields)
+  local held = setmetatable({key = key, stored = {}}, ABSENT)
+  for index = 1, #fields, 2 do
+    thaw_field(held, fields[index], fields[index + 1])
+  end
+  return held
+end
+
+-- Return what is kept of a timeline beside its entries; or nil and the error of a key that cannot be read.
+local function load(key)
+  local fields = try('HGETALL', metas .. key)
+  if fields.err then
+    return nil, fields.err
+  end
+  local held = thaw(key, fields)
+  return not held.problem and held or nil, held.problem
+end
+
+-- Do the same with the lengths of both lists, so that every key of the timeline has been read before the first write.
+local function load_all(key)
+  local held, problem = load(key)
+  if not held then
+    return nil, problem
+  end
+  local logged, opened = try('LLEN', logs .. key), try('LLEN', opens .. key)
+  if type(logged) == 'table' or type(opened) == 'table' then
+    return nil, (type(logged) == 'table' and logged or opened).err
+  end
+  held.logged, held.opened = logged, opened
+  return held
+end

@@ -1,0 +1,204 @@
+"""A process of the version before the scripts were cut up and one of this version, on one namespace.
+
+The old one comes from git's history, into a folder of its own, and runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from branches import instead_of
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from processes import DEADLINE, PROGRAMS, Program
+from servers import Server
+from stores import Place
+from test_store_model import Stores
+
+from aiodigest.backends.redis.scripts import load_scripts
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[1]
+OLD = "fcaab53ae9495a903f149910e72b530c4f23502a"
+SCRIPTS = (
+    "import json; from aiodigest.scripts import *; print(json.dumps({n: load_script(n).source for n in COMMANDS}))"
+)
+KINDS = ("plain", "fails", "splits", "dies")
+EACH = 5  # timelines of each kind
+
+
+@pytest.fixture(scope="session")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of the old version."""
+    command = ["git", "-c", "safe.directory=*", "-C", ROOT, "archive", OLD, "aiodigest"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problem = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
+        pytest.fail(
+            f"the version to compare with is commit {OLD[:7]} in the history of {ROOT}: run this test in a whole clone "
+            f"(git fetch --unshallow), not in a source archive: {problem}"
+        )
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def environment(tree: Path) -> Mapping[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree)}
+
+
+class Process(Program):
+    """A process of one version, and the records that it has delivered."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process)
+        self.delivered = Counter[str]()
+        self.failed = Counter[str]()
+
+    async def told(self) -> dict[str, Any]:
+        """The next line; deliveries are noted."""
+        line = await self.line()
+        assert line, "it has ended"
+        facts: dict[str, Any] = json.loads(line)
+        self.delivered.update(facts.get("delivered", ()))
+        self.failed.update([facts["failed"]] if "failed" in facts else ())
+        return facts
+
+    async def do(self, name: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+        while (facts := await self.told()).get("did") != name:
+            pass
+        return facts["answer"]
+
+    async def delivers(self, *ids: str) -> None:
+        """Wait until it has delivered these."""
+        while not self.delivered.keys() >= {*ids}:
+            await self.told()
+
+
+@asynccontextmanager
+async def version(tree: Path, url: str, namespace: str) -> AsyncGenerator[Process, None]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, PROGRAMS / "version.py", url, namespace,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(tree),
+    )  # fmt: skip
+    program = Process(process)
+    try:
+        assert Path((await program.told())["package"]).parent == tree / "aiodigest"
+        yield program
+        assert process.stdin is not None
+        process.stdin.close()
+        async with asyncio.timeout(DEADLINE):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def keys(*kinds: str) -> list[str]:
+    return [f"{kind}-{number}" for kind in kinds for number in range(EACH)]
+
+
+@pytest.mark.parametrize("old_begins", [True, False], ids=["the old begins", "the new begins"])
+async def test_what_one_version_begins_the_other_ends_and_every_record_is_delivered_once(
+    server: Server, namespace: str, old: Path, old_begins: bool
+) -> None:
+    trees = (old, ROOT) if old_begins else (ROOT, old)
+    async with version(trees[0], server.url, namespace) as first, version(trees[1], server.url, namespace) as second:
+
+        async def add(by: Process, name: str, *kinds: str) -> list[str]:
+            return await by.do("add", *((key, f"{name}:{key}") for key in keys(*kinds)))
+
+        added = [*await add(first, "a", *KINDS), *await add(second, "b", *KINDS)]
+        await first.do("work", "fail")
+        await first.delivers(*(f"b:{key}" for key in keys("plain", "splits")))
+        while not first.failed.keys() >= {*keys("fails", "dies")}:
+            await first.told()
+        await first.do("rest")
+
+        # what failed waits for an hour, unless the other one makes it ready, with what it adds
+        added += await add(second, "c", "plain", "fails", "splits")
+        assert await second.do("flush", *keys("plain", "fails", "splits")) == [True] * 3 * EACH
+        await second.do("work", "accept")
+        await second.delivers(*(f"c:{key}" for key in keys("plain", "fails", "splits")))
+        assert first.delivered + second.delivered == Counter(
+            f"{name}:{key}" for name in "abc" for key in keys("plain", "fails", "splits")
+        )
+
+        # the dead letters of the first, replayed by the second, delivered by the first
+        await second.do("rest")
+        assert (await second.do("stats"))["dead"] == EACH
+        assert len(await second.do("replay")) == EACH
+        await first.do("work", "accept")
+        await first.delivers(*(f"{name}:{key}" for name in "ab" for key in keys("dies")))
+
+        # another number of shards, while both add and deliver; and then the other way round
+        await second.do("work", "accept")
+        for number, (by, shards) in enumerate([(first, 3), (second, 1)]):
+            added += await add(first, f"d{number}", *KINDS)
+            added += await add(second, f"e{number}", *KINDS)
+            await by.do("reshard", shards)
+            added += await add(first, f"f{number}", *KINDS)
+            added += await add(second, f"g{number}", *KINDS)
+        while len(first.delivered + second.delivered) < len(added):
+            for each in (first, second):
+                await each.do("stats")
+        await first.do("rest")
+        await second.do("rest")
+        assert first.delivered + second.delivered == Counter(added)
+        for each in (first, second):
+            held = await each.do("stats")
+            assert held == {"waiting": 0, "ready": 0, "leased": 0, "dead": 0, "buried": 2 * EACH}
+
+
+def test_the_scripts_of_both_versions_do_what_the_reference_does_on_the_data_of_each_other(
+    one_server: Place, old: Path
+) -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPTS], capture_output=True, cwd=old, check=True)
+    sources: Mapping[str, str] = json.loads(run.stdout)
+    assert sources.keys() == load_scripts().keys() - {"permits"}
+    with one_server.client_of("") as client:
+        others = {
+            load_scripts()[name].sha.encode(): client.script_load(text).encode() for name, text in sources.items()
+        }
+    random = Random(7)
+    ran = Counter[bool]()
+
+    def either(sha: bytes) -> bytes:
+        chosen = random.random() < 0.5
+        ran[chosen] += 1
+        return others.get(sha, sha) if chosen else sha
+
+    class Mixed(Stores):
+        place = one_server
+        source = instead_of(one_server.url, either)
+        branches = None
+
+    with asyncio.Runner() as runner:
+        Mixed.loop = runner.get_loop()
+        run_state_machine_as_test(
+            Mixed,
+            settings=settings(
+                max_examples=40, stateful_step_count=25, deadline=None, database=None, derandomize=True,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+            ),
+        )  # fmt: skip
+    assert min(ran[True], ran[False]) > 100
