@@ -1,6 +1,5 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
-from aiodigest import _interrupt as _interrupt  # first: it is there for while the rest is loaded
 from aiodigest.backends.embedded import data_folder
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec

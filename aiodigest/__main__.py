@@ -1,8 +1,7 @@
 """``aiodigest`` and ``python -m aiodigest``: the command line, or the one line that says how to install it."""
 
+import signal
 import sys
-
-from aiodigest._interrupt import INTERRUPTED, loaded
 
 
 def main() -> None:
@@ -14,10 +13,9 @@ def main() -> None:
             if (error.name or "").partition(".")[0] not in ("typer", "rich"):
                 raise
             sys.exit("aiodigest: the command line is not installed: pip install 'aiodigest[standard]'")
-        loaded()
         sys.exit(run())
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:  # while the command loads: later it ends in its own way
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

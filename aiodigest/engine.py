@@ -744,7 +744,7 @@ class DigestEngine(Generic[T]):
         """
         return await (await self._backend()).operations.erase()
 
-    async def _try_erase(self) -> None:
+    async def try_erase(self) -> None:
         """Raise the errors of ``erase``, before anything is in the namespace. It takes a call to each server."""
         await (await self._backend()).operations.try_erase()
 

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from aiodigest import JSON, Digest, DigestEngine
-from aiodigest.cli.loops import settle
+from aiodigest.cli.event_loop import freeze_garbage
 from benchmarks.memory import resident
 from benchmarks.programs import output, part
 from benchmarks.setting import play
@@ -104,7 +104,7 @@ async def work(url: str, namespace: str, count: int, failing: float, idle: float
             early = early or peak
 
     async with engine.delivering(deliver):
-        settle()  # as `aiodigest run` does
+        freeze_garbage()  # as `aiodigest run` does
         beating = asyncio.create_task(pulse.beat())
         async with asyncio.timeout(max(600, count / 1_000)):
             await done.wait()

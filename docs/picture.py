@@ -10,13 +10,13 @@ import logging
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from aiodigest.cli.demo import Demo
-from aiodigest.cli.demo_stages import Screen
+from aiodigest.cli.demo.command import Demo
+from aiodigest.cli.demo.display import Display
 
 PICTURE = Path(__file__).parent / "demo.svg"
 WIDTH = 88
@@ -32,40 +32,29 @@ FORMAT = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/sv
 """
 
 
-class Picture(Screen):
+class Picture(Display):
     """The demo's display for people, with long bursts cut short, up to the digest of the great one."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        super().__init__(self.over.set)
-        self._screen = self.console = Console(record=True, width=WIDTH, file=StringIO(), highlight=False)
+        super().__init__(in_json=False, leave=self.over.set, record=True, width=WIDTH, file=StringIO())
         self._burst = 0
+        self.print(Text("$ aiodigest demo", "bold"))
 
-    def begin(self) -> None:
-        """Show the command."""
-        self.console.print(Text("$ aiodigest demo", "bold"))
-
-    def remark(self, at: float, text: str) -> None:
-        """Show a remark, until the story turns to something else."""
-        if not text.startswith("The shop"):
-            super().remark(at, text)
-
-    def event(self, at: float, channel: str, text: str) -> None:
-        """Show the first events of a burst."""
-        self._burst += 1
-        if channel != "#shop" and self._burst <= SHOWN:
-            super().event(at, channel, text)
-
-    def failure(self, at: float, channel: str, attempt: int) -> None:
-        """Show no failure."""
-
-    def digest(self, at: float, channel: str, texts: list[str]) -> None:
-        """Show a digest; the one of the great burst is the last."""
-        if self._burst > SHOWN and channel != "#shop":
-            self.console.print(Text(f"                 ... {self._burst - SHOWN} more events", "dim"))
-        self._burst = 0
-        super().digest(at, channel, texts)
-        if len(texts) > 40:
+    def show(self, at: float, what: str, **facts: Any) -> None:
+        """Show the first events of a burst, and digests, but nothing of the shop; the digest of the burst ends it."""
+        if what == "failure" or facts.get("channel") == "#shop" or facts.get("text", "").startswith("The shop"):
+            return
+        if what == "event":
+            self._burst += 1
+            if self._burst > SHOWN:
+                return
+        if what == "digest":
+            if self._burst > SHOWN:
+                self.print(Text(f"                 ... {self._burst - SHOWN} more events", "dim"))
+            self._burst = 0
+        super().show(at, what, **facts)
+        if what == "digest" and len(facts["texts"]) > 40:
             self.over.set()
 
 
@@ -78,7 +67,7 @@ async def draw() -> None:
         await picture.over.wait()
         demo.cancel()
         await asyncio.gather(demo, return_exceptions=True)
-    svg = picture.console.export_svg(title="aiodigest demo", theme=MONOKAI, code_format=FORMAT, unique_id="demo")
+    svg = picture.export_svg(title="aiodigest demo", theme=MONOKAI, code_format=FORMAT, unique_id="demo")
     PICTURE.write_text(svg, encoding="utf-8")
 
 

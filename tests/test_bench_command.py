@@ -19,7 +19,7 @@ from stores import Place
 from terminals import on_terminal
 
 from aiodigest import ConfigurationError, DigestEngine, Entry, Policy
-from aiodigest.cli.measure import measure
+from aiodigest.cli.bench import measure
 
 LATER = Policy(initial_delay=1_500)
 
@@ -54,7 +54,7 @@ async def test_each_figure_is_of_one_call_at_least_however_little_time_is_left(s
     policy = Policy(minimum_delay=0, increment_delay=0)
     adder, worker = (DigestEngine(server.url, namespace=namespace, value_type=str, policy=policy) for _ in range(2))
     async with adder:
-        figures = await measure(adder, worker, 0.0, lambda seconds: None)
+        figures = await measure(adder, worker, 0.0)
     assert all(value > 0 for name, value in asdict(figures).items() if name != "server")
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_goes_away_meanwhile_is_told_with_what_may_be_left(own: Se
         until(lambda: client.keys("*:leased"), "a worker delivers, who by itself would wait for the server")
         own.stop()
         assert process.end() == 69
-        assert b"; what the namespace bench-" in process.errors.splitlines()[-1]
+        assert b"; the contents of the namespace bench-" in process.errors.splitlines()[-1]
         assert b"Traceback" not in process.errors
 
 

@@ -15,7 +15,7 @@ import pytest
 from commandline import DEADLINE, Command, environment, in_process, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
-from aiodigest.cli import answers
+from aiodigest.cli import output as cli_output
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\nnext\\u202e[bold]"
@@ -107,7 +107,7 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, co
     assert "no such address" in listed
 
     code, replayed, _ = command("dead", "replay", letter["id"][:8])
-    assert (code, replayed) == (0, "user:1 has 1 record back and waits\n")
+    assert (code, replayed) == (0, "1 record put back into user:1, which waits\n")
     assert '"dead":0' in command("stats", "--json")[1]
     assert "has no dead letters" in command("dead", "list")[2]
     for action in ("show", "replay", "discard"):
@@ -120,7 +120,7 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, co
 def test_a_dead_letter_is_discarded(tmp_path: Path, command: Command) -> None:
     asyncio.run(bury(tmp_path))
     letter = json.loads(command("dead", "list", "--json")[1])
-    assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is gone\n")
+    assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is discarded\n")
     code, counted, _ = command("stats")
     assert code == 0
     assert ["dead", "0"] in [line.split() for line in counted.splitlines()]
@@ -130,7 +130,7 @@ def test_the_id_and_time_of_a_dead_letter_are_whole_where_its_reason_is_cut(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asyncio.run(bury(tmp_path, "no such address, " * 10))
-    monkeypatch.setattr(answers, "PIPE_WIDTH", 40)
+    monkeypatch.setattr(cli_output, "PIPE_WIDTH", 40)
     letter = json.loads(command("dead", "list", "--json")[1])
     [head, reason] = command("dead", "list")[1].splitlines()
     assert head.startswith(f"{letter['id']}  {letter['buried_at'][:10]} ")
@@ -184,7 +184,7 @@ def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_attempt_and_error(
 
 def test_a_namespace_that_holds_nothing_is_told(command: Command) -> None:
     code, counted, error = command("stats", "--namespace", "mial")
-    assert (code, error) == (0, "aiodigest: namespace 'mial' on embedded:// holds nothing\n")
+    assert (code, error) == (0, "aiodigest: namespace 'mial' on embedded:// is empty\n")
     assert "waiting" in counted
     code, listed, error = command("timelines", "--namespace", "mial", "--json")
     assert (code, listed, error) == (0, "", "aiodigest: namespace 'mial' on embedded:// has no timelines\n")
@@ -205,7 +205,7 @@ def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monke
     monkeypatch.setattr(sys, "stdin", Terminal())
     code, _, error = command("delete", HOSTILE)
     assert code == 1
-    assert f"Drop timeline {ESCAPED} of mail" in error
+    assert f"Delete timeline {ESCAPED} of mail" in error
     assert "\x1b" not in error
     assert command("delete", HOSTILE)[0] == 0
 

@@ -12,16 +12,18 @@ from pathlib import Path as File
 from typing import Any
 
 import pytest
+import typer.main
 
 from aiodigest import JSON, Digest, Record, RetryAfter
-from aiodigest.cli import app, output, render
-from aiodigest.cli.fields import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, moment
-from aiodigest.cli.lines import Splitter
-from aiodigest.cli.lock import data_folder
-from aiodigest.cli.logs import AsObjects, log_objects
-from aiodigest.cli.loops import play
+from aiodigest.cli import app
+from aiodigest.cli.event_loop import run_service
+from aiodigest.cli.logs import JSONLines, log_json
 from aiodigest.cli.options import duration
-from aiodigest.cli.words import printable
+from aiodigest.cli.pipe.lock import lock_path
+from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
+from aiodigest.cli.pipe.reader import Splitter
+from aiodigest.cli.pipe.writer import Writer, prepare
+from aiodigest.cli.rendering import digest_json, digest_text, printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")
@@ -65,7 +67,7 @@ def test_a_group_is_named_by_a_path_or_a_template(template: str, key: str) -> No
 
 @pytest.mark.parametrize("template", ["", "a..b", ".a", "{", "}", "{}", "{a!r}", "{a:>3}", "{{no field}}", "{a.}"])
 def test_a_template_that_is_none_is_refused(template: str) -> None:
-    with pytest.raises(ValueError, match=r"is no|names no"):
+    with pytest.raises(ValueError, match=r"is not|names no"):
         Template.parse(template)
 
 
@@ -80,8 +82,8 @@ def test_a_line_without_a_key_is_malformed(line: bytes) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ({}, "there is no field key, or it is null"),
-        ({"key": None}, "there is no field key, or it is null"),
+        ({}, "field key is missing or null"),
+        ({"key": None}, "field key is missing or null"),
         ({"key": {}}, "field key is an object: it must be text, a number, true or false"),
         ({"key": []}, "field key is a list: it must be text, a number, true or false"),
     ],
@@ -130,13 +132,13 @@ def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_unde
 def test_times_are_iso_8601_or_epoch_seconds_and_naive_ones_are_utc(
     time: JSON, expected: datetime | float | None
 ) -> None:
-    assert moment(Path("at.time"), {"at": {"time": time}}) == expected
+    assert time_of(Path("at.time"), {"at": {"time": time}}) == expected
 
 
 @pytest.mark.parametrize("time", ["", "yesterday", True, [], {}, "0001-01-01T00:00:00+14:00", "1704164645"])
 def test_what_is_no_time_is_malformed(time: JSON) -> None:
     with pytest.raises(Malformed):
-        moment(Path("time"), {"time": time})
+        time_of(Path("time"), {"time": time})
 
 
 # Lines
@@ -163,7 +165,7 @@ def test_a_line_that_never_ends_takes_bounded_memory() -> None:
 
 async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -> None:
     reader, writer = os.pipe()
-    out = output.Output(render.json_line, writer)
+    out = Writer(digest_json, writer)
     await out.deliver(DIGEST)
     line = os.read(reader, 100_000)
     assert line.isascii()
@@ -184,7 +186,7 @@ async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -
 
 async def test_after_a_write_that_failed_nothing_is_written() -> None:
     with open("/dev/full", "wb") as full:
-        out = output.Output(render.json_line, full.fileno())
+        out = Writer(digest_json, full.fileno())
         for _ in range(2):
             with pytest.raises(RetryAfter):
                 await out.deliver(DIGEST)
@@ -196,7 +198,7 @@ def test_half_a_line_that_a_kill_left_in_a_file_is_ended(before: bytes, after: b
     path = tmp_path / "out"
     path.write_bytes(before)
     with path.open("ab") as file:
-        output.prepare(file.fileno())
+        prepare(file.fileno())
     assert path.read_bytes() == after
 
 
@@ -211,12 +213,15 @@ def test_durations_have_units_or_are_seconds(text: str, seconds: float) -> None:
     assert duration(text) == seconds
 
 
-def test_the_data_folder_is_the_one_of_the_url_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_pipe_is_in_the_data_folder_under_the_name_of_its_namespace_and_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AIODIGEST_DATA", "/data")
-    assert data_folder("embedded:///some%20where") == File("/some where")
-    assert data_folder("embedded://") == data_folder("redis://server") == File("/data")
-    monkeypatch.delenv("AIODIGEST_DATA")
-    assert data_folder("embedded://").name == "aiodigest"
+    assert lock_path("embedded:///some%20where", "pipe-a") == File("/some where/pipes/pipe-a.lock")
+    assert lock_path("embedded://", "pipe-a") == File("/data/pipes/pipe-a.lock")
+    one, other = lock_path("redis://one", "pipe-a"), lock_path("redis://other", "pipe-a")
+    assert one.parent == other.parent == File("/data/pipes")
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -224,8 +229,8 @@ def test_the_data_folder_is_the_one_of_the_url_or_of_the_environment(monkeypatch
     [
         (["frob"], "No such command"),
         (["pipe"], "--group-by"),
-        (["pipe", "--group-by", "{"], "is no template"),
-        (["pipe", "--group-by", "a", "--minimum-delay", "-5m"], "is no duration"),
+        (["pipe", "--group-by", "{"], "is not a template"),
+        (["pipe", "--group-by", "a", "--minimum-delay", "-5m"], "is not a duration"),
         (["pipe", "--group-by", "a", "--minimum-delay", "2h"], "minimum_delay (7200.0) must not be above"),
         (["pipe", "--group-by", "a", "--follow"], "needs a file"),
         (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
@@ -234,12 +239,12 @@ def test_the_data_folder_is_the_one_of_the_url_or_of_the_environment(monkeypatch
         (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"),
         (["run"], "MODULE:ENGINE"),
         (["stats"], "--namespace"),
-        (["timelines", "--namespace", "n", "--state", "late"], "is no state"),
+        (["timelines", "--namespace", "n", "--state", "late"], "is not a state"),
         (["stats", "--namespace", "not a name"], "namespace"),
         (["stats", "--namespace", "n", "--shards", "2"], "No such option: --shards"),
         (["stats", "--namespace", "n", "--url", "http://example.org"], "http://example.org"),
         (["stats", "--namespace", "n", "--url", "localhost:6379"], "embedded:///folder"),
-        (["run", "nothing"], "is no MODULE:ENGINE"),
+        (["run", "nothing"], "is not MODULE:ENGINE"),
         (["run", "no_such_module:engine"], "'no_such_module' cannot be imported: ModuleNotFoundError"),
         (["run", "json:nothing"], "no attribute 'nothing'"),
         (["run", "json:__name__"], "is a str"),
@@ -267,23 +272,37 @@ def test_help_is_printed(
     assert "Usage: aiodigest" in capsys.readouterr().out
 
 
+def test_no_help_is_cut_or_wider_than_a_small_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    root: Any = typer.main.get_command(app.app)
+    groups = [[], ["dead"]]
+    commands = [[name] for name in root.commands] + [["dead", name] for name in root.commands["dead"].commands]
+    for command in groups + commands:
+        assert run(monkeypatch, *command, "--help") == 0
+        for line in capsys.readouterr().out.splitlines():
+            assert len(line) <= 80, line
+            assert not line.endswith(("...", "…")) or line.startswith("Usage: "), line
+
+
 def test_the_help_of_pipe_says_what_surprises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "pipe", "--help") == 0
     told = " ".join(capsys.readouterr().out.split())
     for words in (
-        "after another run of the same command, when --minimum-delay",
+        "after another run of the same command, once --minimum-delay",
         "[default: 500; none with --capacity]",
         "'pipe-' is put before it",
-        "DURATION is 250ms, 30s, 5m, 1h, 7d, or seconds.",
+        "DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.",
     ):
         assert words in told
 
 
 def test_a_digest_for_people_has_ids_only_if_they_mean_anything() -> None:
-    assert render.text_block(DIGEST) == b"k: 1 record\n  1970-01-01 00:00:00  r  text=\xc3\xa9\\u2028\n"
-    assert render.text_block(DIGEST, ids=False) == b"k: 1 record\n  1970-01-01 00:00:00  text=\xc3\xa9\\u2028\n"
+    assert digest_text(DIGEST) == b"k: 1 record\n  1970-01-01 00:00:00  r  text=\xc3\xa9\\u2028\n"
+    assert digest_text(DIGEST, ids=False) == b"k: 1 record\n  1970-01-01 00:00:00  text=\xc3\xa9\\u2028\n"
 
 
 def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:
@@ -297,9 +316,9 @@ def test_a_service_runs_on_uvloop_where_it_is_installed_and_on_asyncio_where_it_
     async def loop() -> str:
         return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
-    assert play(loop()) == "uvloop"
+    assert run_service(loop()) == "uvloop"
     monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert play(loop()) == "asyncio"
+    assert run_service(loop()) == "asyncio"
 
 
 # The log as JSON
@@ -310,7 +329,7 @@ def logged(message: str, *arguments: object, error: BaseException | None = None,
     reason = None if error is None else (type(error), error, error.__traceback__)
     record = logging.LogRecord("shop.mail", logging.WARNING, "mail.py", 1, message, arguments, reason)
     vars(record).update(created=0.25, **fields)
-    line = AsObjects().format(record)
+    line = JSONLines().format(record)
     assert line.isascii()
     assert "\n" not in line
     return json.loads(line)
@@ -352,7 +371,7 @@ def test_all_that_a_process_logs_is_json(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
     monkeypatch.setattr(logging.Logger, "root", logging.root)
     monkeypatch.setattr(logging.Logger, "manager", logging.Manager(logging.root))
-    log_objects()
+    log_json()
     logging.getLogger("theirs").info("hello", extra={"user": 1})
     [line] = capfd.readouterr().err.splitlines()
     told = json.loads(line)

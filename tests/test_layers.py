@@ -25,7 +25,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_the_command_line_knows_only_the_public_names() -> None:
-    files = sorted((ROOT / "aiodigest" / "cli").glob("*.py"))
+    files = sorted((ROOT / "aiodigest" / "cli").rglob("*.py"))
     assert len(files) > 20
     for path in files:
         for module in imported(path):

@@ -20,7 +20,7 @@ from userland import ROOT
 import aiodigest
 import aiodigest.integrations
 from aiodigest.backends.redis.backend import RedisBackend
-from aiodigest.cli import options
+from aiodigest.cli import exit_codes
 
 REFERENCE = ROOT / "docs" / "reference"
 FOLDERS = (aiodigest, aiodigest.integrations)
@@ -256,7 +256,7 @@ def test_the_environment_page_tells_of_every_variable() -> None:
 
 
 def test_the_command_line_page_tells_of_every_exit_code() -> None:
-    codes = {value for name, value in vars(options).items() if name.isupper() and isinstance(value, int)}
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
     told = re.findall(r"^\| (\d+) \|", (REFERENCE / "command-line.md").read_text(), re.MULTILINE)
     assert [int(code) for code in told] == sorted(codes | {0})
 

@@ -20,9 +20,9 @@ from servers import Server, running_server
 
 from aiodigest import DigestEngine, Draining, Policy
 from aiodigest.backends.redis.connections.url import hide_password
-from aiodigest.cli.options import Address
-from aiodigest.cli.reshard import Progress, _watched
-from aiodigest.cli.run import chosen
+from aiodigest.cli.options import Location
+from aiodigest.cli.reshard import Progress, _watch
+from aiodigest.cli.run.command import shard_numbers
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
@@ -88,14 +88,14 @@ class Looks(Progress):
 
     def show(self, left: Draining) -> None:
         super().show(left)
-        if self._same > 20:
+        if self._unchanged > 20:
             self.many.set()
 
 
 def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Command) -> None:
     code, _, errors = command("reshard", "--to", "4", "--namespace", "mial", "--url", place.url)
     where = f"namespace 'mial' on {hide_password(place.url)}"
-    told = f"aiodigest: {where} holds nothing, and nothing was ever delivered from it: is its name right?\n"
+    told = f"aiodigest: {where} is empty, and nothing was ever delivered from it: is its name right?\n"
     assert (code, errors) == (0, told)
     code, _, errors = command("reshard", "--to", "1", *OPTIONS, "--url", place.url)
     assert (code, errors) == (0, "")
@@ -105,7 +105,7 @@ def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Comma
 def test_what_is_due_and_does_not_go_is_asked_about_once(
     place: Server, delay: float, asks: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("aiodigest.cli.reshard.PATIENCE", 0)
+    monkeypatch.setattr("aiodigest.cli.reshard.STILL", 0)
     monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     looks = Looks("mail", 4)
 
@@ -113,8 +113,8 @@ def test_what_is_due_and_does_not_go_is_asked_about_once(
         async with DigestEngine(place.url, namespace="mail", policy=Policy(initial_delay=delay)) as engine:
             await engine.delete("slow")
             await engine.add("k", 1)
-            address = Address(place.url, "mail", 5.0)
-            watching = asyncio.create_task(_watched(address, 4, looks, in_json=False))
+            location = Location(place.url, "mail", 5.0)
+            watching = asyncio.create_task(_watch(location, 4, looks, in_json=False))
             async with asyncio.timeout(DEADLINE):
                 await looks.many.wait()
                 await engine.delete("k")
@@ -132,7 +132,7 @@ def test_the_number_that_is_there_is_nothing_to_do(place: Server, command: Comma
 @pytest.mark.processes
 def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place: Server, tmp_path: Path) -> None:
     with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url) as process:
-        begins = b"aiodigest: namespace 'mail' goes over to 4 shards: in the old ones "
+        begins = b"aiodigest: namespace 'mail' is moving to 4 shards: in the old ones "
         assert process.error_line() == begins + b"1 waiting, 0 ready, 0 leased, 0 dead letters\n"
         manage(place, lambda engine: engine.flush("slow"))
         assert process.error_line() == begins + b"0 waiting, 1 ready, 0 leased, 0 dead letters\n"
@@ -175,7 +175,7 @@ def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: S
         os.close(terminal)
     assert (process.returncode, output) == (0, ended(place, "4 shards").encode())
     assert b"\n" not in shown
-    assert shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' goes over to 4 shards: ")
+    assert shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' is moving to 4 shards: ")
     assert shown.endswith(b"\r\x1b[K")
 
 
@@ -186,7 +186,7 @@ def test_ctrl_c_ends_it_with_130_and_says_that_it_goes_on_when_called_again(plac
         assert b"1 waiting" in process.error_line()
         assert process.interrupt() == 130
         assert process.errors.splitlines()[1:] == [
-            b"aiodigest: interrupted: aiodigest reshard --namespace mail --to 4 goes on from here"
+            b"aiodigest: interrupted: to continue, run aiodigest reshard --namespace mail --to 4"
         ]
         assert process.output == b""
     with running(tmp_path, *arguments) as process:
@@ -260,7 +260,7 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_and_exit_code_69(place: S
     ],
 )
 def test_shards_are_chosen_by_numbers_and_ranges(text: str, numbers: set[int]) -> None:
-    assert chosen(text) == numbers
+    assert shard_numbers(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", ",", "a", "3-", "-3", "7-3", "0-1024", "1024", "1.5", "0-3,", "99999999999", "٣"])

@@ -25,7 +25,7 @@ from prometheus_client import Metric
 from starlette.requests import Request
 
 from aiodigest import DigestEngine
-from aiodigest.cli.http import Address, _Metrics, address, check_extra, listening, named, serving
+from aiodigest.cli.run.http import Address, _Metrics, check_extra, listening, parse_address, serving, url_of
 
 LOCAL = "127.0.0.1:0"
 SERVICE = """
@@ -230,7 +230,7 @@ def test_an_address_that_is_none_is_one_line(text: str, command: Command) -> Non
     code, output, error = command("run", "services:mail", "--http", text)
     assert (code, output) == (2, "")
     [line] = error.splitlines()
-    assert f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses" in line
+    assert f"{text!r} is not HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses" in line
 
 
 async def test_all_who_ask_for_metrics_at_once_are_told_the_same() -> None:
@@ -276,7 +276,7 @@ def test_an_address_of_another_machine_is_one_line(host: str, folder: Path, comm
     ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, expected: tuple[str, int]) -> None:
-    assert address(text) == expected
+    assert parse_address(text) == expected
     assert str(Address(*expected)) == text
 
 
@@ -299,7 +299,7 @@ def test_a_service_listens_at_the_address_that_it_was_given(host: str) -> None:
     with listening(Address(host, port)) as sockets:
         for one in reached:
             socket.create_connection((one, port), DEADLINE).close()
-        assert named(sockets).endswith(f":{port}")
+        assert url_of(sockets).endswith(f":{port}")
 
 
 def test_of_the_addresses_of_a_name_those_are_listened_at_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_of_the_addresses_of_a_name_those_are_listened_at_that_there_are(monkeyp
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with listening(address("name:0")) as sockets:
+    with listening(parse_address("name:0")) as sockets:
         first, second = (one.getsockname() for one in sockets)
         assert (first[0], second[0]) == ("127.0.0.1", "127.0.0.2")
         assert first[1] == second[1]
@@ -331,7 +331,7 @@ def test_what_a_library_of_the_extra_itself_lacks_is_not_mended_by_it(monkeypatc
     def broken(name: str) -> None:
         raise ModuleNotFoundError("No module named 'of_the_library'", name="of_the_library")
 
-    monkeypatch.setattr("aiodigest.cli.http.import_module", broken)
+    monkeypatch.setattr("aiodigest.cli.run.http.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="of_the_library"):
         check_extra()
 
@@ -347,8 +347,8 @@ async def test_a_collection_that_waits_for_the_server_keeps_nobody_waiting() -> 
 
     store = Slow()
     engine = engine_on(store)
-    with listening(address(LOCAL)) as sockets:
-        async with serving(sockets, [engine]), engine, httpx2.AsyncClient(base_url=named(sockets)) as client:
+    with listening(parse_address(LOCAL)) as sockets:
+        async with serving(sockets, [engine]), engine, httpx2.AsyncClient(base_url=url_of(sockets)) as client:
             collected = asyncio.create_task(client.get("/metrics"))
             await store.asked.wait()
             assert (await client.get("/livez")).status_code == 200
@@ -362,7 +362,7 @@ async def test_signals_are_left_to_the_engines() -> None:
         return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     before, engine = handlers(), engine_on(WatchedBackend())
-    with listening(address(LOCAL)) as sockets:
-        async with serving(sockets, [engine]), httpx2.AsyncClient(base_url=named(sockets)) as client:
+    with listening(parse_address(LOCAL)) as sockets:
+        async with serving(sockets, [engine]), httpx2.AsyncClient(base_url=url_of(sockets)) as client:
             assert (await client.get("/livez")).status_code == 200
             assert handlers() == before

@@ -18,9 +18,9 @@ from servers import Server, running_server
 from terminals import on_terminal
 
 from aiodigest import JSON, Digest, DigestEngine, Health, Policy, Reject, State, Stats, Timeline
-from aiodigest.cli import looks
-from aiodigest.cli.frame import fitting, frame
-from aiodigest.cli.looks import Look, due_in_words, look_at, rates, server_time, span
+from aiodigest.cli.top import look as looks
+from aiodigest.cli.top.look import Look, due_in_words, look_at, rates, server_time, span
+from aiodigest.cli.top.screen import fitting, frame
 
 NOON = datetime(2024, 5, 6, 12, tzinfo=UTC)
 HOSTILE = "\x1b[31mred\x07\r\n\u202e[bold]"
@@ -167,7 +167,7 @@ async def test_of_many_timelines_the_work_for_a_look_is_bounded(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(looks, "SHOWN", 2)
-    monkeypatch.setattr(looks, "LOOKED_AT", 3)
+    monkeypatch.setattr(looks, "SCANNED", 3)
     async with DigestEngine(server.url, namespace=namespace) as engine:
         for number in range(5):
             await engine.add(f"k{number}", 1)
@@ -246,7 +246,7 @@ def test_a_server_that_is_away_is_one_line_and_exit_69_where_there_is_one_look(
     ("arguments", "told"),
     [
         (("--interval", "10ms"), "at least 100ms"),
-        (("--interval", "soon"), "is no duration"),
+        (("--interval", "soon"), "is not a duration"),
         (("--count", "0"), "--count"),
     ],
 )
@@ -283,7 +283,7 @@ def test_on_a_terminal_it_looks_again_and_again_until_a_key_and_leaves_the_termi
     key: bytes, place: Server, tmp_path: Path
 ) -> None:
     with on_terminal(tmp_path, "top", *OPTIONS, "--url", place.url, "--interval", "100ms") as top:
-        first = top.until("q ends", "healthy", "1 waiting, 1 ready", "overdue", ESCAPED, "patient")
+        first = top.until("q quits", "healthy", "1 waiting, 1 ready", "overdue", ESCAPED, "patient")
         assert b"\x1b[?1049h" in first
         assert b"a second" not in first
         top.until("a second")

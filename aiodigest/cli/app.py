@@ -8,21 +8,22 @@ import sys
 from io import TextIOWrapper
 from typing import Annotated, Protocol, runtime_checkable
 
-import rich as rich  # its parts are imported when they are needed: here only to find out that it is not there
+import rich as rich  # its parts are imported when needed: this only finds out if it is missing
 import typer
 
 from aiodigest import AiodigestError, __version__
-from aiodigest.cli import inspect
 from aiodigest.cli.bench import bench
 from aiodigest.cli.dead import dead
-from aiodigest.cli.demo import demo
+from aiodigest.cli.demo.command import demo
 from aiodigest.cli.doctor import doctor
-from aiodigest.cli.options import FAILED, INTERRUPTED, exit_code, help_without_command
-from aiodigest.cli.pipe import EXAMPLES, pipe
+from aiodigest.cli.exit_codes import FAILED, INTERRUPTED, exit_code
+from aiodigest.cli.options import help_without_command
+from aiodigest.cli.output import say
+from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
-from aiodigest.cli.run import run as run_engines
-from aiodigest.cli.top import top
-from aiodigest.cli.words import say
+from aiodigest.cli.run.command import run as run_engines
+from aiodigest.cli.timelines import delete, flush, show, stats, timelines
+from aiodigest.cli.top.command import top
 
 ABOUT = "One event sends at once; a burst sends one more message, not five hundred."
 
@@ -35,12 +36,8 @@ app = typer.Typer(
 app.command()(demo)
 app.command(epilog=EXAMPLES)(pipe)
 app.command("run")(run_engines)
-for look in (inspect.stats, inspect.timelines, inspect.show, inspect.flush, inspect.delete):
-    app.command()(look)
-app.command()(top)
-app.command()(reshard)
-app.command()(doctor)
-app.command()(bench)
+for command in (stats, timelines, show, flush, delete, top, reshard, doctor, bench):
+    app.command()(command)
 app.add_typer(dead, name="dead")
 
 
@@ -57,7 +54,6 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Show the help, if there is no command; see ABOUT."""
     help_without_command(context)
 
 
@@ -71,43 +67,50 @@ class Complaint(Protocol):
     def format_message(self) -> str: ...
 
 
-def fill_closed() -> None:
-    """Open /dev/null for closed standard streams: if another file became one of them, uvloop would end the process."""
+def run() -> int:
+    """Run the command line and return its exit code; an error prints one line on standard error."""
+    _prepare_streams()
+    logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python prints warnings by itself
+    try:
+        code: object = app(prog_name="aiodigest", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a failure is reported here
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error)
+    return code if isinstance(code, int) else 0
+
+
+def _prepare_streams() -> None:
+    """Open /dev/null for closed standard streams, since uvloop ends a process in which another file becomes one."""
     for file in (0, 1, 2):
         try:
             os.fstat(file)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-
-
-def run() -> int:
-    """Run the command line; an error prints one line on standard error."""
-    fill_closed()
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # no key may be too strange to be shown
-    logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python shows warnings of its own accord
-    try:
-        code: object = app(prog_name="aiodigest", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here it is told if that fails
-    except AiodigestError as error:
-        say(str(error))
-        return exit_code(error)
-    except typer.Abort:
-        say("nothing was done")
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more when it ends
-        if not isinstance(error, BrokenPipeError):  # whoever reads has seen enough
-            say(f"standard output cannot be written: {error}")
-        return FAILED
-    except Exception as error:
-        if not isinstance(error, Complaint):
-            raise
-        command = error.ctx.command_path if error.ctx is not None else "aiodigest"
-        say(f"{error.format_message()} (see {command} --help)")
-        return error.exit_code
-    return code if isinstance(code, int) else 0
+            stream.reconfigure(errors="backslashreplace")  # any key can be shown
+
+
+def _report(error: Exception) -> int:
+    """Print the line for an error and return the exit code; raise what is a fault of the program."""
+    match error:
+        case AiodigestError():
+            say(str(error))
+            return exit_code(error)
+        case typer.Abort():
+            say("nothing was done")
+            return FAILED
+        case OSError():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again when it exits
+            if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+                say(f"standard output cannot be written: {error}")
+            return FAILED
+        case _ if isinstance(error, Complaint):
+            command = error.ctx.command_path if error.ctx is not None else "aiodigest"
+            say(f"{error.format_message()} (see {command} --help)")
+            return error.exit_code
+        case _:
+            raise error

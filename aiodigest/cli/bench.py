@@ -2,45 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from secrets import token_hex
+from statistics import median, quantiles
+from time import perf_counter
 from typing import Annotated, TypeAlias
 
 import typer
 
-from aiodigest import BackendUnavailable, DigestEngine, Policy, RetryPolicy
-from aiodigest.cli.answers import print_table
-from aiodigest.cli.loops import play, stopped_by, until
-from aiodigest.cli.measure import MOST, VALUE, Figures, measure
-from aiodigest.cli.options import EMBEDDED, INTERRUPTED, AsJson, Timeout, Url
-from aiodigest.cli.progress import progress_bar
-from aiodigest.cli.words import as_json, say
+from aiodigest import AiodigestError, BackendUnavailable, Digest, DigestEngine, Entry, Policy, RetryPolicy
+from aiodigest.cli.event_loop import run_service, run_until, stopped_by
+from aiodigest.cli.exit_codes import INTERRUPTED
+from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url
+from aiodigest.cli.output import print_json, print_table, progress_bar, say
 
 POLICY = Policy(minimum_delay=0, increment_delay=0, ttl=3600)  # a run that is killed leaves its records for two hours
 SHARDS = 16  # on a cluster
-MEGABYTES = MOST * (len(VALUE) + 100) / 1e6  # a record takes about so much more
+VALUE = "x" * 198  # 200 bytes as JSON
+MOST = 50_000  # records that are held at any time
+MEGABYTES = MOST * (len(VALUE) + 100) / 1e6  # a record takes about 100 bytes more
+TASKS = 200
+MANY = 1_000  # entries of one add_many
+TIMELINES = 1_000  # that are delivered in one go
+SIZE = 10  # records of a digest
+DELIVERY_TIMEOUT = 30  # seconds for work that takes milliseconds
+PAUSE = 0.005  # seconds between two adds whose callbacks are timed, so that the worker sleeps
 
-Seconds: TypeAlias = Annotated[float, typer.Option(min=1, max=600, metavar="SECONDS", help="How long it takes, about.")]
+Seconds: TypeAlias = Annotated[
+    float, typer.Option(min=1, max=600, metavar="SECONDS", help="About how long to measure.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The speed of a server and this machine: seconds, or a number per second (``adds_...``, ``digests``)."""
+
+    server: str
+    round_trip: float
+    add: float
+    adds_by_tasks: float
+    adds_by_add_many: float
+    digests: float
+    latency: float
+    latency_p99: float
 
 
 def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
-    """Measure adds and deliveries on a server, beside a bare round trip to it.
+    """Measure the speed of adds and deliveries on a server.
 
-    It works in a namespace of its own, which it removes at the end, or when interrupted. The removal looks
-    through all keys of the server, and takes as long as that does.
+    A bare round trip to the server is shown beside it. It works in a namespace of its own, which it removes at the
+    end, or when interrupted. The removal scans all keys of the server, and takes as long as that does.
     """
-    figures = play(_benched(url, seconds, timeout))
+    figures = run_service(_bench(url, seconds, timeout))
     if figures is None:
         return INTERRUPTED
     if in_json:
-        print(as_json(asdict(figures)))
+        print_json(asdict(figures))
     else:
         _print(figures)
     return 0
 
 
-async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
+def _print(figures: Figures) -> None:
+    def duration(what: str, seconds: float) -> tuple[str, str, str]:
+        return what, f"{seconds * 1000:,.3g} ms", f"{seconds / figures.round_trip:.3g}"
+
+    def rate(what: str, number: float) -> tuple[str, str, str]:
+        return what, f"{number:,.0f} a second", f"{1 / number / figures.round_trip:.3g}"
+
+    rows = [
+        duration("bare round trip", figures.round_trip),
+        duration("add, one after the other", figures.add),
+        rate("adds by 200 tasks", figures.adds_by_tasks),
+        rate("adds by add_many", figures.adds_by_add_many),
+        rate("digests of ten records", figures.digests),
+        duration("add to callback, median", figures.latency),
+        duration("add to callback, 99 of 100", figures.latency_p99),
+    ]
+    print_table((figures.server, "", "round trips each"), rows)
+
+
+async def _bench(url: str, seconds: float, timeout: float) -> Figures | None:
     """Return the figures; None if it was interrupted."""
     namespace = f"bench-{token_hex(8)}"
 
@@ -53,14 +97,15 @@ async def _benched(url: str, seconds: float, timeout: float) -> Figures | None:
 
     with stopped_by(signal.SIGINT, signal.SIGTERM) as stop:
         async with engine() as first:
-            await first._try_erase()  # else what is written might stay
+            await first.try_erase()  # else what is written might stay
             amount = f"up to {MOST:,} records ({MEGABYTES:.0f} MB) at a time in the namespace {namespace}"
-            removal = "and then looks through all keys of the server to remove them"
-            say(f"for about {seconds:g} s this writes {amount} on {first.url}, {removal}")
+            removal = "then scans all keys of the server to remove them"
+            say(f"for about {seconds:g} s this writes {amount} on {first.url}, and {removal}")
         try:
-            with progress_bar("measuring", round(seconds)) as tell:
-                async with engine() as adder:  # leaving it sends everything queued
-                    return await until(stop, measure(adder, engine(), seconds, tell))
+            began = perf_counter()
+            bar = progress_bar("measuring", round(seconds), lambda: int(perf_counter() - began))
+            async with bar, engine() as adder:  # leaving it sends everything queued
+                return await run_until(stop, measure(adder, engine(), seconds))
         finally:
             async with engine() as last:
                 await _remove(last)
@@ -70,23 +115,133 @@ async def _remove(engine: DigestEngine[str]) -> None:
     try:
         await engine.erase()
     except BackendUnavailable as error:
-        raise BackendUnavailable(f"{error}; what the namespace {engine.namespace} holds is left there") from error
+        raise BackendUnavailable(f"{error}; the contents of the namespace {engine.namespace} are left there") from error
 
 
-def _print(figures: Figures) -> None:
-    def taking(what: str, seconds: float) -> tuple[str, str, str]:
-        return what, f"{seconds * 1000:,.3g} ms", f"{seconds / figures.round_trip:.3g}"
+async def measure(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> Figures:
+    """Measure all figures, in about ``seconds``."""
+    findings = await adder.examine()
+    version = next((finding.message for finding in findings if finding.check == "version"), adder.url)
+    trips = [finding.value or 0 for finding in findings if finding.check == "round trip"]
+    share = 0.2 * seconds
+    alone = await _add_alone(adder, share)
+    by_tasks = await _add_by_tasks(adder, share)
+    by_add_many = await _add_many(adder, share)
+    digests = await _deliver(adder, worker, share)
+    latencies = await _wait_for_callbacks(adder, worker, share)
+    p99 = quantiles(latencies, n=100, method="inclusive")[-1]
+    return Figures(version, median(trips), median(alone), by_tasks, by_add_many, digests, median(latencies), p99)
 
-    def coming(what: str, rate: float) -> tuple[str, str, str]:
-        return what, f"{rate:,.0f} a second", f"{1 / rate / figures.round_trip:.3g}"
 
-    rows = [
-        taking("bare round trip", figures.round_trip),
-        taking("add, one after the other", figures.add),
-        coming("adds by 200 tasks", figures.adds_by_tasks),
-        coming("adds by add_many", figures.adds_by_add_many),
-        coming("digests of ten records", figures.digests),
-        taking("add to callback, median", figures.latency),
-        taking("add to callback, 99 of 100", figures.latency_p99),
-    ]
-    print_table((figures.server, "", "round trips each"), rows)
+async def _delete(engine: DigestEngine[str]) -> None:
+    await asyncio.gather(*(engine.delete(_key(number)) for number in range(TASKS)))
+
+
+def _key(number: int) -> str:
+    return f"timeline:{number}"
+
+
+async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
+    """Time adds that are awaited one after the other."""
+    took: list[float] = []
+    ends = perf_counter() + seconds
+    while not took or (perf_counter() < ends and len(took) < MOST):
+        began = perf_counter()
+        await engine.add(_key(len(took) % TASKS), VALUE)
+        took.append(perf_counter() - began)
+    await _delete(engine)
+    return took
+
+
+async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
+    """Measure adds per second from tasks that each await their own."""
+    added, began = 0, perf_counter()
+    ends = began + seconds
+
+    async def add(key: str) -> None:
+        nonlocal added
+        while True:  # once at least, however late a task begins
+            await engine.add(key, VALUE)
+            added += 1
+            if perf_counter() >= ends or added >= MOST - TASKS:
+                return
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(TASKS):
+                group.create_task(add(_key(number)))
+    except* AiodigestError as errors:  # a message is one line, of one error
+        raise errors.exceptions[0] from None
+    rate = added / (perf_counter() - began)
+    await _delete(engine)
+    return rate
+
+
+async def _add_many(engine: DigestEngine[str], seconds: float) -> float:
+    """Measure records per second added by calls of ``add_many``."""
+    added, began = 0, perf_counter()
+    while added == 0 or (perf_counter() < began + seconds and added < MOST):
+        await engine.add_many(Entry(_key(number % TASKS), VALUE) for number in range(MANY))
+        added += MANY
+    rate = added / (perf_counter() - began)
+    await _delete(engine)
+    return rate
+
+
+async def _deliver(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> float:
+    """Measure digests per second from one worker, whose callback does nothing."""
+    rates: list[float] = []
+    ends = perf_counter() + seconds
+    while not rates or perf_counter() < ends:
+        await adder.add_many(Entry(_key(number % TIMELINES), VALUE) for number in range(TIMELINES * SIZE))
+        rates.append(await _deliver_all(adder, worker))
+    return median(rates)
+
+
+async def _wait(event: asyncio.Event, engine: DigestEngine[str]) -> None:
+    """Wait for something that only a worker does, which is silent while the server is away."""
+    for _ in range(DELIVERY_TIMEOUT):
+        try:
+            async with asyncio.timeout(1):
+                await event.wait()
+            return
+        except TimeoutError:
+            await engine.stats()  # raises BackendUnavailable if it is
+    raise BackendUnavailable(f"what was added to {engine.url} was not delivered within {DELIVERY_TIMEOUT} s")
+
+
+async def _deliver_all(adder: DigestEngine[str], worker: DigestEngine[str]) -> float:
+    times: list[float] = []
+    done = asyncio.Event()
+
+    async def receive(digest: Digest[str]) -> None:
+        times.append(perf_counter())
+        if len(times) == TIMELINES:
+            done.set()
+
+    async with worker.delivering(receive):
+        await _wait(done, adder)
+    return (len(times) - 1) / (times[-1] - times[0])  # without the time in which it connects
+
+
+async def _wait_for_callbacks(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> list[float]:
+    """Time each add, from its call to that of the callback; the worker learns of the add from the server."""
+    called = asyncio.Event()
+    at = 0.0
+
+    async def receive(digest: Digest[str]) -> None:
+        nonlocal at
+        at = perf_counter()
+        called.set()
+
+    took: list[float] = []
+    async with worker.delivering(receive):
+        ends = perf_counter() + seconds
+        while len(took) < 2 or perf_counter() < ends:
+            called.clear()
+            await asyncio.sleep(PAUSE)
+            began = perf_counter()
+            await adder.add(_key(len(took) % TASKS), VALUE)
+            await _wait(called, adder)
+            took.append(at - began)
+    return took

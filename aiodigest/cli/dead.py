@@ -1,175 +1,154 @@
-"""``aiodigest dead``: digests that could not be delivered, seen from outside."""
+"""``aiodigest dead``: digests that could not be delivered, one by one or all at once."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, InvalidState
-from aiodigest.cli.answers import (
-    ERROR_WIDTH,
-    ask,
+from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, InvalidState, LimitExceeded
+from aiodigest.cli.event_loop import stopped_by
+from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, help_without_command
+from aiodigest.cli.output import (
     confirm,
     console,
-    done,
-    print_lines,
+    is_terminal,
+    print_json,
+    print_result,
     print_table,
+    progress_bar,
+    say,
 )
-from aiodigest.cli.options import (
-    EMBEDDED,
-    Address,
-    AsJson,
-    Namespace,
-    Timeout,
-    Url,
-    Yes,
-    help_without_command,
-)
-from aiodigest.cli.sweep import Act, Buried, Sweep, all_buried
-from aiodigest.cli.views import letter_json, record_rows, shown
-from aiodigest.cli.words import as_json, count, is_terminal, printable, say, shortened
+from aiodigest.cli.rendering import count, dead_letter_json, printable, readable_time, record_rows, shortened
+from aiodigest.cli.timelines import ERROR_WIDTH, Yes
 
-LETTER = "The id of a dead letter, or enough of its beginning."
-LetterId: TypeAlias = Annotated[str, typer.Argument(metavar="ID", show_default=False, help=LETTER)]
-OneLetter: TypeAlias = Annotated[str | None, typer.Argument(metavar="ID", show_default=False, help=LETTER)]
+ID = typer.Argument(metavar="ID", show_default=False, help="The id of a dead letter, or enough of its beginning.")
 All: TypeAlias = Annotated[
-    bool, typer.Option("--all", help="All that there are now; asks first, and where it cannot ask it wants --yes.")
+    bool,
+    typer.Option("--all", help="Every dead letter there is now. It asks first; where it cannot ask, --yes is needed."),
 ]
 
-ENOUGH = 4  # characters of an id
+SHORTEST_ID = 4  # characters of the beginning of an id
+QUIET = 5.0  # seconds in which nothing has changed, before what is left is given up
+RETRY_INTERVAL = 0.5  # seconds
 
-dead = typer.Typer(help="Look at the digests that could not be delivered, and replay them.")
+dead = typer.Typer(help="Look at digests that could not be delivered; replay them.")
 dead.callback(invoke_without_command=True)(help_without_command)
 
 
 @dead.command("list")
 def dead_list(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """List the dead letters, the oldest first."""
-
-    async def listed(engine: DigestEngine) -> list[DeadLetter[JSON]]:
-        return [letter async for letter in engine.dead_letters()]
-
-    found = ask(Address(url, namespace, timeout), listed)
+    found = Location(url, namespace, timeout).ask(lambda engine: collect(engine.dead_letters()))
     if not found:
         say(f"namespace {namespace!r} has no dead letters")
     if in_json:
-        print_lines(letter_json(letter) for letter in found)
+        print_json(*map(dead_letter_json, found))
         return
     from rich.text import Text
 
     screen = console()
     for one in found:  # no table: an id and a time fill most of a line, and neither may be cut
-        print(f"{one.id}  {shown(one.buried_at)}  {count(len(one.records), 'record')}")
+        print(f"{one.id}  {readable_time(one.buried_at)}  {count(len(one.records), 'record')}")
         line = f"  {printable(one.key)}: {shortened(one.reason, ERROR_WIDTH)}"
         screen.print(Text(line), no_wrap=True, overflow="ellipsis")
 
 
 @dead.command("show")
 def dead_show(
-    letter_id: LetterId,
-    namespace: Namespace,
-    url: Url = EMBEDDED,
-    timeout: Timeout = 5.0,
-    in_json: AsJson = False,
+    id: Annotated[str, ID], namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
 ) -> None:
     """Show a dead letter with its records."""
-    found = ask(Address(url, namespace, timeout), lambda engine: _letter(engine, letter_id))
+    found = Location(url, namespace, timeout).ask(lambda engine: _find(engine, id))
     if in_json:
-        print(as_json(letter_json(found, found.records)))
+        print_json(dead_letter_json(found, records=True))
         return
-    facts = f"{printable(found.key)}: buried {shown(found.buried_at)} after {count(found.attempt, 'attempt')}"
-    print_table(("id", "timestamp", "value"), record_rows(found.records), f"{facts}: {printable(found.reason)}")
+    attempts = count(found.attempt, "attempt")
+    title = f"{printable(found.key)}: dead since {readable_time(found.buried_at)} after {attempts}"
+    print_table(("id", "timestamp", "value"), record_rows(found.records), f"{title}: {printable(found.reason)}")
 
 
 @dead.command("replay")
 def dead_replay(
-    namespace: Namespace,
-    letter_id: OneLetter = None,
-    every: All = False,
-    yes: Yes = False,
-    url: Url = EMBEDDED,
-    timeout: Timeout = 5.0,
-    in_json: AsJson = False,
-) -> None:
-    """Put the records of a dead letter, or of --all, back into their timelines.
+    namespace: Namespace, id: Annotated[str | None, ID] = None, every: All = False, yes: Yes = False,
+    url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Put the records of dead letters back into their timelines.
 
-    A timeline whose digest is under delivery or waits for a retry cannot take any. With --all its letters are tried
-    again for some seconds; any then left are reported. Ctrl-C ends it between two letters.
+    A timeline whose digest is being delivered or waits for a retry cannot take any. With --all its dead letters are
+    tried again for some seconds; any then left are reported. Ctrl-C takes effect between two dead letters.
     """
-    address = Address(url, namespace, timeout)
-    if _is_for_all(letter_id, every):
-        _sweep(address, "Replay", "replayed", _replayed, yes, in_json)
+    location = Location(url, namespace, timeout)
+    if (chosen := _chosen(id, every)) is None:
+        _work_through(location, "Replay", "replayed", _replay, yes, in_json)
         return
 
-    async def replayed(engine: DigestEngine) -> tuple[DeadLetter[JSON], bool]:
-        letter = await _letter(engine, letter_id or "")
-        return letter, await engine.replay(letter.id)
+    async def replayed(engine: DigestEngine) -> tuple[Summary, dict[str, Any] | None]:
+        letter = Summary.of(await _find(engine, chosen))
+        return letter, await _replay(engine, letter)
 
-    letter, ready = ask(address, replayed)
-    facts = {"id": letter.id, "key": letter.key, "replayed": True, "ready": ready}
-    told = f"has {count(len(letter.records), 'record')} back and {'is due now' if ready else 'waits'}"
-    done(True, in_json, facts, told, "", letter.key)
+    letter, facts = location.ask(replayed)
+    if facts is None:
+        raise InvalidState(_is_gone(letter))
+    outcome = "is due now" if facts["ready"] else "waits"
+    text = f"{count(letter.size, 'record')} put back into {printable(letter.key)}, which {outcome}"
+    print_result(facts, text, in_json)
 
 
 @dead.command("discard")
 def dead_discard(
-    namespace: Namespace,
-    letter_id: OneLetter = None,
-    every: All = False,
-    yes: Yes = False,
-    url: Url = EMBEDDED,
-    timeout: Timeout = 5.0,
-    in_json: AsJson = False,
-) -> None:
-    """Drop a dead letter, or --all; asks first, on a terminal."""
-    address = Address(url, namespace, timeout)
-    if _is_for_all(letter_id, every):
-        _sweep(address, "Drop", "discarded", _discarded, yes, in_json)
+    namespace: Namespace, id: Annotated[str | None, ID] = None, every: All = False, yes: Yes = False,
+    url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Discard a dead letter, or all of them.
+
+    On a terminal it asks first.
+    """
+    location = Location(url, namespace, timeout)
+    if (chosen := _chosen(id, every)) is None:
+        _work_through(location, "Discard", "discarded", _discard, yes, in_json)
         return
-    letter = ask(address, lambda engine: _letter(engine, letter_id or ""))
-    records = f"{count(len(letter.records), 'record')} of {printable(letter.key)}"
-    confirm(yes, f"Drop dead letter {letter.id} of {namespace} ({records})?")
-    discarded = ask(address, lambda engine: engine.discard(letter.id))
-    facts = {"id": letter.id, "key": letter.key, "discarded": discarded}
-    done(discarded, in_json, facts, "is gone", f"there is no dead letter {letter.id!r} any more", letter.id)
+    letter = Summary.of(location.ask(lambda engine: _find(engine, chosen)))
+    records = f"{count(letter.size, 'record')} of {printable(letter.key)}"
+    confirm(yes, f"Discard dead letter {letter.id} of {namespace} ({records})?")
+    facts = location.ask(lambda engine: _discard(engine, letter))
+    failure = _is_gone(letter) if facts is None else ""
+    facts = facts or {"id": letter.id, "key": letter.key, "discarded": False}
+    print_result(facts, f"{letter.id} is discarded", in_json, failure=failure)
 
 
-def _is_for_all(letter_id: str | None, every: bool) -> bool:
-    if every == (letter_id is not None):
+def _chosen(id: str | None, every: bool) -> str | None:
+    """Return the id of a dead letter, or None for all of them."""
+    if every == (id is not None):
         raise typer.BadParameter("give the ID of a dead letter, or --all")
-    return every
+    return id
 
 
-def _sweep(address: Address, verb: str, participle: str, act: Act, yes: bool, in_json: bool) -> None:
-    """Do something with all dead letters, and say how many were ``participle``, such as "replayed"."""
-    letters = ask(address, all_buried)
-    if not letters:
-        say(f"namespace {address.namespace!r} has no dead letters")
-        return
-    number = count(len(letters), "dead letter")
-    if not yes and not is_terminal(sys.stdin):
-        raise typer.BadParameter(f"{number} would be {participle}: give --yes, since there is no terminal to ask on")
-    records = count(sum(letter.size for letter in letters), "record")
-    confirm(yes, f"{verb} {number} of {address.namespace} ({records})?")
-    sweep = Sweep(letters, act, in_json)
-    try:
-        ask(address, lambda engine: sweep.run(engine, f"dead letters {participle}"))
-    except BackendUnavailable as error:
-        raise BackendUnavailable(f"{error}; {sweep.done:,} of {number} were {participle}") from error
-    if sweep.is_interrupted:
-        say(f"interrupted: {sweep.done:,} of {number} were {participle}, the others are where they were")
-        raise KeyboardInterrupt
-    if in_json:
-        print_lines({"id": letter.id, "key": letter.key, participle: False} for letter in sweep.left)
-    else:
-        print(f"{count(sweep.done, 'dead letter')} {participle}, with {count(sweep.records, 'record')}")
-    if sweep.left:
-        raise InvalidState(f"{len(sweep.left):,} of {number} could not be {participle}: {sweep.reason}")
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A dead letter without its records, which may be many."""
+
+    id: str
+    key: str
+    buried_at: datetime
+    size: int
+
+    @classmethod
+    def of(cls, letter: DeadLetter[JSON]) -> Summary:
+        return cls(letter.id, letter.key, letter.buried_at, len(letter.records))
 
 
-async def _replayed(engine: DigestEngine, letter: Buried) -> dict[str, Any] | None:
+Act: TypeAlias = Callable[[DigestEngine, Summary], Awaitable[dict[str, Any] | None]]
+
+
+async def _replay(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
     try:
         ready = await engine.replay(letter.id)
     except InvalidState:
@@ -179,20 +158,124 @@ async def _replayed(engine: DigestEngine, letter: Buried) -> dict[str, Any] | No
     return {"id": letter.id, "key": letter.key, "replayed": True, "ready": ready}
 
 
-async def _discarded(engine: DigestEngine, letter: Buried) -> dict[str, Any] | None:
+async def _discard(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
     gone = await engine.discard(letter.id)
     return {"id": letter.id, "key": letter.key, "discarded": True} if gone else None
 
 
-async def _letter(engine: DigestEngine, letter_id: str) -> DeadLetter[JSON]:
+def _is_gone(letter: Summary) -> str:
+    return f"there is no dead letter {letter.id!r} any more"
+
+
+async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
     """Return the dead letter of that id, or else the only one whose id starts with it."""
-    letter = await engine.dead_letter(letter_id)
+    letter = await engine.dead_letter(id)
     if letter is not None:
         return letter
     found: list[DeadLetter[JSON]] = []
-    if len(letter_id) >= ENOUGH:
-        found = [one async for one in engine.dead_letters() if one.id.startswith(letter_id)]
+    if len(id) >= SHORTEST_ID:
+        found = [one async for one in engine.dead_letters() if one.id.startswith(id)]
     if len(found) == 1:
         return found[0]
     which = f"{len(found)} dead letters begin with" if found else "there is no dead letter"
-    raise InvalidState(f"{which} {letter_id!r}: see aiodigest dead list --namespace {engine.namespace}")
+    raise InvalidState(f"{which} {id!r}: see aiodigest dead list --namespace {engine.namespace}")
+
+
+# All of them
+
+
+def _work_through(location: Location, verb: str, participle: str, act: Act, yes: bool, in_json: bool) -> None:
+    """Do something with all dead letters, and say how many were ``participle``, such as "replayed"."""
+    letters = location.ask(_newest_first)
+    if not letters:
+        say(f"namespace {location.namespace!r} has no dead letters")
+        return
+    number = count(len(letters), "dead letter")
+    if not yes and not is_terminal(sys.stdin):
+        raise typer.BadParameter(f"{number} would be {participle}: give --yes, since there is no terminal to ask on")
+    records = count(sum(letter.size for letter in letters), "record")
+    confirm(yes, f"{verb} {number} of {location.namespace} ({records})?")
+    work = BulkWork(letters, act, in_json)
+    # on a terminal the lines of JSON show the progress
+    hidden = in_json and is_terminal(sys.stdout)
+    bar = nullcontext() if hidden else progress_bar(f"dead letters {participle}", len(letters), lambda: work.done)
+
+    async def run(engine: DigestEngine) -> None:
+        async with bar:
+            await work.run(engine)
+
+    try:
+        location.ask(run)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{error}; {work.done:,} of {number} were {participle}") from error
+    if work.is_interrupted:
+        say(f"interrupted: {work.done:,} of {number} were {participle}, the others are unchanged")
+        raise KeyboardInterrupt
+    if in_json:
+        print_json(*({"id": letter.id, "key": letter.key, participle: False} for letter in work.left))
+    else:
+        print(f"{count(work.done, 'dead letter')} {participle}, with {count(work.records, 'record')}")
+    if work.left:
+        raise InvalidState(f"{len(work.left):,} of {number} could not be {participle}: {work.reason}")
+
+
+async def _newest_first(engine: DigestEngine) -> list[Summary]:
+    found = [Summary.of(letter) async for letter in engine.dead_letters()]
+    return sorted(found, key=lambda letter: letter.buried_at, reverse=True)
+
+
+class BulkWork:
+    """Does something with each of these dead letters, in order; Ctrl-C takes effect between two of them.
+
+    ``act`` returns the facts for JSON, or None if somebody else has removed the dead letter. While it raises
+    InvalidState or LimitExceeded, the dead letters of that timeline wait, since their order matters. Those that then
+    wait in vain for five seconds stay.
+    """
+
+    def __init__(self, letters: Sequence[Summary], act: Act, in_json: bool) -> None:
+        self._act = act
+        self._in_json = in_json
+        self.left = list(letters)
+        self.done = 0
+        self.records = 0  # of what is done
+        self.reason: Exception | None = None  # why one of those that are left could not be done
+        self.is_interrupted = False
+
+    async def run(self, engine: DigestEngine) -> None:
+        """Work until nothing more can be done. Raises BackendUnavailable."""
+        loop = asyncio.get_running_loop()
+        with stopped_by(signal.SIGINT) as stop:
+            last = loop.time() + QUIET
+            while self.left:
+                before = len(self.left)
+                self.left = await self._round(engine, stop)
+                if len(self.left) < before:
+                    last = loop.time() + QUIET
+                if stop.is_set() or loop.time() > last:
+                    break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_INTERVAL if self.left else 0):
+                        await stop.wait()
+            self.is_interrupted = stop.is_set()
+
+    async def _round(self, engine: DigestEngine, stop: asyncio.Event) -> list[Summary]:
+        """Try each dead letter once; return those that are left."""
+        left: list[Summary] = []
+        blocked: set[str] = set()
+        for letter in self.left:
+            if stop.is_set() or letter.key in blocked:
+                left.append(letter)
+                continue
+            try:
+                facts = await self._act(engine, letter)
+            except (InvalidState, LimitExceeded) as error:
+                self.reason = error
+                blocked.add(letter.key)
+                left.append(letter)
+                continue
+            if facts is not None:
+                self.done += 1
+                self.records += letter.size
+                if self._in_json:
+                    print_json(facts)
+        return left

@@ -7,26 +7,28 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aiodigest import Finding
-from aiodigest.cli.answers import ask, console, print_lines
-from aiodigest.cli.options import EMBEDDED, FAILED, Address, AsJson, Namespace, Timeout, Url
-from aiodigest.cli.words import count, printable
+from aiodigest.cli.exit_codes import FAILED
+from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
+from aiodigest.cli.output import console, print_json
+from aiodigest.cli.rendering import count, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-INDENT = 9  # columns before the message: the longest mark, and two spaces
-NARROW = 20  # columns: less is not kept to
+INDENT = 9  # columns before the message: the longest level, and two spaces
+NARROWEST = 20  # columns of a message, even if the terminal has fewer
 
 
 def doctor(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
-    """Look for causes of lost or delayed records: settings of the server, its user and replicas, workers, dead letters.
+    """Look for causes of lost or delayed records.
 
-    Nothing is changed. The exit code is 1 if there is a problem, and 69 if the server cannot be reached.
+    It checks the settings of the server, its user and replicas, workers and dead letters, and changes nothing. The
+    exit code is 1 if there is a problem, and 69 if the server cannot be reached.
     """
-    findings = ask(Address(url, namespace, timeout), lambda engine: engine.examine())
+    findings = Location(url, namespace, timeout).ask(lambda engine: engine.examine())
     if in_json:
-        print_lines(asdict(finding) for finding in findings)
+        print_json(*map(asdict, findings))
     else:
         _print(findings)
     return FAILED if any(finding.level == "problem" for finding in findings) else 0
@@ -46,8 +48,7 @@ def _print_indented(screen: Console, text: str, indent: int, mark: str = "", sty
     """Print a text indented, with a mark before its first line; ``style`` applies to the mark, else to the text."""
     from rich.text import Text
 
-    lines = Text(printable(text), "" if mark else style).wrap(screen, max(NARROW, screen.width - indent))
-    for number, line in enumerate(lines):
+    for line in Text(printable(text), "" if mark else style).wrap(screen, max(NARROWEST, screen.width - indent)):
         line.rstrip()
-        before = mark if number == 0 else ""
-        screen.print(Text.assemble((before, style), " " * (indent - len(before)), line), soft_wrap=True)
+        screen.print(Text.assemble((mark, style), " " * (indent - len(mark)), line), soft_wrap=True)
+        mark = ""

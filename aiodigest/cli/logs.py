@@ -7,11 +7,11 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from aiodigest.cli.words import as_json, printable, rfc3339
+from aiodigest.cli.rendering import as_json, json_time, printable
 
 
 class OneLine(logging.Formatter):
-    """The engine's log, in the command's style: a line each, without tracebacks."""
+    """Log records in the style of the command's messages: a line each, without tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -19,23 +19,23 @@ class OneLine(logging.Formatter):
         return printable(f"aiodigest: {record.getMessage()}{reason}")
 
 
-class Plain(logging.Formatter):
+class PlainText(logging.Formatter):
     """Log records with time, traceback and all; but nothing in them can control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
 
-class AsObjects(logging.Formatter):
-    """Log records as JSON, an object a line.
+class JSONLines(logging.Formatter):
+    """Log records as JSON, one object per line.
 
-    ``time``, ``level``, ``logger`` and ``message``, then the line's own fields (``timeline``, ``digest_id``,
+    ``time``, ``level``, ``logger`` and ``message``, then the record's own fields (``timeline``, ``digest_id``,
     ``attempt``, ``reason`` ...), and ``error`` and ``traceback`` if there was an exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, object] = {
-            "time": rfc3339(datetime.fromtimestamp(record.created, UTC)),
+            "time": json_time(datetime.fromtimestamp(record.created, UTC)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -44,22 +44,22 @@ class AsObjects(logging.Formatter):
             error = record.exc_info[1]
             facts["error"] = f"{type(error).__name__}: {error}"
             facts["traceback"] = self.formatException(record.exc_info)
-        extra = {name: value for name, value in vars(record).items() if name not in ORDINARY}
-        return as_json({**facts, **{name: _plain(value) for name, value in extra.items() if name not in facts}})
+        extra = {name: value for name, value in vars(record).items() if name not in STANDARD}
+        return as_json({**facts, **{name: _json_value(value) for name, value in extra.items() if name not in facts}})
 
 
-ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what every record of a log has
+STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # fields of every record
 
 
-def _plain(value: object) -> object:
-    """Return a value of the log as JSON takes it."""
+def _json_value(value: object) -> object:
+    """Return a value as JSON takes it, or else its repr."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
         return repr(value)
 
 
-def log_lines() -> None:
+def log_warnings() -> None:
     """Show the engine's warnings on standard error, a line each."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine())
@@ -68,15 +68,17 @@ def log_lines() -> None:
     logger.propagate = False
 
 
-def log_all() -> None:
+def log_everything() -> None:
     """Show everything the process logs from INFO on, on standard error, with times and tracebacks."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    _log(PlainText("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 
-def log_objects() -> None:
+def log_json() -> None:
     """Show everything the process logs from INFO on, on standard error, as JSON."""
+    _log(JSONLines())
+
+
+def _log(formatter: logging.Formatter) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(AsObjects())
+    handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler])

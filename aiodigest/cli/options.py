@@ -1,20 +1,18 @@
-"""Options that commands share, and the exit codes of errors."""
+"""Options that several commands share, and the engine that they describe."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from aiodigest import AiodigestError, BackendUnavailable, ConfigurationError, DigestEngine, InvalidArgument
+from aiodigest import DigestEngine
 
 T = TypeVar("T")
-
-FAILED, USAGE, UNAVAILABLE, INTERRUPTED = 1, 2, 69, 130
 
 EMBEDDED = "embedded://"
 
@@ -23,23 +21,23 @@ DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 
 
 def duration(value: str | float) -> float:
-    """Read ``250ms``, ``30s``, ``5m``, ``1h``, ``7d`` or plain seconds, in seconds."""
+    """Parse ``250ms``, ``30s``, ``5m``, ``1h``, ``7d`` or plain seconds; return seconds. Raises ValueError."""
     match = DURATION.fullmatch(str(value).strip())
     if match is None:
-        raise typer.BadParameter(f"{value!r} is no duration: write 250ms, 30s, 5m, 1h, 7d, or seconds")
+        raise ValueError(f"{value!r} is not a duration: write 250ms, 30s, 5m, 1h, 7d, or plain seconds")
     return float(match[1]) * UNITS[match[2]]
 
 
-def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Make a parser of an option's text; its ValueError is reported as the option's."""
+def parsed_option(name: str, parse: Callable[[str], object], metavar: str, text: str, **settings: Any) -> Any:
+    """Make an option whose text is parsed; a ValueError is reported as the option's."""
 
-    def parser(text: str) -> T:
+    def parser(given: str) -> object:
         try:
-            return parse(text)
+            return parse(given)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 
-    return parser
+    return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
 
 
 Url: TypeAlias = Annotated[
@@ -50,42 +48,46 @@ Url: TypeAlias = Annotated[
     ),
 ]
 Namespace: TypeAlias = Annotated[
-    str, typer.Option(envvar="AIODIGEST_NAMESPACE", show_default=False, help="The namespace of the engine to look at.")
+    str, typer.Option(envvar="AIODIGEST_NAMESPACE", show_default=False, help="The namespace of the engine.")
 ]
-Shards: TypeAlias = Annotated[
-    int | None, typer.Option(envvar="AIODIGEST_SHARDS", min=1, help="If new, how many shards; else it must be so many.")
-]
+TIMEOUT = "Time limit of one call to the server: 500ms, 5s, 1m, or plain seconds. [default: 5s]"
 Timeout: TypeAlias = Annotated[
-    float,
-    typer.Option(
-        envvar="AIODIGEST_TIMEOUT",
-        parser=duration,
-        metavar="DURATION",
-        show_default=False,
-        help="For one call to the server: 500ms, 5s, 1m, or seconds. [default: 5s]",
-    ),
+    float, parsed_option("--timeout", duration, "DURATION", TIMEOUT, envvar="AIODIGEST_TIMEOUT")
 ]
-Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """The location of the timelines that a command looks at."""
+class Location:
+    """The namespace that a command works on, and its server."""
 
     url: str
     namespace: str
     timeout: float
     wait_replicas: int = 0
 
-    @asynccontextmanager
-    async def engine(self) -> AsyncGenerator[DigestEngine, None]:
-        """Enter an engine that takes any JSON value; its calls raise BackendUnavailable while the server is away."""
-        engine = DigestEngine(
-            self.url, namespace=self.namespace, timeout=self.timeout, wait_replicas=self.wait_replicas
-        )
-        async with engine:
-            yield engine
+    def engine(self) -> DigestEngine:
+        """Make an engine for any JSON value."""
+        return DigestEngine(self.url, namespace=self.namespace, timeout=self.timeout, wait_replicas=self.wait_replicas)
+
+    @property
+    def where(self) -> str:
+        """The namespace and the server in words, without a password."""
+        return f"namespace {self.namespace!r} on {self.engine().url}"
+
+    def ask(self, question: Callable[[DigestEngine], Awaitable[T]]) -> T:
+        """Enter an engine for this one question and return the answer. Raises BackendUnavailable."""
+
+        async def answer() -> T:
+            async with self.engine() as engine:
+                return await question(engine)
+
+        return asyncio.run(answer())
+
+
+async def collect(items: AsyncIterable[T]) -> list[T]:
+    """Return all items."""
+    return [item async for item in items]
 
 
 def help_without_command(context: typer.Context) -> None:
@@ -93,14 +95,3 @@ def help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit
-
-
-def exit_code(error: AiodigestError) -> int:
-    """Return the shell's exit code for an error."""
-    match error:
-        case BackendUnavailable():
-            return UNAVAILABLE
-        case ConfigurationError() | InvalidArgument():
-            return USAGE
-        case _:
-            return FAILED

@@ -1,82 +1,110 @@
-"""Standard output as the receiver of digests: a digest that was not written is not delivered."""
+"""What commands print: answers as tables or JSON on standard output; messages, questions and bars on standard error."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
-from aiodigest import JSON, Digest, RetryAfter
-from aiodigest.cli.render import Render
-from aiodigest.cli.threads import DaemonThread
+import typer
+
+from aiodigest import AiodigestError, InvalidState
+from aiodigest.cli.rendering import as_json, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 250  # columns, where there is no terminal that has a width
+PROGRESS_INTERVAL = 0.2  # seconds
+UNFOLDED = {"due", "timestamp"}  # columns of a table
 
 
-class Output:
-    """Writes each digest at once, whole, one after the other. The first write that fails is the last.
+def say(text: str) -> None:
+    """Print one line on standard error, even if nobody is listening."""
+    if sys.stderr is not None:  # it is None when closed by the caller
+        with suppress(OSError, ValueError):
+            print(f"aiodigest: {printable(text)}", file=sys.stderr, flush=True)
 
-    ``failed`` is then set, and ``error`` says why. ``dropped`` counts the records that the written digests lost
-    to their timelines' capacity.
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """True if a standard stream is a terminal; it is None when closed by the caller."""
+    return stream is not None and stream.isatty()
+
+
+def confirm(yes: bool, question: str) -> None:
+    """Ask, if there is a terminal to ask on; raises Abort if the answer is no."""
+    if not yes and is_terminal(sys.stdin):
+        typer.confirm(question, abort=True, err=True)
+
+
+def print_json(*objects: object) -> None:
+    """Print each object as a line of JSON, at once: it may be read while the command runs."""
+    print("".join(f"{as_json(one)}\n" for one in objects), end="", flush=True)
+
+
+def print_result(facts: dict[str, Any], text: str, in_json: bool, *, failure: str = "") -> None:
+    """Print what a command did, as JSON or ``text``; after a ``failure``, raise InvalidState instead of the text."""
+    if in_json:
+        print_json(facts)
+    if failure:
+        raise InvalidState(failure)
+    if not in_json:
+        print(text)
+
+
+def console() -> Console:
+    """Return standard output, coloured if it is a terminal and NO_COLOR is not set. Raises AiodigestError if closed."""
+    from rich.console import Console
+
+    if sys.stdout is None:
+        raise AiodigestError("standard output is closed")
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print a table. Cells are text from strangers: no markup, no control characters."""
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    if title:
+        screen.print(Text(title), soft_wrap=True)
+    table = Table(box=None, show_header=any(columns), pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, no_wrap=name in UNFOLDED)
+    for row in rows:
+        table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
+    screen.print(table)
+
+
+@asynccontextmanager
+async def progress_bar(
+    work: str, total: int, done: Callable[[], int], *, in_bytes: bool = False
+) -> AsyncGenerator[None, None]:
+    """Show on standard error, if that is a terminal, how much of ``total`` is ``done``. Messages stand above the bar.
+
+    Nothing may be printed on a terminal's standard output meanwhile.
     """
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, render: Render, file: int = 1) -> None:
-        self._render = render
-        self._file = file
-        self._thread = DaemonThread("aiodigest writes")  # a slow reader must not keep leases from being renewed
-        self._drops: dict[str, int] = {}
-        self.error: Exception | None = None
-        self.failed = asyncio.Event()
+    amount = DownloadColumn(binary_units=True) if in_bytes else MofNCompleteColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), amount, TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        bar = progress.add_task(work, total=total)
 
-    @property
-    def dropped(self) -> int:
-        return sum(self._drops.values())
+        async def update() -> None:
+            while True:
+                progress.update(bar, completed=done())
+                await asyncio.sleep(PROGRESS_INTERVAL)
 
-    async def deliver(self, digest: Digest[JSON]) -> None:
-        """Deliver a digest: the callback. A digest it could not write is given back, and so is the attempt."""
+        updating = asyncio.create_task(update())
         try:
-            await self._thread.call(self._write, digest)
-        except Exception:
-            self.failed.set()
-            raise RetryAfter(1, pause=True) from None
-        if digest.dropped:
-            self._drops[digest.id] = digest.dropped  # by id, since a digest may be delivered again
-
-    def _write(self, digest: Digest[JSON]) -> None:
-        if self.error is not None:
-            raise self.error  # nothing may follow half a line
-        try:
-            write(self._file, self._render(digest))
-        except Exception as error:
-            self.error = error
-            raise
-
-
-def write(file: int, text: bytes) -> None:
-    """Write all of it, in one call unless the system takes less: only then can a kill cut it in two."""
-    while text:
-        text = text[os.write(file, text) :]
-
-
-def prepare(file: int = 1) -> None:
-    """Make sure that standard output is open, and starts on a line of its own. Raises OSError.
-
-    A killed run may have left half a line at the end of the file that this one appends to.
-    """
-    if sys.stdout is None:  # it is when closed by the caller
-        raise OSError("standard output is closed")
-    status = os.fstat(file)
-    if stat.S_ISREG(status.st_mode) and status.st_size and _last_byte(file, status.st_size) not in (b"\n", b""):
-        write(file, b"\n")
-
-
-def _last_byte(file: int, size: int) -> bytes:
-    try:
-        readable = os.open(f"/dev/fd/{file}", os.O_RDONLY)
-    except OSError:
-        return b""
-    try:
-        return os.pread(readable, 1, size - 1)
-    except OSError:
-        return b""
-    finally:
-        os.close(readable)
+            yield
+        finally:
+            updating.cancel()

@@ -126,8 +126,8 @@ class ServerConnections:
     ) -> object:
         """Run a script, and wait until ``replicas`` replicas have its writes.
 
-        If running it twice is harmless, or ``repeat`` says that its caller does not need the answer, a dead connection is replaced once. ``until`` is when to give up, by the loop's
-        clock; None: after a timeout.
+        If running it twice is harmless, or ``repeat`` says that its caller does not need the answer, a dead connection
+        is replaced once. ``until`` is when to give up, by the loop's clock; None: after a timeout.
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments

@@ -7,20 +7,22 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from aiodigest.cli.fields import LONGEST_LINE
-from aiodigest.cli.threads import DaemonThread
+from anyio import create_memory_object_stream
+
+from aiodigest.cli.pipe.daemon_thread import DaemonThread
+from aiodigest.cli.pipe.parser import LONGEST_LINE
 
 CHUNK = 256 * 1024
 AHEAD = 4  # chunks read before they are wanted
-LOOK_AGAIN = 0.2  # seconds between looks at the end of a file that may grow
+POLL = 0.2  # seconds between looks at the end of a file that may grow
 
 
 class Line(NamedTuple):
-    """A line without its end; ``place`` is its file and number, for people."""
+    """A line without its end; ``place`` is its file and number, for messages."""
 
     place: str
     text: bytes
@@ -58,9 +60,9 @@ class Splitter:
 
 
 class Source:
-    """Standard input (no path), or a file; opened when made, so that a wrong name is known before anything starts.
+    """Standard input (no path), or a file; opened when made, so that a wrong name is reported before anything starts.
 
-    ``size`` is the number of bytes to read, or None if only the end will tell; ``taken`` is the number read.
+    ``size`` is the number of bytes to read, or None if it is not known; ``read`` is the number read.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -71,7 +73,7 @@ class Source:
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        self.taken = 0
+        self.read = 0
         self._splitter = Splitter(self._name)
         self._thread = DaemonThread(f"aiodigest reads {self._name}")
 
@@ -79,7 +81,7 @@ class Source:
         """Yield lines in batches; with ``follow`` a file's end is not the end."""
         while True:
             chunk = await self._thread.call(os.read, self._file, CHUNK)
-            self.taken += len(chunk)
+            self.read += len(chunk)
             if chunk:
                 yield self._splitter.feed(chunk)
             elif not follow or self._path is None:
@@ -88,7 +90,7 @@ class Source:
                 yield self._splitter.end()
                 self._splitter = Splitter(self._name)
             else:
-                await asyncio.sleep(LOOK_AGAIN)
+                await asyncio.sleep(POLL)
         yield self._splitter.end()
 
     def _changed(self, path: Path) -> bool:
@@ -111,22 +113,21 @@ class Source:
         return True
 
 
-class Intake:
+class Reader:
     """Reads sources one after the other (or all at once, if they are followed), a little ahead of the consumer.
 
     It starts when it is made, inside a running loop.
     """
 
     def __init__(self, sources: Sequence[Source], follow: bool) -> None:
-        self._queue: asyncio.Queue[list[Line] | None] = asyncio.Queue()
-        self._room = asyncio.Event()
+        self._send, self._receive = create_memory_object_stream[list[Line]](AHEAD)
         self._reading = asyncio.create_task(self._read_all(sources, follow))
 
     async def batches(self) -> AsyncIterator[list[Line]]:
         """Yield lines as they come, until the end or ``stop``; then raises OSError if reading failed."""
-        while (lines := await self._queue.get()) is not None:
-            self._room.set()
-            yield lines
+        with self._receive:
+            async for lines in self._receive:
+                yield lines
         await asyncio.wait([self._reading])
         if not self._reading.cancelled():
             self._reading.result()
@@ -136,35 +137,22 @@ class Intake:
         self._reading.cancel()
 
     async def _read_all(self, sources: Sequence[Source], follow: bool) -> None:
-        try:
-            if follow:
-                await _all(self._read(source, follow) for source in sources)
-            else:
-                for source in sources:
-                    await self._read(source, follow)
-        finally:
-            self._queue.put_nowait(None)
+        with self._send:
+            for group in [sources] if follow else [[source] for source in sources]:
+                tasks = [asyncio.create_task(self._read(source, follow)) for source in group]
+                try:
+                    await asyncio.gather(*tasks)  # a TaskGroup would wrap the error of the first that fails
+                finally:
+                    for task in tasks:
+                        task.cancel()
 
     async def _read(self, source: Source, follow: bool) -> None:
         async for lines in source.lines(follow):
-            while self._queue.qsize() >= AHEAD:
-                self._room.clear()
-                await self._room.wait()
             if lines:
-                self._queue.put_nowait(lines)
+                await self._send.send(lines)
 
 
-async def _all(readings: Iterable[Coroutine[None, None, None]]) -> None:
-    """Await all until the first fails, and leave none behind. (A TaskGroup would wrap the error.)"""
-    tasks = [asyncio.create_task(reading) for reading in readings]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def sources(paths: Sequence[Path]) -> list[Source]:
+def open_sources(paths: Sequence[Path]) -> list[Source]:
     """Open the sources that ``paths`` name; ``-``, or none, is standard input. Raises OSError."""
     if sys.stdin is None and (not paths or Path("-") in paths):
         raise OSError("standard input is closed: give a file")

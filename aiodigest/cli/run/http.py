@@ -1,4 +1,4 @@
-"""``aiodigest run --http``: health and metrics of the process, over HTTP."""
+"""Health and metrics of the process over HTTP: ``aiodigest run --http``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aiodigest import ConfigurationError, DigestEngine
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 Sockets: TypeAlias = Sequence[socket.socket]
 
-PATIENCE = 2  # seconds for requests under way when all else has ended
+SHUTDOWN_TIMEOUT = 2  # seconds for the requests in progress when all else has ended
 
 
 class Address(NamedTuple):
@@ -33,11 +34,11 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def address(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Parse an address. Raises ValueError if the text is not one."""
     match = re.fullmatch(r"(?:\[([0-9a-zA-Z:.%]+)\]|([^\s:\[\]/]*)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > 65_535:
-        raise ValueError(f"{text!r} is no HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses")
+        raise ValueError(f"{text!r} is not HOST:PORT: write 127.0.0.1:9000, [::1]:9000, or :9000 for all addresses")
     return Address(match[1] or match[2], int(match[3]))
 
 
@@ -87,8 +88,8 @@ def _listen(where: Address, sockets: list[socket.socket]) -> None:
         raise missing
 
 
-def named(sockets: Sockets) -> str:
-    """Return the URL of the sockets' address."""
+def url_of(sockets: Sockets) -> str:
+    """Return the URL of the first socket's address."""
     host, port, *_ = sockets[0].getsockname()
     return f"http://{Address(host, port)}"
 
@@ -125,25 +126,25 @@ def _server(app: Any) -> Any:
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return nullcontext()  # they are for the engines, whose end is its own
+            return nullcontext()  # they are for the engines, and it ends after them
 
     return Server(
         uvicorn.Config(
             app, lifespan="off", ws="none", access_log=False, log_config=None, log_level="warning",
-            server_header=False, timeout_graceful_shutdown=PATIENCE,
+            server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         )
     )  # fmt: skip
 
 
 class _Metrics:
-    """The metrics for Prometheus: those of the engines, and any that the app itself has registered with its client."""
+    """The metrics for Prometheus: those of the engines, and those that the app has registered with its client."""
 
     def __init__(self, ours: Any) -> None:
         self._ours = ours
         self._collecting: asyncio.Task[list[Metric]] | None = None
 
     def _collect(self) -> list[Metric]:
-        """Collect all of it, once, even if the app reports on engines too, through an exporter of its own."""
+        """Collect each metric once, even if the app exports those of its engines too."""
         from prometheus_client import REGISTRY
 
         found: dict[str, Metric] = {}
@@ -159,12 +160,6 @@ class _Metrics:
         if self._collecting is None or self._collecting.done():  # concurrent requests share the answer
             # in a thread, since it waits for the event loop, which this one is
             self._collecting = asyncio.create_task(asyncio.to_thread(self._collect))
-        collected = _Collected(await asyncio.shield(self._collecting))
-        return Response(encode(collected), headers={"content-type": kind})
-
-
-class _Collected:
-    """Metrics as an encoder wants them."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self.collect = lambda: iter(metrics)
+        collected = await asyncio.shield(self._collecting)
+        registry: Any = SimpleNamespace(collect=lambda: iter(collected))  # as an encoder wants them
+        return Response(encode(registry), headers={"content-type": kind})

@@ -1,4 +1,4 @@
-"""Room in timelines: a program that adds no faster than digests go out loses nothing to their capacity."""
+"""Backpressure: nothing is lost to the capacity of timelines if lines are added no faster than digests go out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiodigest import JSON, Delivery, Digest, DigestEngine
-from aiodigest.cli.patience import patiently
+from aiodigest.cli.pipe.retrying import retry
 
-LOOK_AGAIN = 1.0  # seconds: the end of a delivery may go unreported
+POLL = 1.0  # seconds: the end of a delivery may go unreported
 
 
-class Room:
+class Backpressure:
     """Counts the records each timeline holds, and has a full one delivered before more is added.
 
     It passes the engine's deliveries on to ``deliver``. A count may be too high (for ids that come again, or
@@ -35,19 +35,19 @@ class Room:
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
         self._progress = asyncio.Event()
-        engine.observe(self._attempted)
+        engine.observe(self._on_attempt)
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Pass a digest on: the delivery callback."""
         await self._deliver(digest)
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._subtract(digest.key, len(digest.records))
-        self._moved(digest.key)
+        self._signal(digest.key)
 
-    def _attempted(self, delivery: Delivery) -> None:
-        self._moved(delivery.key)
+    def _on_attempt(self, delivery: Delivery) -> None:
+        self._signal(delivery.key)
 
-    def _moved(self, key: str) -> None:
+    def _signal(self, key: str) -> None:
         if key == self._awaited:
             self._progress.set()
 
@@ -56,13 +56,13 @@ class Room:
         if self._held[key] <= 0:
             del self._held[key]
 
-    async def look(self) -> None:
+    async def count_held(self) -> None:
         """Count the records left by an earlier run."""
         if self._capacity is not None:
             async for timeline in self._engine.timelines():
                 self._held[timeline.key] = timeline.size
 
-    def take(self, key: str) -> bool:
+    def reserve(self, key: str) -> bool:
         """Count a record about to be added; False, without counting it, if there is no room for it."""
         if self._capacity is None:
             return True
@@ -71,7 +71,7 @@ class Room:
         self._held[key] += 1
         return True
 
-    async def make(self, key: str) -> None:
+    async def make_room(self, key: str) -> None:
         """Have a full timeline delivered until half of it is free. All records counted must have been added."""
         if self._capacity is None:
             return
@@ -80,16 +80,16 @@ class Room:
         self._awaited = key
         while self._held[key] > self._capacity // 2:
             self._progress.clear()
-            if not await patiently(lambda: self._engine.flush(key)):
+            if not await retry(lambda: self._engine.flush(key)):
                 del self._held[key]
                 break
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN):
+                async with asyncio.timeout(POLL):
                     await self._progress.wait()
         self._awaited = None
 
     async def _count_again(self, key: str) -> None:
-        timeline = await patiently(lambda: self._engine.peek(key))
+        timeline = await retry(lambda: self._engine.peek(key))
         if timeline is None:
             del self._held[key]
         elif timeline.digest_id is None:  # else an id may be held twice: under delivery, and since

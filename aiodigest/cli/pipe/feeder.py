@@ -1,4 +1,4 @@
-"""The work of ``aiodigest pipe``: lines in, digests out, and nothing left behind at the end."""
+"""Lines fed to an engine, and its timelines flushed when they end: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -6,64 +6,44 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from aiodigest import (
-    JSON,
-    AiodigestError,
-    BackendUnavailable,
-    BackoffMode,
-    DigestEngine,
-    Entry,
-    PartialAdd,
-    Policy,
-    RetryPolicy,
-)
-from aiodigest.cli.fields import Malformed, Shape, Unusable
-from aiodigest.cli.lines import Intake, Line
-from aiodigest.cli.loops import until
-from aiodigest.cli.options import FAILED
-from aiodigest.cli.output import Output
-from aiodigest.cli.patience import patiently
-from aiodigest.cli.room import Room
-from aiodigest.cli.words import count, say
+from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Entry, PartialAdd
+from aiodigest.cli.event_loop import run_until
+from aiodigest.cli.exit_codes import FAILED
+from aiodigest.cli.output import say
+from aiodigest.cli.pipe.backpressure import Backpressure
+from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
+from aiodigest.cli.pipe.reader import Line, Reader
+from aiodigest.cli.pipe.retrying import retry
+from aiodigest.cli.pipe.writer import Writer
+from aiodigest.cli.rendering import count
 
-LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was writing
 SHOWN = 20  # malformed lines; more are only counted
 NAMES = 20  # fields of a line
-LOOK_AGAIN = 0.05  # seconds between looks at what is still held
-AT_ONCE = 100  # flushes under way
+POLL = 0.05  # seconds between looks at what is still held
+FLUSHES = 100  # at a time
 
 
-def pipe_engine(url: str, namespace: str, policy: Policy, shards: int | None, timeout: float) -> DigestEngine:
-    """Make the engine of a pipe. Standard output never fails and then recovers, so nothing needs a later try."""
-    return DigestEngine(
-        url,
-        namespace=namespace,
-        policy=policy,
-        retry=RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0),
-        backoff_mode=BackoffMode(maximum=0),
-        shards=shards,
-        lease_timeout=LEASE,
-        delivery_timeout=policy.ttl * 0.99,  # a reader may be as slow as it likes while records live
-        drain_timeout=1,
-        timeout=timeout,
-    )
-
-
-class Pipe:
-    """Feeds lines to an engine, and at their end has it deliver the waiting ones.
+class Feeder:
+    """Feeds lines to an engine, and at their end has it deliver all that waits.
 
     ``malformed`` counts the lines that were not added; ``unusable`` is the first line without a required field,
     as long as no line is usable. ``signal`` is the one that ended the input, if one did.
     """
 
     def __init__(
-        self, engine: DigestEngine, shape: Shape, intake: Intake, output: Output, room: Room, strict: bool
+        self,
+        engine: DigestEngine,
+        shape: Shape,
+        reader: Reader,
+        writer: Writer,
+        backpressure: Backpressure,
+        strict: bool,
     ) -> None:
         self._engine = engine
         self._shape = shape
-        self._intake = intake
-        self._output = output
-        self._room = room
+        self._reader = reader
+        self._writer = writer
+        self._backpressure = backpressure
         self._strict = strict
         self._work: asyncio.Task[None] | None = None
         self._usable = False
@@ -77,36 +57,36 @@ class Pipe:
         Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
         """
         loop = asyncio.get_running_loop()
-        self._work = asyncio.create_task(self._feed_and_drain())
+        self._work = asyncio.create_task(self._feed_and_flush())
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt, number)
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
-            await until(self._output.failed, self._work)
+            await run_until(self._writer.failed, self._work)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    def _interrupt(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.signal is not None and self._work is not None:
             self._work.cancel()
         self.signal = number
-        self._intake.stop()
+        self._reader.stop()
 
-    async def _feed_and_drain(self) -> None:
+    async def _feed_and_flush(self) -> None:
         unreadable: OSError | None = None
         try:
             await self._feed()
         except OSError as error:
             unreadable = error
-        await self._drain()
+        await self._flush_all()
         if unreadable is not None:
             raise unreadable
 
     async def _feed(self) -> None:
-        async for lines in self._intake.batches():
+        async for lines in self._reader.batches():
             await self._add(self._entries(lines))
             if self._strict and self.malformed:
-                self._intake.stop()
+                self._reader.stop()
                 break
 
     # Adding
@@ -137,14 +117,14 @@ class Pipe:
         """Add entries, no faster than there is room for them."""
         start = 0
         for index, (_, entry) in enumerate(entries):
-            while not self._room.take(entry.key):
+            while not self._backpressure.reserve(entry.key):
                 await self._send(entries[start:index])
                 start = index
-                await self._room.make(entry.key)
+                await self._backpressure.make_room(entry.key)
         await self._send(entries[start:])
 
     async def _send(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
-        """Add entries; any the server did not take are added again under the same id, so that nothing comes twice."""
+        """Add entries; those the server did not take are added again under the same id, so that none is added twice."""
         left = entries
 
         async def attempt() -> None:
@@ -157,13 +137,14 @@ class Pipe:
                     raise away from None
 
         try:
-            await patiently(attempt)
+            await retry(attempt)
         except BackendUnavailable as error:
-            raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not taken") from error
+            raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not added") from error
 
     def _sort_out(
         self, entries: list[tuple[Line, Entry[JSON]]], results: Sequence[bool | AiodigestError]
     ) -> tuple[list[tuple[Line, Entry[JSON]]], BackendUnavailable | None]:
+        """Report the entries that were refused; return those to add again, and why."""
         again: list[tuple[Line, Entry[JSON]]] = []
         away = None
         for (line, entry), result in zip(entries, results, strict=True):
@@ -176,14 +157,14 @@ class Pipe:
 
     # The end
 
-    async def _drain(self) -> None:
+    async def _flush_all(self) -> None:
         """Flush all timelines, again and again, until none holds a record."""
-        while await patiently(self._holds):
-            waiting = await patiently(self._waiting)
-            for start in range(0, len(waiting), AT_ONCE):
-                some = waiting[start : start + AT_ONCE]
-                await patiently(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
-            await asyncio.sleep(LOOK_AGAIN)
+        while await retry(self._holds):
+            waiting = await retry(self._waiting)
+            for start in range(0, len(waiting), FLUSHES):
+                some = waiting[start : start + FLUSHES]
+                await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
+            await asyncio.sleep(POLL)
 
     async def _holds(self) -> bool:
         stats = await self._engine.stats()
@@ -193,25 +174,22 @@ class Pipe:
         return [timeline.key async for timeline in self._engine.timelines("waiting")]
 
 
-def verdict(pipe: Pipe, output: Output, namespace: str, strict: bool) -> int:
-    """Return the exit code of a pipe, and print a line for each thing that its user should know."""
-    lost = False
-    if pipe.malformed:
-        shown = f" (the first {SHOWN} are shown)" if pipe.malformed > SHOWN else ""
-        say(f"{count(pipe.malformed, 'malformed line')}: {'stopped at the first' if strict else 'skipped'}{shown}")
-        lost = strict
-    if pipe.unusable is not None:
-        names = ", ".join(pipe.unusable.names[:NAMES]) + (", ..." if len(pipe.unusable.names) > NAMES else "")
-        say(f"no line had a usable {pipe.unusable.field}; the first has the fields: {names or '(none)'}")
-    if output.dropped:
-        say(
-            f"{count(output.dropped, 'record')} dropped, since a timeline was full: raise --capacity, or set --max-size"
-        )
-        lost = True
-    if output.error is not None:
-        reason = getattr(output.error, "strerror", None) or output.error
-        say(f"standard output: {reason}; what was not written waits for the same command (namespace {namespace})")
+def report(feeder: Feeder, writer: Writer, namespace: str, strict: bool) -> int:
+    """Print a line for each thing that the user should know at the end, and return the exit code."""
+    if feeder.malformed:
+        shown = f" (the first {SHOWN} are shown)" if feeder.malformed > SHOWN else ""
+        fate = "stopped at the first" if strict else "skipped"
+        say(f"{count(feeder.malformed, 'malformed line')}: {fate}{shown}")
+    if feeder.unusable is not None:
+        names = ", ".join(feeder.unusable.names[:NAMES]) + (", ..." if len(feeder.unusable.names) > NAMES else "")
+        say(f"no line had a usable {feeder.unusable.field}; the first has the fields: {names or '(none)'}")
+    if writer.dropped:
+        dropped = count(writer.dropped, "record")
+        say(f"{dropped} dropped because a timeline was full: raise --capacity, or set --max-size")
+    if writer.error is not None:
+        reason = getattr(writer.error, "strerror", None) or writer.error
+        say(f"standard output: {reason}; run the same command again to print the rest (namespace {namespace})")
         return FAILED
-    if pipe.signal is not None:
-        return 128 + pipe.signal
-    return FAILED if lost else 0
+    if feeder.signal is not None:
+        return 128 + feeder.signal
+    return FAILED if writer.dropped or (strict and feeder.malformed) else 0

@@ -1,4 +1,4 @@
-"""The event loop of long-running commands, which is uvloop's where it is installed, and their garbage."""
+"""The event loop of long-running commands, the signals that end their work, and their garbage."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def play(work: Coroutine[Any, Any, T]) -> T:
-    """Run a service until it ends, as ``asyncio.run`` does."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+def run_service(work: Coroutine[Any, Any, T]) -> T:
+    """Run a service until it ends, as ``asyncio.run`` does, on uvloop where that is installed."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(work)
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the factory of the event loop; None leaves it to asyncio."""
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def freeze_garbage() -> None:
+    """Exempt everything a service has loaded from garbage collection, which would stop its loop for 20 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -36,23 +41,23 @@ def stopped_by(*signals: signal.Signals) -> Generator[asyncio.Event, None, None]
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
-    def end() -> None:
+    def restore() -> None:
         for number in signals:
             loop.remove_signal_handler(number)
 
-    def hear() -> None:
+    def on_signal() -> None:
         stop.set()
-        end()
+        restore()
 
     for number in signals:
-        loop.add_signal_handler(number, hear)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield stop
     finally:
-        end()
+        restore()
 
 
-async def until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+async def run_until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     """Return the result of the work; None if it is cancelled, as it is when ``stop`` is set first."""
     working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
@@ -62,9 +67,3 @@ async def until(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
             task.cancel()
         await asyncio.wait([working, stopping])
     return None if working.cancelled() else working.result()
-
-
-def settle() -> None:
-    """Exempt everything a service has loaded from garbage collection, which would stop its loop for 20 ms."""
-    gc.collect()
-    gc.freeze()

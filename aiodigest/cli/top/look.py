@@ -1,4 +1,4 @@
-"""A namespace at one moment, and its changes from one moment to the next. Nothing here draws or prints."""
+"""One look at a namespace, and the rates between two looks. Nothing here draws or prints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, get_args
 
 from aiodigest import JSON, AiodigestError, DigestEngine, Health, State, Stats, Timeline
-from aiodigest.cli.views import moment, stats_json, timeline_json
+from aiodigest.cli.rendering import json_time, stats_json, timeline_json
 
 STATES: tuple[State, ...] = get_args(State)
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
 SHOWN = 10  # timelines of each state
-LOOKED_AT = 1_000  # timelines of each state to pick those from
+SCANNED = 1_000  # timelines of each state to pick those from
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -39,8 +39,8 @@ async def look_at(engine: DigestEngine) -> Look:
     return Look(datetime.now(UTC), asyncio.get_running_loop().time(), stats.health(), stats, tuple(found))
 
 
-def away(error: AiodigestError) -> Look:
-    """Make a look for a server that was away, or that refused."""
+def failed_look(error: AiodigestError) -> Look:
+    """Make the look for a server that was away, or that refused."""
     return Look(datetime.now(UTC), asyncio.get_running_loop().time(), Health(False, str(error)))
 
 
@@ -53,7 +53,7 @@ async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
     found: list[Timeline[JSON]] = []
     async for timeline in engine.timelines(state):
         found.append(timeline)
-        if len(found) == LOOKED_AT:
+        if len(found) == SCANNED:
             break
     return heapq.nsmallest(SHOWN, found, key=lambda timeline: timeline.due)
 
@@ -63,7 +63,7 @@ def rates(before: Look | None, now: Look) -> dict[str, float] | None:
     if before is None or before.stats is None or now.stats is None or now.clock <= before.clock:
         return None
     passed = now.clock - before.clock
-    # a counter may stand lower than before: a namespace was emptied, or gets another number of shards
+    # a counter may be lower than before: a namespace was emptied, or is being resharded
     return {
         name: round(max(getattr(now.stats, name) - getattr(before.stats, name), 0) / passed, 3) for name in COUNTERS
     }
@@ -71,8 +71,7 @@ def rates(before: Look | None, now: Look) -> dict[str, float] | None:
 
 def server_time(look: Look) -> datetime:
     """Return the server's time, as far as its own answers show it; else this machine's."""
-    due = look.stats.oldest_due if look.stats is not None else None
-    if look.stats is None or due is None:
+    if look.stats is None or (due := look.stats.oldest_due) is None:
         return look.time
     if look.stats.overdue:
         return due + timedelta(seconds=look.stats.overdue)
@@ -80,7 +79,7 @@ def server_time(look: Look) -> datetime:
 
 
 def due_in_words(timeline: Timeline[JSON], now: datetime) -> str:
-    """Say when a timeline is due, how long it has been, or when its lease ends."""
+    """Say when a timeline is due, how long it has been due, or when its lease ends."""
     left = (timeline.due - now).total_seconds()
     if timeline.state == "leased":
         return f"lease {span(left)}" if left > 0 else "lease over"
@@ -90,7 +89,7 @@ def due_in_words(timeline: Timeline[JSON], now: datetime) -> str:
 
 
 def span(seconds: float) -> str:
-    """Show a duration in at most two units: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``."""
+    """Format a duration in at most two units: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     left = round(seconds)
@@ -104,7 +103,7 @@ def span(seconds: float) -> str:
 def look_json(look: Look, per_second: dict[str, float] | None) -> dict[str, Any]:
     """Return a look for programs."""
     return {
-        "time": moment(look.time),
+        "time": json_time(look.time),
         "ok": look.health.ok,
         "reason": look.health.reason,
         "stats": None if look.stats is None else stats_json(look.stats),

@@ -1,4 +1,4 @@
-"""A bad quarter of an hour at a small company, in fourteen seconds: the events that ``aiodigest demo`` plays."""
+"""The events that the demo plays: a bad quarter of an hour at a small company, in fourteen seconds."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def story() -> list[Event | Remark]:
 
 
 def _all() -> Iterator[Event | Remark]:
-    yield Remark(0.2, "One event: it is sent at once.")
+    yield Remark(0.2, "One event is sent at once.")
     yield Event(0.3, CI, "build 4711 failed on main: test_checkout_total")
     yield Event(1.8, ON_CALL, "db-1: disk 91 % full")
 
-    yield Remark(2.9, "A burst: the message is out already, so the rest waits, and comes as one more.")
+    yield Remark(2.9, "A burst: one message is out already, so the rest waits and comes as one more.")
     for index in range(44):
         node, symptom = NODES[index % len(NODES)], SYMPTOMS[index // 3 % len(SYMPTOMS)]
         yield Event(3.0 + index * 0.06, ON_CALL, f"{node}: {symptom}")
@@ -48,12 +48,12 @@ def _all() -> Iterator[Event | Remark]:
         branch, suite = BRANCHES[index % len(BRANCHES)], SUITES[index % len(SUITES)]
         yield Event(3.5 + index * 0.2, CI, f"build {4712 + index} failed on {branch}: {suite} tests")
 
-    yield Remark(7.4, "The shop's receiver fails: it gets its digest again, with what came meanwhile.")
+    yield Remark(7.4, "The shop's receiver fails: it gets its digest again, with what has come since.")
     for index, (order, amount) in enumerate(ORDERS):
         yield Event(7.5 + index * 0.45, SHOP, f"payment of {order} ({amount} EUR) declined: timeout")
 
     for index, node in enumerate(NODES):
         yield Event(10.5 + index * 0.3, ON_CALL, f"{node}: recovered")
-    yield Event(11.2, SHOP, "gateway is back: 5 payments are tried again")
+    yield Event(11.2, SHOP, "gateway is back: retrying 5 payments")
     yield Event(12.4, CI, "build 4721 passed on main")
-    yield Remark(13.0, "Nothing more happens: what waits is sent when its time has come.")
+    yield Remark(13.0, "No more events: what waits is sent when it is due.")

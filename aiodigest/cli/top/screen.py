@@ -1,4 +1,4 @@
-"""The display of ``aiodigest top``."""
+"""The picture of one look, as rich draws it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from rich.table import Table
 from rich.text import Text
 
 from aiodigest import JSON, Stats, Timeline
-from aiodigest.cli.looks import COUNTERS, Look, due_in_words, server_time
-from aiodigest.cli.words import count, printable
+from aiodigest.cli.rendering import count, printable
+from aiodigest.cli.top.look import COUNTERS, Look, due_in_words, server_time
 
-ABOVE = 10  # lines above the first timeline
+HEAD = 10  # lines above the first timeline
 STYLES = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
 
 
 def frame(title: str, look: Look, rates: dict[str, float] | None, lines: int | None, hint: str = "") -> Group:
-    """Draw a look in so many lines; all of it, if None."""
+    """Draw a look in at most so many lines; all of it, if None."""
     head = _line().append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
     if hint:
         head.append(f"  {hint}", "dim")
     if look.stats is None:
-        return Group(head, Text(printable(look.health.reason), "bold red"), Text("looking again", "dim"))
-    found = look.timelines if lines is None else fitting(look.timelines, lines - ABOVE)
-    parts: list[RenderableType] = [head, _health(look), Text(), _held(look.stats), Text(), _happened(look.stats, rates)]
+        return Group(head, Text(printable(look.health.reason), "bold red"), Text("trying again", "dim"))
+    found = look.timelines if lines is None else fitting(look.timelines, lines - HEAD)
+    parts: list[RenderableType] = [
+        head,
+        _health(look),
+        Text(),
+        _contents(look.stats),
+        Text(),
+        _counters(look.stats, rates),
+    ]
     return Group(*parts, *([Text(), _timelines(found, server_time(look))] if found else []))
 
 
@@ -36,13 +43,13 @@ def _health(look: Look) -> Text:
     return Text(f"not healthy: {printable(look.health.reason)}", "bold red")
 
 
-def _held(stats: Stats) -> Text:
+def _contents(stats: Stats) -> Text:
     text = _line(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
     text.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
-    return text.append(f"; the earliest due has been so for {stats.overdue:,.1f} s" if stats.overdue else "")
+    return text.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
 
 
-def _happened(stats: Stats, rates: dict[str, float] | None) -> Table:
+def _counters(stats: Stats, rates: dict[str, float] | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
     for name in COUNTERS:
@@ -83,7 +90,7 @@ def _line(text: str = "") -> Text:
 
 
 def fitting(timelines: Sequence[Timeline[JSON]], lines: int) -> list[Timeline[JSON]]:
-    """Pick so many timelines, with an equal number of each state while there are enough."""
+    """Pick at most so many timelines, an equal number of each state while there are enough."""
     columns = [[one for one in timelines if one.state == state] for state in STYLES]
     rows = zip_longest(*columns)
     return [one for row in rows for one in row if one is not None][: max(lines, 0)]

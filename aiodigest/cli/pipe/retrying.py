@@ -1,4 +1,4 @@
-"""Calls to a server that may be away for a while."""
+"""Calls that are repeated while the server is away."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from aiodigest import BackendUnavailable
 
 T = TypeVar("T")
 
-PATIENCE = 60.0  # seconds without a server before a pipe that runs gives up
+GIVE_UP = 60.0  # seconds without a server
+INTERVAL = 0.5
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
     """Return the answer of ``call``; call again while the server is away, for up to a minute."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + PATIENCE
+    deadline = loop.time() + GIVE_UP
     while True:
         try:
             return await call()
         except BackendUnavailable:
             if loop.time() > deadline:
                 raise
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(INTERVAL)

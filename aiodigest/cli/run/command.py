@@ -1,4 +1,4 @@
-"""``aiodigest run``: a process whose only work is to deliver."""
+"""The command ``aiodigest run``: a process that does nothing but deliver."""
 
 from __future__ import annotations
 
@@ -18,82 +18,68 @@ import typer
 from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
-from aiodigest.cli.http import Address, Sockets, address, listening, named, serving
-from aiodigest.cli.logs import log_all, log_objects
-from aiodigest.cli.loops import play, settle
-from aiodigest.cli.options import AsJson, checked
-from aiodigest.cli.words import say
+from aiodigest.cli.event_loop import freeze_garbage, run_service
+from aiodigest.cli.logs import log_everything, log_json
+from aiodigest.cli.options import AsJson, parsed_option
+from aiodigest.cli.output import say
+from aiodigest.cli.run.http import Address, Sockets, listening, parse_address, serving, url_of
 
 Engine: TypeAlias = DigestEngine[Any]
 Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
+Announce: TypeAlias = Callable[[str], object]
 
 LAST_SHARD = 1023
 
 
-def chosen(text: str) -> frozenset[int]:
-    """Return the shards that ``3``, ``0-7`` or ``0-3,8`` name. Raises ValueError if the text is none of these."""
+def shard_numbers(text: str) -> frozenset[int]:
+    """Parse ``3``, ``0-7`` or ``0-3,8``. Raises ValueError if the text is none of these."""
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last <= LAST_SHARD:
-            raise ValueError(f"{text!r} names no shards: write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}")
+            raise ValueError(
+                f"{text!r} does not name shards: write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}"
+            )
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 
 
-Chosen: TypeAlias = Annotated[
-    frozenset[int] | None,
-    typer.Option(
-        "--shards",
-        parser=checked(chosen),
-        metavar="NUMBERS",
-        show_default=False,
-        help="Only these, such as 0-7 or 0-3,8, which count from 0; other processes must serve the rest.",
-    ),
-]
-Http: TypeAlias = Annotated[
-    Address | None,
-    typer.Option(
-        "--http",
-        parser=checked(address),
-        metavar="HOST:PORT",
-        show_default=False,
-        help="Answer /livez, /healthz and /metrics there, such as at 127.0.0.1:9000, [::1]:9000 or :9000.",
-    ),
-]
+SHARDS = "Serve only these shards, such as 0-7 or 0-3,8, counted from 0; other processes must serve the rest."
+HTTP = "Serve /livez, /healthz and /metrics at this address: 127.0.0.1:9000, [::1]:9000, or :9000 for all."
 
 
 def run(
     engines: Annotated[
         list[str],
-        typer.Argument(metavar="MODULE:ENGINE...", show_default=False, help="mail:engine, shop.alerts:service"),
+        typer.Argument(metavar="MODULE:ENGINE", show_default=False, help="Such as mail:engine or shop.alerts:service."),
     ],
-    shards: Chosen = None,
-    http: Http = None,
+    shards: Annotated[frozenset[int] | None, parsed_option("--shards", shard_numbers, "NUMBERS", SHARDS)] = None,
+    http: Annotated[Address | None, parsed_option("--http", parse_address, "HOST:PORT", HTTP)] = None,
     in_json: AsJson = False,
 ) -> None:
-    """Deliver the digests of engines, until SIGTERM or Ctrl-C; a second one stops at once.
+    """Deliver the digests of engines until SIGTERM or Ctrl-C.
 
-    An argument names an engine of a module that can be imported from the current directory, or a function without
-    parameters that returns an async context manager of one, as contextlib.asynccontextmanager makes them.
+    A second signal stops it at once. An argument names an engine in a module that can be imported from the current
+    directory, or a function without parameters that returns an async context manager of one, as made by
+    contextlib.asynccontextmanager.
     """
     sys.path.insert(0, os.getcwd())
-    announce: Callable[[str], object] = say
+    announce: Announce = say
     if in_json:
-        log_objects()
-        announce = logging.getLogger(__name__).info
+        log_json()
+        announce = logging.getLogger("aiodigest.cli.run").info
     else:
-        log_all()
+        log_everything()
     with nullcontext(()) if http is None else listening(http) as sockets:
-        play(serve([(name, find(name)) for name in engines], shards, sockets, announce))
+        run_service(_serve([(name, find(name)) for name in engines], shards, sockets, announce))
 
 
 def find(name: str) -> Engine | Opener:
     """Find the engine called ``name``, or the function that opens one. Raises ConfigurationError if it is neither."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ConfigurationError(f"{name!r} is no MODULE:ENGINE, such as mail:engine")
+        raise ConfigurationError(f"{name!r} is not MODULE:ENGINE, such as mail:engine")
     try:
         found: Any = operator.attrgetter(attribute)(_imported(module))
     except AttributeError as error:
@@ -116,32 +102,29 @@ def _imported(module: str) -> object:
     try:
         return importlib.import_module(module)
     except Exception as error:
-        raise ConfigurationError(f"module {module!r} cannot be imported: {told(error)}") from error
+        raise ConfigurationError(f"module {module!r} cannot be imported: {one_line(error)}") from error
 
 
-def told(error: BaseException) -> str:
-    """Show an error in one line, with the place in the user's program where it was raised, if it was there."""
+def one_line(error: BaseException) -> str:
+    """Format an error in one line, with the place in the user's program where it was raised, if it was there."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
-async def serve(
-    found: Sequence[tuple[str, Engine | Opener]],
-    shards: Container[int] | None = None,
-    sockets: Sockets = (),
-    announce: Callable[[str], object] = say,
+async def _serve(
+    found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None, sockets: Sockets, announce: Announce
 ) -> None:
-    """Open all engines, announce it by ``announce``, and deliver (only these shards, if any are given) until a signal.
+    """Open all engines, announce it, and deliver (from these shards only, if any are given) until a signal.
 
-    If one engine cannot go on, none does. The sockets answer questions about the engines until all are closed.
+    If one engine cannot go on, none does. The probes are answered until all engines are closed.
     """
     async with AsyncExitStack() as last, AsyncExitStack() as stack:
         engines = [(name, await _opened(stack, name, one)) for name, one in found]
         if sockets:
             await last.enter_async_context(serving(sockets, [engine for _, engine in engines]))
-            announce(f"answering /livez, /healthz and /metrics on {named(sockets)}")
-        settle()
+            announce(f"answering /livez, /healthz and /metrics on {url_of(sockets)}")
+        freeze_garbage()
         services = [asyncio.create_task(_deliver(name, engine, shards, announce)) for name, engine in engines]
         try:
             await asyncio.gather(*services)
@@ -159,14 +142,14 @@ async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> E
     except AiodigestError:
         raise
     except Exception as error:
-        raise AiodigestError(f"{name!r} cannot be opened: {told(error)}") from error
+        raise AiodigestError(f"{name!r} cannot be opened: {one_line(error)}") from error
     if not is_engine(engine):
         raise ConfigurationError(f"{name!r} opens a {type(engine).__name__}: it must be a DigestEngine")
     return engine
 
 
-async def _deliver(name: str, engine: Engine, shards: Container[int] | None, announce: Callable[[str], object]) -> None:
-    # Said as soon as `run` waits for the first time: by then it has a callback, and hears signals.
+async def _deliver(name: str, engine: Engine, shards: Container[int] | None, announce: Announce) -> None:
+    # Announced as soon as `run` waits for the first time: by then it has its callback and its signal handlers.
     line = f"{name}: delivering namespace {engine.namespace} on {engine.url}"
     announcement = asyncio.get_running_loop().call_soon(announce, line)
     try:

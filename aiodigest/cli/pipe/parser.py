@@ -1,4 +1,4 @@
-"""Conversion of a line of NDJSON to an entry of an engine. Pure: no I/O, no clock."""
+"""Conversion of a line of JSON to an entry of an engine. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 from uuid import uuid4
 
 from aiodigest import JSON, Entry
-from aiodigest.cli.words import shortened
+from aiodigest.cli.rendering import shortened
 
 LONGEST_LINE = 8 * 1024 * 1024  # bytes; a value may have one MiB, but a line may be written wastefully
 
@@ -36,7 +36,7 @@ class Path:
 
     def __post_init__(self) -> None:
         if not all(self.text.split(".")):
-            raise ValueError(f"{self.text!r} is no field: write name, or name.of.a.nested.one")
+            raise ValueError(f"{self.text!r} is not a field: write name, or name.of.a.nested.field")
 
     def find(self, value: JSON) -> JSON:
         """Find the field's value; None if there is none. It also finds a name that has dots itself."""
@@ -72,7 +72,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Read a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is not one."""
+        """Parse a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is not one."""
         if "{" not in text and "}" not in text:
             return cls(text, (("", Path(text)),))
         parts = tuple(_parts(text))
@@ -89,11 +89,11 @@ def _parts(text: str) -> list[tuple[str, Path | None]]:
     try:
         pieces = list(Formatter().parse(text))
     except ValueError:
-        raise ValueError(f"{text!r} is no template: write {{field}} for a field, and {{{{ for a brace") from None
+        raise ValueError(f"{text!r} is not a template: write {{field}} for a field, and {{{{ for a brace") from None
     parts: list[tuple[str, Path | None]] = []
     for literal, name, spec, conversion in pieces:
         if spec or conversion:
-            raise ValueError(f"{text!r} is no template: {{{name}}} takes no format")
+            raise ValueError(f"{text!r} is not a template: {{{name}}} takes no format")
         parts.append((literal, None if name is None else Path(name)))
     return parts
 
@@ -103,7 +103,7 @@ def _text(path: Path, value: JSON) -> str:
         case str() as text:
             return text
         case None:
-            raise Unusable(f"there is no field {path.text}, or it is null", path.text, value)
+            raise Unusable(f"field {path.text} is missing or null", path.text, value)
         case bool() | int() | float() as scalar:
             return json.dumps(scalar)
         case other:
@@ -129,7 +129,7 @@ class Shape:
             self.group.fill(value),
             value,
             self.id.fill(value) if self.id else uuid4().hex,
-            moment(self.timestamp, value) if self.timestamp else None,
+            time_of(self.timestamp, value) if self.timestamp else None,
         )
 
 
@@ -148,10 +148,10 @@ def _parse(line: bytes) -> dict[str, JSON]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
-def moment(path: Path, value: JSON) -> datetime | float | None:
+def time_of(path: Path, value: JSON) -> datetime | float | None:
     """Return the time in a field, naive ones taken as UTC; None, meaning the time of arrival, if there is none."""
     match path.find(value):
         case None:

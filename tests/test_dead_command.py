@@ -18,8 +18,8 @@ from servers import Server, running_server
 from terminals import on_terminal, plain
 
 from aiodigest import Digest, DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
-from aiodigest.cli import sweep
-from aiodigest.cli.sweep import Act, Buried, Sweep
+from aiodigest.cli import dead as command_module
+from aiodigest.cli.dead import Act, BulkWork, Summary
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 AT_ONCE = Policy(minimum_delay=0, increment_delay=0)
@@ -179,7 +179,7 @@ def test_a_letter_whose_timeline_cannot_take_it_stays_and_is_told(
 
     bury(place, [Entry("user:1", 1), Entry("user:2", 1)])
     manage(place, fail)
-    monkeypatch.setattr(sweep, "PATIENCE", 0)
+    monkeypatch.setattr(command_module, "QUIET", 0)
     code, output, errors = command("dead", "replay", "--all", "--yes")
     assert (code, output) == (1, "1 dead letter replayed, with 1 record\n")
     assert errors.startswith("aiodigest: 1 of 2 dead letters could not be replayed: ")
@@ -216,7 +216,7 @@ def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(place: Serve
     assert 0 < len(told) < 200
     assert dead(place) == 200 - len(told)
     assert errors == (
-        f"aiodigest: interrupted: {len(told)} of 200 dead letters were replayed, the others are where they were\n"
+        f"aiodigest: interrupted: {len(told)} of 200 dead letters were replayed, the others are unchanged\n"
     )
 
 
@@ -236,24 +236,24 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(p
 # The order in which it goes about it
 
 
-def buried(number: int, key: str) -> Buried:
-    return Buried(f"letter-{number}", key, EPOCH, 1)
+def buried(number: int, key: str) -> Summary:
+    return Summary(f"letter-{number}", key, EPOCH, 1)
 
 
-async def swept(act: Act, *letters: Buried) -> Sweep:
+async def swept(act: Act, *letters: Summary) -> BulkWork:
     """A sweep that has no engine, and so needs none."""
-    work = Sweep(letters, act, in_json=False)
-    await work.run(DigestEngine(namespace="unused"), "swept")
+    work = BulkWork(letters, act, in_json=False)
+    await work.run(DigestEngine(namespace="unused"))
     return work
 
 
 async def test_a_timeline_that_takes_no_letter_yet_is_asked_again_and_its_letters_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweep, "LOOK_AGAIN", 0)
+    monkeypatch.setattr(command_module, "RETRY_INTERVAL", 0)
     asked: list[str] = []
 
-    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any]:
+    async def act(engine: DigestEngine, letter: Summary) -> dict[str, Any]:
         asked.append(letter.id)
         if asked.count(letter.id) < 3 and letter.key == "busy":
             raise InvalidState("a digest is under delivery")
@@ -265,7 +265,7 @@ async def test_a_timeline_that_takes_no_letter_yet_is_asked_again_and_its_letter
 
 
 async def test_a_letter_that_somebody_else_has_done_away_with_does_not_count() -> None:
-    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any] | None:
+    async def act(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
         return None if letter.id == "letter-1" else {}
 
     work = await swept(act, buried(1, "k"), buried(2, "k"))
@@ -273,7 +273,7 @@ async def test_a_letter_that_somebody_else_has_done_away_with_does_not_count() -
 
 
 async def test_what_was_begun_when_ctrl_c_came_is_ended() -> None:
-    async def act(engine: DigestEngine, letter: Buried) -> dict[str, Any]:
+    async def act(engine: DigestEngine, letter: Summary) -> dict[str, Any]:
         signal.raise_signal(signal.SIGINT)
         while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # noqa: ASYNC110 - until it is heard
             await asyncio.sleep(0)

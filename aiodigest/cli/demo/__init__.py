@@ -1,0 +1,1 @@
+"""``aiodigest demo``: the player (``command``), the events that it plays (``story``), and how they are shown."""

@@ -1,0 +1,218 @@
+"""The command ``aiodigest pipe``: its options, and the parts that they are for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import astuple
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from aiodigest import BackendUnavailable, BackoffMode, DigestEngine, Policy, RetryPolicy
+from aiodigest.cli.event_loop import freeze_garbage, run_service
+from aiodigest.cli.exit_codes import FAILED, USAGE
+from aiodigest.cli.logs import log_warnings
+from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
+from aiodigest.cli.output import progress_bar, say
+from aiodigest.cli.pipe import parser
+from aiodigest.cli.pipe.backpressure import Backpressure
+from aiodigest.cli.pipe.feeder import Feeder, report
+from aiodigest.cli.pipe.lock import lock_path, locked
+from aiodigest.cli.pipe.reader import Reader, Source, open_sources
+from aiodigest.cli.pipe.writer import Render, Writer, prepare
+from aiodigest.cli.rendering import digest_json, digest_on_terminal, digest_text
+
+MAX_SIZE = 500
+CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at most
+LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was writing
+
+
+class Format(StrEnum):
+    """The output format of digests."""
+
+    text = "text"
+    json = "json"
+
+
+def _delay(name: str, default: str | None, text: str) -> Any:
+    shown = f"{text} [default: {default}]" if default else text
+    return parsed_option(name, duration, "DURATION", shown)
+
+
+def _field(name: str, parse: Callable[[str], object], text: str) -> Any:
+    return parsed_option(name, parse, "FIELD", text)
+
+
+GROUPS = "The field that groups lines: repository, payload.sender.login, or a template {event}:{repository}."
+IDENTIFIES = (
+    "The field that identifies a line in its group: a later line replaces one that waits. [default: each line is new]"
+)
+ORDERS = (
+    "The field that orders the lines of a digest: ISO 8601 (UTC unless it names a zone) or epoch seconds. "
+    "[default, and where it is null: the time of arrival]"
+)
+LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
+TRIMS = "A group keeps its newest lines; exit 1 if any is dropped. [default: none is dropped, reading waits]"
+NAMES = (
+    "Where lines wait: 'pipe-' is put before it, so that it is never an engine's. "
+    "[default: derived from the other arguments]"
+)
+EXAMPLES = """\b
+Examples:
+  journalctl -fo json | aiodigest pipe --group-by _SYSTEMD_UNIT
+  aiodigest pipe --group-by '{event}:{user}' --id id --json events.ndjson
+  aiodigest pipe --follow app.log --group-by user.id --initial-delay 30s
+
+DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.
+"""
+
+
+def pipe(
+    group_by: Annotated[parser.Template, _field("--group-by", parser.Template.parse, GROUPS)],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", show_default=False, help="[default: standard input]")
+    ] = None,
+    id: Annotated[parser.Template | None, _field("--id", parser.Template.parse, IDENTIFIES)] = None,
+    timestamp: Annotated[parser.Path | None, _field("--timestamp", parser.Path, ORDERS)] = None,
+    output: Annotated[
+        Format, typer.Option("--output", "-o", help="Text for people, or a JSON object per digest.")
+    ] = Format.text,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at a malformed line: deliver what came before it, and exit 1.")
+    ] = False,
+    initial_delay: Annotated[
+        float, _delay("--initial-delay", "0", "From the first line of a group to its digest.")
+    ] = 0.0,
+    minimum_delay: Annotated[float, _delay("--minimum-delay", "5m", "From one digest of a group to the next.")] = 300.0,
+    increment_delay: Annotated[
+        float, _delay("--increment-delay", "30s", "Each new line delays the pending digest.")
+    ] = 30.0,
+    maximum_delay: Annotated[float, _delay("--maximum-delay", "30m", "No digest is delayed longer.")] = 1800.0,
+    max_size: Annotated[int | None, typer.Option(help=LIMITS, min=1, max=MOST)] = None,
+    capacity: Annotated[int | None, typer.Option(help=TRIMS, min=1, max=MOST)] = None,
+    max_age: Annotated[
+        float | None, _delay("--max-age", None, "Leave out lines that are older when they are due.")
+    ] = None,
+    ttl: Annotated[float, _delay("--ttl", "7d", "Forget a group that no run has printed for so long.")] = 604_800.0,
+    url: Url = EMBEDDED,
+    namespace: Annotated[str | None, typer.Option(help=NAMES, show_default=False)] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            envvar="AIODIGEST_SHARDS", min=1, help="Shards of a new namespace; an existing one must have so many."
+        ),
+    ] = None,
+    timeout: Timeout = 5.0,
+    in_json: AsJson = False,
+) -> int:
+    """Group a stream of JSON objects and print the groups as digests.
+
+    The input has one object per line. The first line of a group is printed at once (after another run of the same
+    command, once --minimum-delay has passed since the group's last digest); later lines wait and are printed together.
+    At the end of the input all waiting lines are printed. Lines that were read are kept: after a crash, the same
+    command on the same machine prints them. The same command cannot run twice at once there, unless --namespace tells
+    the two apart.
+    """
+    if in_json:
+        output = Format.json
+    trims = capacity is not None
+    if capacity is None:
+        max_size = max_size or MAX_SIZE
+        capacity = max(CAPACITY, min(2 * max_size, MOST))
+    policy = Policy(
+        initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
+        maximum_delay=maximum_delay, max_size=max_size, capacity=capacity, max_age=max_age, ttl=ttl,
+    )  # fmt: skip
+    shape = parser.Shape(group_by, id, timestamp)
+    paths = files or []
+    if follow and (not paths or Path("-") in paths):
+        raise typer.BadParameter("--follow needs a file: standard input is read to its end in any case")
+    namespace = namespace or _derived_namespace(url, paths, shape, output, policy)
+    try:
+        inputs = open_sources(paths)
+    except OSError as error:
+        say(_reason(error))
+        return USAGE
+    engine = _engine(url, f"pipe-{namespace.removeprefix('pipe-')}", policy, shards, timeout)
+    render = _renderer(output, ids=id is not None)
+    try:
+        with locked(lock_path(engine.url, engine.namespace)):
+            prepare()
+            return run_service(_run(engine, inputs, shape, render, None if trims else capacity, follow, strict))
+    except OSError as error:
+        say(_reason(error))
+        return FAILED
+
+
+def _derived_namespace(url: str, files: Sequence[Path], shape: parser.Shape, output: Format, policy: Policy) -> str:
+    """Derive a namespace that only the same command has; on a server that others may use, only on the same machine."""
+    place = "" if url.startswith(EMBEDDED) else platform.node()
+    names = [shape.group.text, shape.id and shape.id.text, shape.timestamp and shape.timestamp.text]
+    meaning = [place, [os.path.abspath(file) for file in files], names, output.value, astuple(policy)]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]
+
+
+def _engine(url: str, namespace: str, policy: Policy, shards: int | None, timeout: float) -> DigestEngine:
+    """Make the engine of a pipe. Standard output never fails and then recovers, so nothing needs a later try."""
+    return DigestEngine(
+        url,
+        namespace=namespace,
+        policy=policy,
+        retry=RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0),
+        backoff_mode=BackoffMode(maximum=0),
+        shards=shards,
+        lease_timeout=LEASE,
+        delivery_timeout=policy.ttl * 0.99,  # a reader may be as slow as it likes while records live
+        drain_timeout=1,
+        timeout=timeout,
+    )
+
+
+def _renderer(output: Format, *, ids: bool) -> Render:
+    if output is Format.json:
+        return digest_json
+    return partial(digest_on_terminal if os.isatty(1) else digest_text, ids=ids)
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+async def _run(
+    engine: DigestEngine, inputs: Sequence[Source], shape: parser.Shape, render: Render, capacity: int | None,
+    follow: bool, strict: bool,
+) -> int:  # fmt: skip
+    """Run it; ``capacity`` is None if a group may lose lines to its capacity."""
+    writer = Writer(render)
+    backpressure = Backpressure(engine, writer.deliver, capacity, repeats=shape.id is not None)
+    async with engine.delivering(backpressure.deliver):
+        await engine.stats()  # a pipe without a server says so at once, in one line
+        await backpressure.count_held()
+        freeze_garbage()
+        feeder = Feeder(engine, shape, Reader(inputs, follow), writer, backpressure, strict)
+        try:
+            async with _progress(inputs, follow):
+                log_warnings()  # above the bar
+                await feeder.run()
+        except (BackendUnavailable, OSError):
+            report(feeder, writer, engine.namespace, strict)
+            raise
+    return report(feeder, writer, engine.namespace, strict)
+
+
+def _progress(inputs: Sequence[Source], follow: bool) -> AbstractAsyncContextManager[None]:
+    """Show how much was read of files with a known end, unless digests are printed on a terminal."""
+    sizes = [source.size for source in inputs if source.size is not None]
+    if follow or len(sizes) < len(inputs) or os.isatty(1):
+        return nullcontext()
+    return progress_bar("reading", sum(sizes), lambda: sum(source.read for source in inputs), in_bytes=True)

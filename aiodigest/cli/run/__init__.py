@@ -1,0 +1,1 @@
+"""``aiodigest run``: the service (``command``), and its probes and metrics over ``http``."""

@@ -1,0 +1,119 @@
+"""``aiodigest stats``, ``timelines``, ``show``, ``flush`` and ``delete``: the timelines of an engine, from outside."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias, get_args
+
+import typer
+
+from aiodigest import InvalidState, State
+from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
+from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
+from aiodigest.cli.rendering import (
+    count,
+    printable,
+    readable_time,
+    record_rows,
+    shortened,
+    stats_json,
+    timeline_json,
+)
+
+ERROR_WIDTH = 80  # characters
+STATES: tuple[State, ...] = get_args(State)
+
+
+def state_named(text: str) -> State:
+    """Return the state of that name. Raises ValueError if there is none."""
+    if text not in STATES:
+        raise ValueError(f"{text!r} is not a state: write {', '.join(STATES)}")
+    return text
+
+
+Key: TypeAlias = Annotated[str, typer.Argument(show_default=False, help="The key of a timeline.")]
+OnlyState: TypeAlias = Annotated[
+    State | None,
+    parsed_option(
+        "--state", state_named, "|".join(STATES), "Only timelines in this state.", autocompletion=lambda: list(STATES)
+    ),
+]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
+    """Count timelines by state, dead letters and events.
+
+    Events are counted since the namespace was created.
+    """
+    location = Location(url, namespace, timeout)
+    found = location.ask(lambda engine: engine.stats())
+    facts = stats_json(found)
+    if not any(facts.values()):
+        say(f"{location.where} is empty")
+    if in_json:
+        print_json(facts)
+        return
+    rows = [(name.replace("_", " "), f"{number:,}") for name, number in facts.items() if name != "oldest_due"]
+    print_table(("", ""), [*rows, ("oldest due", readable_time(found.oldest_due))])
+
+
+def timelines(
+    namespace: Namespace, state: OnlyState = None, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
+) -> None:
+    """List the timelines that hold records.
+
+    Those of each state are in order, the earliest due first.
+    """
+    location = Location(url, namespace, timeout)
+    found = location.ask(lambda engine: collect(engine.timelines(state)))
+    if not found and state is None:
+        say(f"{location.where} has no timelines")
+    if in_json:
+        print_json(*(timeline_json(timeline) for timeline in found))
+        return
+    rows = (
+        (t.key, t.state, readable_time(t.due), f"{t.size:,}", str(t.attempt), f"{t.dropped:,}", t.last_error or "")
+        for t in found
+    )
+    print_table(("key", "state", "due", "records", "attempt", "dropped", "last error"), rows)
+
+
+def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
+    """Show a timeline with its records, without delivering it."""
+    found = Location(url, namespace, timeout).ask(lambda engine: engine.peek(key))
+    if found is None:
+        raise InvalidState(_no_records(key))
+    if in_json:
+        print_json(timeline_json(found, records=True))
+        return
+    title = f"{printable(key)}: {found.state}, due {readable_time(found.due)}, {count(len(found.records), 'record')}"
+    if found.attempt:
+        title += f", attempt {found.attempt} {'is in progress' if found.state == 'leased' else 'was made'}"
+    if found.last_error:
+        title += f", last error: {shortened(found.last_error, ERROR_WIDTH)}"
+    print_table(("id", "timestamp", "value"), record_rows(found.records), title)
+
+
+def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
+    """Make a timeline due now."""
+    flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
+    facts, failure = {"key": key, "flushed": flushed}, "" if flushed else _no_records(key)
+    print_result(facts, f"{printable(key)} is due now", in_json, failure=failure)
+
+
+def delete(
+    key: Key, namespace: Namespace, yes: Yes = False, url: Url = EMBEDDED, timeout: Timeout = 5.0,
+    in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Delete a timeline with all its records.
+
+    On a terminal it asks first.
+    """
+    confirm(yes, f"Delete timeline {printable(key)} of {namespace} with all its records?")
+    deleted = Location(url, namespace, timeout).ask(lambda engine: engine.delete(key))
+    facts, failure = {"key": key, "deleted": deleted}, "" if deleted else _no_records(key)
+    print_result(facts, f"{printable(key)} is deleted", in_json, failure=failure)
+
+
+def _no_records(key: str) -> str:
+    return f"timeline {key!r} holds no records"

@@ -1,0 +1,1 @@
+"""``aiodigest top``: options and loop (``command``), one look at a namespace, and its picture (``screen``)."""
