@@ -102,9 +102,9 @@ overload: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	@$(BIN)/python tests/mutants/run.py
 
-# forty small changes, drawn by a seed that is printed, each tried on the tests; SEED=7 goes on with those; COUNT=10
+# forty small changes, drawn by a seed that is printed, each tried on the tests; SEED=7 COUNT=10; SKIP=12 leaves out the first
 mutants-drawn: $(VENV)/.dev
-	@$(BIN)/python tests/mutants/drawn.py $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT))
+	@$(BIN)/python tests/mutants/drawn.py $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(SKIP),--skip $(SKIP))
 
 # the sdist and the wheel, in dist, once they have run in an empty environment
 dist: $(VENV)/.dev
@@ -123,7 +123,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .venvs .mutants dist site
+	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .venvs dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -135,6 +135,10 @@ class DigestEngine(Generic[T]):
     (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
     within the engine's ``timeout``; each method's own docstring names any other error it raises.
 
+    The attributes ``namespace``, ``codec``, ``retry``, ``backoff_mode``, ``concurrency``, ``lease_timeout``,
+    ``delivery_timeout``, ``drain_timeout``, ``timeout`` (in seconds), ``bounds`` and ``backend`` hold what was given,
+    or the default. They are for reading.
+
     Parameters
     ----------
     url : str, redis.asyncio.Redis or redis.asyncio.RedisCluster, default "embedded://"
@@ -174,10 +178,6 @@ class DigestEngine(Generic[T]):
     backend : Backend or None, default None
         A store of timelines in place of ``url``, ``shards`` and ``wait_replicas``, such as a ``ReferenceBackend`` in a
         test. The engine connects and closes it; it must serve no other engine.
-
-    The attributes ``namespace``, ``codec``, ``retry``, ``backoff_mode``, ``concurrency``, ``lease_timeout``,
-    ``delivery_timeout``, ``drain_timeout``, ``timeout`` (in seconds), ``bounds`` and ``backend`` hold what was given,
-    or the default. They are for reading.
 
     Raises
     ------
@@ -300,7 +300,7 @@ class DigestEngine(Generic[T]):
         return self._registered.tracing
 
     def trace(self, tracing: Tracing) -> None:
-        """Register a tracing library, as ``aiodigest.integrations.opentelemetry.instrument`` does.
+        """Register ``tracing``, a library of traces, as ``aiodigest.integrations.opentelemetry.instrument`` does.
 
         Raises ConfigurationError for a second one.
         """

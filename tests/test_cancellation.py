@@ -934,6 +934,14 @@ async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
     await has_moved(stage)
 
 
+@engine_scene("try_erase")
+async def trying_to_erase_all(stage: EngineStage) -> AsyncGenerator[Call]:
+    await buried(stage.behind)
+    before = stage.ground.keys()
+    yield stage.engine.try_erase
+    assert stage.ground.keys() == before
+
+
 @engine_scene("erase")
 async def erasing_all(stage: EngineStage) -> AsyncGenerator[Call]:
     await buried(stage.behind)

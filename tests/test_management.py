@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from math import inf, nan
 from typing import Any
@@ -60,6 +62,19 @@ def values(timeline: Timeline[JSON]) -> list[JSON | bytes]:
     return [record.value for record in timeline.records]
 
 
+@asynccontextmanager
+async def after_one_delivery(
+    *replies: BaseException, **options: Any
+) -> AsyncGenerator[tuple[DigestEngine[JSON], Inbox]]:
+    """An engine that has delivered a record of a timeline "key", and its inbox."""
+    inbox = Inbox(*replies)
+    async with delivering(inbox, **options) as (engine, _):
+        await engine.add("key", 1)
+        await inbox.outcome()
+        await settle()
+        yield engine, inbox
+
+
 # looking
 
 
@@ -77,12 +92,6 @@ async def test_peek_shows_a_timeline_and_leaves_it_as_it_is() -> None:
 
 
 @virtual_time
-async def test_peek_at_a_timeline_that_holds_nothing_is_none() -> None:
-    async with engine_on(WatchedBackend()) as engine:
-        assert await engine.peek("nothing") is None
-
-
-@virtual_time
 async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
     inbox = Inbox(lasting(5))
     async with delivering(inbox) as (engine, _):
@@ -96,11 +105,7 @@ async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
 
 @virtual_time
 async def test_peek_shows_why_a_timeline_waits_for_a_retry() -> None:
-    inbox = Inbox(ValueError("smtp is down"))
-    async with delivering(inbox, retry=RETRY) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery(ValueError("smtp is down"), retry=RETRY) as (engine, _):
         seen = await look(engine)
     assert (seen.state, seen.attempt, seen.last_error) == ("waiting", 1, "ValueError: smtp is down")
     assert seen.due == pytest.approx(clock(100), abs=timedelta(milliseconds=1))
@@ -108,11 +113,7 @@ async def test_peek_shows_why_a_timeline_waits_for_a_retry() -> None:
 
 @virtual_time
 async def test_peek_shows_the_cool_down_that_a_timeline_waits_for() -> None:
-    inbox = Inbox()
-    async with delivering(inbox) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery() as (engine, _):
         await engine.add("key", 2)
         seen = await look(engine)
     assert seen.cool_until == pytest.approx(clock(300), abs=timedelta(milliseconds=1))
@@ -144,16 +145,6 @@ async def test_timelines_are_listed_by_state_earliest_due_first() -> None:
         assert [timeline.key async for timeline in engine.timelines(state="leased")] == ["leased"]
     assert len(listed) == 5
     assert set(listed) >= {("leased", "leased"), ("ready", "ready")}
-
-
-@virtual_time
-async def test_any_number_of_timelines_is_listed() -> None:
-    backend = WatchedBackend(shards=3)
-    for number in range(1700):
-        await backend.put(f"key-{number}", 1)
-    async with engine_on(backend) as engine:
-        listed = [timeline.key async for timeline in engine.timelines()]
-    assert sorted(listed) == sorted(f"key-{number}" for number in range(1700))
 
 
 @virtual_time
@@ -210,12 +201,6 @@ async def test_stats_count_timelines_by_state_and_what_happened() -> None:
     assert stats.oldest_due == pytest.approx(due, abs=timedelta(milliseconds=2))
 
 
-@virtual_time
-async def test_stats_of_a_new_namespace_are_all_zero() -> None:
-    async with engine_on(WatchedBackend()) as engine:
-        assert await engine.stats() == Stats()
-
-
 # flushing
 
 
@@ -230,33 +215,11 @@ async def test_flush_makes_a_waiting_timeline_due_now() -> None:
 
 
 @virtual_time
-async def test_flush_during_a_delivery_makes_what_came_since_due_at_its_end() -> None:
-    inbox = Inbox(lasting(5))
-    async with delivering(inbox) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.digest()
-        await engine.add("key", 2)
-        assert await engine.flush("key")
-        await inbox.digest(2)
-        assert now() == pytest.approx(5, abs=0.01)
-
-
-@virtual_time
 async def test_flush_ends_a_retry_wait_and_keeps_the_attempts() -> None:
-    inbox = Inbox(ValueError())
-    async with delivering(inbox, retry=RETRY) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         await engine.flush("key")
         digest = await inbox.digest(2)
         assert (digest.attempt, now()) == (2, pytest.approx(0, abs=0.1))
-
-
-@virtual_time
-async def test_flush_of_a_timeline_that_holds_nothing_says_so() -> None:
-    async with engine_on(WatchedBackend()) as engine:
-        assert not await engine.flush("nothing")
 
 
 @virtual_time
@@ -298,11 +261,7 @@ async def test_a_replay_that_is_due_now_wakes_the_worker_of_its_own_process() ->
 
 @virtual_time
 async def test_delete_drops_records_and_cool_down() -> None:
-    inbox = Inbox()
-    async with delivering(inbox) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery() as (engine, _):
         await engine.add("key", 2)
         assert await engine.delete("key")
         assert not await engine.delete("key")
@@ -358,30 +317,6 @@ async def test_remove_drops_one_record() -> None:
 
 
 @virtual_time
-async def test_a_record_under_delivery_is_not_removed() -> None:
-    inbox = Inbox(lasting(5))
-    async with delivering(inbox) as (engine, _):
-        await engine.add("key", 1, record_id="x")
-        await inbox.digest()
-        assert not await engine.remove("key", "x")
-        assert (await inbox.outcome()).result == "delivered"
-
-
-@virtual_time
-async def test_a_record_that_was_removed_in_a_retry_wait_is_in_no_later_attempt() -> None:
-    inbox = Inbox(ValueError())
-    async with delivering(inbox, retry=RETRY, policy=policy(initial_delay=1)) as (engine, _):
-        for name in "ab":
-            await engine.add("key", name, record_id=name)
-        await inbox.outcome()
-        await settle()
-        assert await engine.remove("key", "a")
-        await inbox.digest(2)
-    assert inbox.values == [["a", "b"], ["b"]]
-    assert inbox.digests[0].id != inbox.digests[1].id
-
-
-@virtual_time
 async def test_remove_respects_the_timeline_s_own_capacity() -> None:
     small = Policy(capacity=2)
     async with engine_on(WatchedBackend(), policy=lambda key: small) as engine:  # pyright: ignore[reportUnknownLambdaType]
@@ -429,11 +364,7 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
     def choose(key: str) -> Policy:
         return Policy(minimum_delay=lambda iteration: gap * iteration, increment_delay=0)
 
-    inbox = Inbox()
-    async with delivering(inbox, policy=choose) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery(policy=choose) as (engine, inbox):
         await engine.add("key", 2)
         gap = 50
         assert await engine.reschedule("key") == pytest.approx(clock(50), abs=timedelta(milliseconds=1))
@@ -443,11 +374,7 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
 
 @virtual_time
 async def test_reschedule_keeps_within_the_cool_down_and_the_maximum() -> None:
-    inbox = Inbox()
-    async with delivering(inbox) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery() as (engine, _):
         await engine.add("key", 2)
         close = timedelta(milliseconds=1)
         assert await engine.reschedule("key", at=0) == pytest.approx(clock(300), abs=close)
@@ -456,11 +383,7 @@ async def test_reschedule_keeps_within_the_cool_down_and_the_maximum() -> None:
 
 @virtual_time
 async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
-    inbox = Inbox(ValueError())
-    async with delivering(inbox, retry=RETRY) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
+    async with after_one_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         with pytest.raises(InvalidState, match="retry"):
             await engine.reschedule("key")
         await engine.reschedule("key", delay=7)
@@ -569,17 +492,6 @@ async def test_one_dead_letter_is_shown_by_its_id_though_there_are_others() -> N
 
 
 @virtual_time
-async def test_any_number_of_dead_letters_is_listed() -> None:
-    inbox, backend = Inbox(*[Reject("no")] * 1200), WatchedBackend(shards=2)
-    for number in range(1200):
-        await backend.put(f"key-{number}", number)
-    async with delivering(inbox, backend, concurrency=2000) as (engine, _):
-        await inbox.outcome(1200)
-        await settle()
-        assert len({letter.key async for letter in engine.dead_letters()}) == 1200
-
-
-@virtual_time
 async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -629,35 +541,6 @@ async def test_replay_delivers_a_dead_letter_again_and_drops_it() -> None:
 
 
 @virtual_time
-async def test_newer_values_win_over_those_of_a_dead_letter_that_is_replayed() -> None:
-    inbox = Inbox(Reject("no"))
-    async with delivering(inbox, policy=policy(minimum_delay=60)) as (engine, _):
-        letter_id = await buried(engine, inbox, "key", "x")
-        await engine.add("key", "newer", record_id="x")
-        assert not await engine.replay(letter_id)
-        await inbox.digest(2)
-    assert inbox.values == [["x"], ["newer"]]
-
-
-@virtual_time
-async def test_a_replay_while_a_digest_is_under_delivery_or_retried_changes_nothing() -> None:
-    inbox = Inbox(Reject("no"), ValueError("no"))
-    async with delivering(inbox, policy=policy(), retry=RETRY) as (engine, _):
-        letter_id = await buried(engine, inbox, "key", "old")
-        await engine.add("key", "new")
-        await inbox.outcome(2)
-        await settle()
-        with pytest.raises(InvalidState, match="retry"):
-            await engine.replay(letter_id)
-        assert [letter.id async for letter in engine.dead_letters()] == [letter_id]
-        await inbox.outcome(3)
-        await settle()
-        await engine.replay(letter_id)
-        await inbox.digest(4)
-    assert inbox.values == [["old"], ["new"], ["new"], ["old"]]
-
-
-@virtual_time
 async def test_a_replay_over_the_capacity_changes_nothing() -> None:
     inbox = Inbox(Reject("no"))
     async with delivering(inbox, policy=policy(capacity=2, minimum_delay=60)) as (engine, _):
@@ -668,16 +551,6 @@ async def test_a_replay_over_the_capacity_changes_nothing() -> None:
             await engine.replay(letter_id)
         assert [letter.id async for letter in engine.dead_letters()] == [letter_id]
         assert values(await look(engine)) == [2, 3]
-
-
-@virtual_time
-async def test_discard_drops_a_dead_letter_and_says_whether_there_was_one() -> None:
-    inbox = Inbox(Reject("no"))
-    async with delivering(inbox) as (engine, _):
-        letter_id = await buried(engine, inbox, "key", 1)
-        assert await engine.discard(letter_id)
-        assert not await engine.discard(letter_id)
-        assert not [letter async for letter in engine.dead_letters()]
 
 
 @virtual_time

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
 from redis.crc import key_slot
 from servers import Proxy, Server, running_server
+from stores import DAY, LEASE, NOW
 from storestate import check_invariants, redis_state
 
 from aiodigest import DigestEngine, Entry, Stats
-from aiodigest.backend import Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
@@ -25,22 +28,36 @@ from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidStat
 from aiodigest.policy import Policy
 from aiodigest.records.entries import pack, unpack
 
-NOW = 1_700_000_000_000
-LEASE = 60_000
-TERMS = Policy().terms
-LIMITS = TERMS.limits
+POLICY = Policy()
+TERMS, LIMITS = POLICY.terms, POLICY.terms.limits
+MANY = 20_000
 
 
-def record(key: str, record_id: str = "a", value: bytes = b"v") -> Add:
-    return Add(key, pack(record_id.encode(), None, value), TERMS)
+def record(key: str, record_id: str = "a", value: bytes = b"v", policy: Policy = POLICY) -> Add:
+    return Add(key, pack(record_id.encode(), None, value), policy.terms)
 
 
-def closing(lease: Lease) -> Close:
-    return Close(lease, lease.size, lease.size, 300_000, LIMITS, LEASE)
+def closing(lease: Lease, letters: Sequence[NewDeadLetter] = (), cool_ms: int = 300_000) -> Close:
+    delivered = 0 if letters else lease.size
+    return Close(lease, lease.size, delivered, cool_ms, LIMITS, LEASE, dead_letters=letters)
 
 
 async def claim(backend: RedisBackend, slots: int = 10) -> Claims:
     return await backend.claim(0, slots, LEASE, LIMITS)
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = NOW
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @asynccontextmanager
@@ -55,12 +72,41 @@ async def connected(
         await backend.aclose()
 
 
+@dataclass
+class Raw:
+    """The keys of a test's namespace, for a test that does to them what no version of aiodigest would."""
+
+    client: Any
+    namespace: str
+
+    def key(self, name: str) -> str:
+        return f"{{{self.namespace}}}:{name}"
+
+
 @pytest.fixture
-async def backend(server: Server, namespace: str) -> AsyncIterator[RedisBackend]:
-    async with connected(server.url, namespace) as backend:
-        yield backend
+def raw(server: Server, namespace: str) -> Iterator[Raw]:
     with server.client() as client:
-        check_invariants(redis_state(client, namespace))
+        yield Raw(client, namespace)
+
+
+@pytest.fixture
+def emptied(server: Server) -> Iterator[None]:
+    """For tests that fill the server, which is slow to search then."""
+    yield
+    with server.client() as client:
+        client.flushall()
+
+
+@pytest.fixture
+async def backend(
+    request: pytest.FixtureRequest, server: Server, namespace: str, clock: Clock
+) -> AsyncIterator[RedisBackend]:
+    """A backend whose clock the test moves; what is left is checked, unless the test has been at the keys."""
+    async with connected(server.url, namespace, now=clock) as backend:
+        yield backend
+    if "raw" not in request.fixturenames:
+        with server.client() as client:
+            check_invariants(redis_state(client, namespace))
 
 
 # Full and broken
@@ -89,49 +135,40 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
 
 @pytest.mark.parametrize("kind", ["log", "open", "meta"])
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
-    server: Server, namespace: str, kind: str
+    backend: RedisBackend, raw: Raw, clock: Clock, kind: str
 ) -> None:
-    now = NOW
-    async with connected(server.url, namespace, now=lambda: now) as backend:
-        with server.client() as client:
-            for number in range(3):
-                now += 1
-                await backend.add(0, [record(f"broken{number}")])
-                client.delete(f"{{{namespace}}}:{kind}:broken{number}")
-                client.set(f"{{{namespace}}}:{kind}:broken{number}", "not ours", ex=100)
-            now += 1
-            await backend.add(0, [record("sound")])
-            claims = await claim(backend, 3)
-            assert [lease.key for lease in claims.leases] == ["sound"]
-            assert [key for key, _ in claims.broken] == ["broken0", "broken1", "broken2"]
-            assert all("WRONGTYPE" in problem for _, problem in claims.broken)
-            window = await backend.operations.look("broken0")
-            assert window is not None
-            assert (window.state, window.due_ms) == ("waiting", now + LEASE)
-            assert "WRONGTYPE" in window.last_error
-            assert await backend.delete("broken0")
-            assert await backend.add(0, [record("broken0")]) == [True]
+    broken = [f"broken{number}" for number in range(3)]
+    for key in (*broken, "sound"):
+        clock.now += 1
+        await backend.add(0, [record(key)])
+    for key in broken:
+        raw.client.set(raw.key(f"{kind}:{key}"), "not ours", ex=100)
+    claims = await claim(backend, 3)
+    assert [lease.key for lease in claims.leases] == ["sound"]
+    assert [key for key, _ in claims.broken] == broken
+    assert all("WRONGTYPE" in problem for _, problem in claims.broken)
+    window = await backend.operations.look("broken0")
+    assert window is not None
+    assert (window.state, window.due_ms) == ("waiting", clock.now + LEASE)
+    assert "WRONGTYPE" in window.last_error
+    assert await backend.delete("broken0")
+    assert await backend.add(0, [record("broken0")]) == [True]
 
 
-async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, server: Server, namespace: str) -> None:
+async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("good"), record("bad")])
-    leases = (await claim(backend)).leases
-    with server.client() as client:
-        client.delete(f"{{{namespace}}}:meta:bad")
-        client.set(f"{{{namespace}}}:meta:bad", "not ours", ex=100)
+    leases = {lease.key: lease for lease in (await claim(backend)).leases}
+    raw.client.set(raw.key("meta:bad"), "not ours", ex=100)
     failed, stored = await backend.add(0, [record("bad", "b"), record("good", "b")])
     assert isinstance(failed, InvalidState)
     assert stored is False
-    closed = dict(
-        zip((lease.key for lease in leases), await backend.close(0, [closing(lease) for lease in leases]), strict=True)
-    )
-    assert closed["good"] == Closed("closed")
-    assert isinstance(closed["bad"], InvalidState)
-    assert "'bad' is broken" in str(closed["bad"])
+    broken, closed = await backend.close(0, [closing(leases[key]) for key in ("bad", "good")])
+    assert isinstance(broken, InvalidState)
+    assert "'bad' is broken" in str(broken)
+    assert closed == Closed("closed")
     window = await backend.operations.look("good")
     assert window is not None
     assert (window.state, window.logged, window.opened) == ("waiting", 1, 0)
-    await backend.delete("bad")
 
 
 async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, server: Server) -> None:
@@ -182,6 +219,47 @@ async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> Non
     entries = [*lease.entries, *await backend.read(0, lease, 5, 1_000)]
     assert [unpack(entry).id for entry in entries] == [b"%d" % number for number in range(40)]
     assert entries == await backend.operations.entries("k")
+
+
+@pytest.mark.parametrize(("state", "call"), [("waiting", "schedule"), ("leased", "maintenance")])
+@pytest.mark.usefixtures("emptied")
+async def test_20_000_due_timelines_become_ready_in_slices_that_block_nobody(
+    backend: RedisBackend, raw: Raw, clock: Clock, state: str, call: str
+) -> None:
+    await claim(backend, 0)
+    raw.client.zadd(raw.key(state), {f"k{number}": NOW + number % 1_000 for number in range(MANY)})
+    clock.now += 2_000
+    move = getattr(backend, call)
+    raw.client.config_resetstat()
+    slices: list[int] = []
+    while moved := await move():
+        slices.append(len(moved))
+    assert slices == [MOVES] * (MANY // MOVES)
+    calls = raw.client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert calls == len(slices) + 1, "a call for each slice, and one that finds nothing"
+
+
+@pytest.mark.usefixtures("emptied")
+async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
+    backend: RedisBackend, clock: Clock
+) -> None:
+    await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
+    clock.now += 2_000
+    claims = await claim(backend, 3_000)
+    assert (len(claims.leases), claims.wait_ms) == (100, 0)
+    assert await backend.operations.counts() == {
+        "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
+        "overdue_ms": 1_000,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("emptied")
+async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: RedisBackend) -> None:
+    await backend.add(0, [record("k", f"{number}") for number in range(1_000)])
+    [lease] = (await claim(backend)).leases
+    letters = [NewDeadLetter("unreadable", [b"%d" % number]) for number in range(1_000)]
+    assert await backend.close(0, [closing(lease, letters)]) == [Closed("closed")]
+    assert (await backend.operations.counts())["dead"] == 1_000
 
 
 # Replies that are lost
@@ -375,18 +453,6 @@ async def test_a_server_that_refuses_writes_is_unavailable(namespace: str, mood:
             assert (refused.stored, message in str(refused)) == ("no", True)
 
 
-async def test_a_wrong_password_is_a_configuration_error_that_does_not_tell_it(namespace: str) -> None:
-    with running_server() as server, server.client() as client:
-        client.config_set("requirepass", "right")
-        with pytest.raises(ConfigurationError) as caught:
-            async with connected(f"unix://:wrong@{server.socket}", namespace):
-                pass
-        assert "wrong@" not in str(caught.value)
-        async with connected(f"unix://:right@{server.socket}", namespace) as backend:
-            assert await backend.add(0, [record("k")]) == [True]
-            assert "right" not in repr(backend) + backend.url
-
-
 async def test_a_database_that_the_server_does_not_have_is_a_configuration_error(
     server: Server, namespace: str
 ) -> None:
@@ -398,9 +464,9 @@ async def test_a_database_that_the_server_does_not_have_is_a_configuration_error
 
 async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, server: Server) -> None:
     with server.client() as client:
-        for _ in range(2):
+        for is_first in (True, False):
             client.script_flush()
-            await backend.add(0, [record("k")])
+            assert await backend.add(0, [record("k")]) == [is_first]
 
 
 @pytest.fixture
@@ -413,14 +479,13 @@ def unread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unread")
 async def test_once_it_is_connected_it_reads_no_script_any_more(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+    backend: RedisBackend, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        monkeypatch.setattr(scripts, "LUA", Path("not there"))
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
-        assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
-        assert all(script.source for script in scripts.load_scripts().values())
+    monkeypatch.setattr(scripts, "LUA", Path("not there"))
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
+    assert all(script.source for script in scripts.load_scripts().values())
 
 
 @pytest.mark.usefixtures("unread")
@@ -476,53 +541,96 @@ async def test_a_connection_that_was_closed_while_idle_is_replaced_unnoticed(
     assert await backend.add(0, [record("k", "b")]) == [False]
 
 
-async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(
-    backend: RedisBackend, server: Server, namespace: str
-) -> None:
+async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     [lease] = (await claim(backend)).leases
-    month = 30 * 86_400_000
-    await backend.close(0, [closing(lease)._replace(cool_ms=month)])
-    with server.client() as client:
-        assert month < client.pttl(f"{{{namespace}}}:meta:k") <= month + 3_600_000
+    month = 30 * DAY
+    await backend.close(0, [closing(lease, cool_ms=month)])
+    assert month < raw.client.pttl(raw.key("meta:k")) <= month + 3_600_000
 
 
 async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_taken_for_one_that_outlived_its_ttl(
-    server: Server, namespace: str
+    backend: RedisBackend, raw: Raw
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        with server.client() as client:  # they may be on their way to another node of a cluster, or were evicted
-            client.delete(f"{{{namespace}}}:meta:k")
-        claims = await claim(backend)
+    await backend.add(0, [record("k")])
+    raw.client.delete(raw.key("meta:k"))  # they may be on their way to another node of a cluster, or were evicted
+    claims = await claim(backend)
     assert claims.expired == []
     assert [len(lease.entries) for lease in claims.leases] == [1]
+
+
+# What a server evicts
+
+
+@pytest.mark.parametrize("part", ["log", "open"])
+async def test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest(
+    backend: RedisBackend, raw: Raw, part: str
+) -> None:
+    await backend.add(0, [record("k"), record("k", "b")])
+    if part == "open":
+        [lease] = (await claim(backend)).leases
+        await backend.retry(0, [Retry(lease, 0, "boo", LIMITS)])
+    raw.client.delete(raw.key(f"{part}:k"))
+    claims = await claim(backend)
+    assert (claims.leases, claims.expired) == ([], [("k", 0)])
+    assert redis_state(raw.client, raw.namespace)["timelines"] == {}
+    assert await backend.operations.look("k") is None
+    assert await backend.add(0, [record("k")]) == [True]
+
+
+async def test_every_key_of_a_timeline_lives_as_long_as_its_records_may(backend: RedisBackend, raw: Raw) -> None:
+    policy = Policy(ttl=7_200, minimum_delay=0)
+    limits = policy.terms.limits
+
+    def shortest() -> int:
+        return min(raw.client.pttl(key) for key in raw.client.scan_iter(match=raw.key("*:k")))
+
+    await backend.add(0, [record("k", policy=policy)])
+    assert shortest() > limits.ttl_ms
+    [lease] = (await backend.claim(0, 1, LEASE, limits)).leases
+    await backend.add(0, [record("k", "b", policy=policy)])
+    assert shortest() > limits.ttl_ms
+    await backend.retry(0, [Retry(lease, 0, "boo", limits)])
+    [lease] = (await backend.claim(0, 1, LEASE, limits)).leases  # merged, and so written anew
+    assert (lease.size, shortest() > limits.ttl_ms) == (2, True)
+
+
+async def test_the_keys_of_a_dead_letter_end_after_30_days(backend: RedisBackend, raw: Raw) -> None:
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    await backend.close(0, [closing(lease, [NewDeadLetter("no")])])
+    [name] = (await backend.operations.dead_letters(0, 10)).items
+    for kind in ("letter", "remains"):
+        assert 30 * DAY - 60_000 < raw.client.pttl(raw.key(f"{kind}:{name}")) <= 30 * DAY
 
 
 # Layouts
 
 
-async def test_another_shard_count_is_refused_with_the_stored_one_named(server: Server, namespace: str) -> None:
+@pytest.mark.parametrize("begins", ["an add", "a claim"])
+async def test_whoever_begins_a_namespace_says_how_many_shards_it_has_and_another_count_is_refused_and_stores_nothing(
+    server: Server, namespace: str, raw: Raw, begins: str
+) -> None:
     async with connected(server.url, namespace, shards=4) as backend:
-        await backend.add(0, [record("k")])
-    with pytest.raises(ConfigurationError, match="has 4 shards, not 2"):
-        async with connected(server.url, namespace, shards=2):
-            pass
+        await (backend.claim(3, 10, LEASE, LIMITS) if begins == "a claim" else backend.add(0, [record("k")]))
+    before = set(raw.client.scan_iter(match=f"*{namespace}*"))
+    with pytest.raises(ConfigurationError, match="has 4 shards, not 3: take shards= out of the engine, or give 4"):
+        async with DigestEngine(server.url, namespace=namespace, shards=3) as engine:
+            await engine.add("k", 1)
+    assert set(raw.client.scan_iter(match=f"*{namespace}*")) == before
     async with connected(server.url, namespace) as backend:
         assert backend.shard_map.count == 4
 
 
-async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:layout", "version", "1:1:2")
-            with pytest.raises(ConfigurationError, match="layout 1:1:2"):
-                await backend.add(0, [record("k", "b")])
-            with pytest.raises(ConfigurationError, match="layout 1:1:2"):
-                await claim(backend)
-            client.hset(f"{{{namespace}}}:layout", "version", "1:1:1")
-        assert await backend.add(0, [record("k", "b")]) == [False]
+async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(backend: RedisBackend, raw: Raw) -> None:
+    await backend.add(0, [record("k")])
+    raw.client.hset(raw.key("layout"), "version", "1:1:2")
+    with pytest.raises(ConfigurationError, match="layout 1:1:2"):
+        await backend.add(0, [record("k", "b")])
+    with pytest.raises(ConfigurationError, match="layout 1:1:2"):
+        await claim(backend)
+    raw.client.hset(raw.key("layout"), "version", "1:1:1")
+    assert await backend.add(0, [record("k", "b")]) == [False]
 
 
 async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_shard_count_can_still_be_had(
@@ -543,16 +651,6 @@ async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_sh
         async with DigestEngine(server.url, namespace=namespace) as engine:
             assert (await engine.stats()).ready == 20
         assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:4:1"
-
-
-async def test_a_worker_begins_a_namespace_so_that_others_see_its_shard_count(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace, shards=4) as worker:
-        await worker.claim(3, 10, LEASE, LIMITS)
-        with pytest.raises(ConfigurationError, match="has 4 shards, not 1"):
-            async with connected(server.url, namespace, shards=1):
-                pass
-        async with connected(server.url, namespace) as other:
-            assert other.shard_map.count == 4
 
 
 async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_is_refused(
@@ -779,197 +877,158 @@ async def test_backends_given_the_same_client_share_its_connections(server: Serv
     ],
 )
 async def test_a_timeline_whose_fields_nobody_can_reckon_with_is_set_aside_and_the_next_one_is_delivered(
-    server: Server, namespace: str, field: str, value: str
+    backend: RedisBackend, raw: Raw, field: str, value: str
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("broken"), record("sound")])
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:meta:broken", field, value)
-        claims = await claim(backend)
-        assert [lease.key for lease in claims.leases] == ["sound"]
-        assert [key for key, _ in claims.broken] == ["broken"]
-        assert f"'{field}'" in claims.broken[0][1]
-        assert await backend.delete("broken")
-        assert await backend.operations.look("broken") is None
-
-
-async def test_an_add_to_a_timeline_whose_fields_nobody_can_reckon_with_fails_alone(
-    server: Server, namespace: str
-) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("broken")])
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:meta:broken", "end", "x")
-        failed, stored = await backend.add(0, [record("broken", "b"), record("sound")])
-        assert isinstance(failed, InvalidState)
-        assert stored is True
+    await backend.add(0, [record("broken"), record("sound")])
+    raw.client.hset(raw.key("meta:broken"), field, value)
+    claims = await claim(backend)
+    assert [lease.key for lease in claims.leases] == ["sound"]
+    assert [key for key, _ in claims.broken] == ["broken"]
+    assert f"'{field}'" in claims.broken[0][1]
+    assert await backend.delete("broken")
+    assert await backend.operations.look("broken") is None
 
 
 async def test_a_compaction_goes_on_where_the_count_of_what_was_dropped_is_no_number(
-    server: Server, namespace: str
+    backend: RedisBackend, raw: Raw
 ) -> None:
     terms = Policy(capacity=4).terms
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [Add("k", pack(b"%d" % number, 0, b"v"), terms) for number in range(5)])
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:meta:k", "dropped", "x")
-            added = await backend.add(0, [Add("k", pack(b"5", 0, b"v"), terms), record("sound")])
-            assert added == [False, True]
-            assert client.llen(f"{{{namespace}}}:log:k") == 4
+    await backend.add(0, [Add("k", pack(b"%d" % number, 0, b"v"), terms) for number in range(5)])
+    raw.client.hset(raw.key("meta:k"), "dropped", "x")
+    added = await backend.add(0, [Add("k", pack(b"5", 0, b"v"), terms), record("sound")])
+    assert added == [False, True]
+    assert raw.client.llen(raw.key("log:k")) == 4
 
 
-async def test_a_hold_that_is_no_number_ends_after_a_lease(server: Server, namespace: str) -> None:
-    clock = [NOW]
-    async with connected(server.url, namespace, now=lambda: clock[0]) as backend:
-        await backend.add(0, [record("k")])
-        assert (await claim(backend)).leases
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:layout", "hold", "nan")
-        recovered: list[int] = []
-        for _ in range(4):
-            clock[0] += LEASE // 2
-            recovered += [lease.attempt for lease in (await claim(backend)).leases]
-        assert recovered == [2]
+async def test_a_hold_that_is_no_number_ends_after_a_lease(backend: RedisBackend, raw: Raw, clock: Clock) -> None:
+    await backend.add(0, [record("k")])
+    assert (await claim(backend)).leases
+    raw.client.hset(raw.key("layout"), "hold", "nan")
+    recovered: list[int] = []
+    for _ in range(4):
+        clock.now += LEASE // 2
+        recovered += [lease.attempt for lease in (await claim(backend)).leases]
+    assert recovered == [2]
 
 
 async def test_without_a_doorbell_that_can_be_read_all_is_claimed_and_no_attempt_is_lost(
-    server: Server, namespace: str
+    backend: RedisBackend, raw: Raw
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        with server.client() as client:
-            client.delete(f"{{{namespace}}}:wake")
-            client.set(f"{{{namespace}}}:wake", "x")
-        claims = await claim(backend)
-        assert [(lease.key, lease.attempt) for lease in claims.leases] == [("k", 1)]
-        assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+    await backend.add(0, [record("k")])
+    raw.client.delete(raw.key("wake"))
+    raw.client.set(raw.key("wake"), "x")
+    claims = await claim(backend)
+    assert [(lease.key, lease.attempt) for lease in claims.leases] == [("k", 1)]
+    assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
 
 
 async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_number(
-    server: Server, namespace: str
+    backend: RedisBackend, raw: Raw
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        claims = await claim(backend)
-        await backend.add(0, [record("k", "b")])
-        with server.client() as client:
-            client.hset(f"{{{namespace}}}:layout", "delivered", "x")
-        assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
-        async with asyncio.timeout(60):
-            await backend.wait(0, claims.wake_up)
-        with server.client() as client:
-            assert client.hmget(f"{{{namespace}}}:layout", "digests", "delivered") == [b"1", b"x"]
+    await backend.add(0, [record("k")])
+    claims = await claim(backend)
+    await backend.add(0, [record("k", "b")])
+    raw.client.hset(raw.key("layout"), "delivered", "x")
+    assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+    async with asyncio.timeout(60):
+        await backend.wait(0, claims.wake_up)
+    assert raw.client.hmget(raw.key("layout"), "digests", "delivered") == [b"1", b"x"]
+
+
+@pytest.fixture
+async def nameless(backend: RedisBackend, raw: Raw) -> RedisBackend:
+    """A ready timeline "k" with an open log of a record "a", whose digest's name is gone; and a dead letter of it."""
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    await backend.close(0, [closing(lease, [NewDeadLetter("no")], 0)])
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    await backend.release(0, [lease], started=False)
+    raw.client.hdel(raw.key("meta:k"), "id")
+    return backend
 
 
 @pytest.mark.parametrize("since", [[], ["b"]])
 async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_what_came_since(
-    server: Server, namespace: str, since: list[str]
+    nameless: RedisBackend, since: list[str]
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
-        await backend.release(0, [lease], started=False)
-        with server.client() as client:
-            client.hdel(f"{{{namespace}}}:meta:k", "id")
-        await backend.add(0, [record("k", name) for name in since])
-        [lease] = (await claim(backend)).leases
-        assert [unpack(entry).id.decode() for entry in lease.entries] == ["a", *since]
-
-
-@asynccontextmanager
-async def nameless(server: Server, namespace: str) -> AsyncGenerator[RedisBackend]:
-    """A ready timeline "k" with an open log of a record "a", whose digest's name is gone; and a dead letter of it."""
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
-        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")])])
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
-        await backend.release(0, [lease], started=False)
-        with server.client() as client:
-            client.hdel(f"{{{namespace}}}:meta:k", "id")
-        yield backend
+    await nameless.add(0, [record("k", name) for name in since])
+    [lease] = (await claim(nameless)).leases
+    assert [unpack(entry).id.decode() for entry in lease.entries] == ["a", *since]
 
 
 async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_opened_by_hand(
-    server: Server, namespace: str
+    nameless: RedisBackend,
 ) -> None:
-    async with nameless(server, namespace) as backend:
-        window = await backend.operations.look("k")
-        assert window is not None
-        assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
-        lease = await backend.open(0, "k", LEASE, LIMITS)
-        assert lease is not None
-        assert [unpack(entry).id for entry in lease.entries] == [b"a"]
+    window = await nameless.operations.look("k")
+    assert window is not None
+    assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
+    lease = await nameless.open(0, "k", LEASE, LIMITS)
+    assert lease is not None
+    assert [unpack(entry).id for entry in lease.entries] == [b"a"]
 
 
 async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_where_it_is(
-    server: Server, namespace: str
+    nameless: RedisBackend,
 ) -> None:
-    async with nameless(server, namespace) as backend:
-        await backend.add(0, [record("k", "b")])
-        assert await backend.remove("k", b"b", LIMITS)
-        assert not await backend.remove("k", b"b", LIMITS)
-        [lease] = (await claim(backend)).leases
-        assert [unpack(entry).id for entry in lease.entries] == [b"a"]
+    await nameless.add(0, [record("k", "b")])
+    assert await nameless.remove("k", b"b", LIMITS)
+    assert not await nameless.remove("k", b"b", LIMITS)
+    [lease] = (await claim(nameless)).leases
+    assert [unpack(entry).id for entry in lease.entries] == [b"a"]
 
 
-async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(server: Server, namespace: str) -> None:
-    async with nameless(server, namespace) as backend:
-        [letter] = (await backend.operations.dead_letters(0, 10)).items
-        with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
-            await backend.replay(letter, TERMS, own=False)
-        [lease] = (await claim(backend)).leases
-        await backend.close(0, [closing(lease)])
-        await backend.replay(letter, TERMS, own=False)
+async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(nameless: RedisBackend) -> None:
+    [letter] = (await nameless.operations.dead_letters(0, 10)).items
+    with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
+        await nameless.replay(letter, TERMS, own=False)
+    [lease] = (await claim(nameless)).leases
+    await nameless.close(0, [closing(lease)])
+    await nameless.replay(letter, TERMS, own=False)
 
 
 async def test_a_digest_whose_entries_go_away_while_they_are_read_is_lost(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+    backend: RedisBackend, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy(capacity=500)
-    async with connected(server.url, namespace) as backend:
-        entries = [pack(b"%d" % number, None, b"v" * 2000) for number in range(400)]  # more than an answer holds
-        await backend.add(0, [Add("k", entry, policy.terms, True) for entry in entries])
-        read = backend.read
+    entries = [pack(b"%d" % number, None, b"v" * 2000) for number in range(400)]  # more than an answer holds
+    await backend.add(0, [Add("k", entry, policy.terms, True) for entry in entries])
+    read = backend.read
 
-        async def read_nothing(shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-            with server.client() as client:
-                client.delete(f"{{{namespace}}}:open:k")
-            return await read(shard, lease, start, count)
+    async def read_nothing(shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
+        raw.client.delete(raw.key("open:k"))
+        return await read(shard, lease, start, count)
 
-        monkeypatch.setattr(backend, "read", read_nothing)
-        with pytest.raises(LeaseLost, match="went away"):
-            async with asyncio.timeout(60), backend.digest("k", policy):
-                pass
+    monkeypatch.setattr(backend, "read", read_nothing)
+    with pytest.raises(LeaseLost, match="went away"):
+        async with asyncio.timeout(60), backend.digest("k", policy):
+            pass
 
 
 async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into(
-    server: Server, namespace: str
+    backend: RedisBackend, raw: Raw
 ) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        with server.client() as client:
-            client.zadd(f"{{{namespace}}}:waiting", {"k": 5})
-            client.zadd(f"{{{namespace}}}:leased", {"k": "inf"})
-        assert await backend.delete("k")
-        assert await backend.operations.look("k") is None
+    await backend.add(0, [record("k")])
+    raw.client.zadd(raw.key("waiting"), {"k": 5})
+    raw.client.zadd(raw.key("leased"), {"k": "inf"})
+    assert await backend.delete("k")
+    assert await backend.operations.look("k") is None
 
 
-async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
-        await backend.close(0, [Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("no")])])
-        [letter] = (await backend.operations.dead_letters(0, 10)).items
-        with server.client() as client:
-            client.hdel(f"{{{namespace}}}:letter:{letter}", "reason", "attempt", "digest")
-            client.hset(f"{{{namespace}}}:letter:{letter}", "buried", "x")
-        told = await backend.operations.dead_letter(letter)
-        assert told is not None
-        assert (told.key, told.reason, told.attempt, len(told.entries)) == ("k", "", 0, 1)
-        await backend.replay(letter, TERMS, own=False)
-        assert len(await backend.operations.entries("k")) == 1
+async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
+    backend: RedisBackend, raw: Raw
+) -> None:
+    await backend.add(0, [record("k")])
+    [lease] = (await claim(backend)).leases
+    await backend.close(0, [closing(lease, [NewDeadLetter("no")], 0)])
+    [letter] = (await backend.operations.dead_letters(0, 10)).items
+    raw.client.hdel(raw.key(f"letter:{letter}"), "reason", "attempt", "digest")
+    raw.client.hset(raw.key(f"letter:{letter}"), "buried", "x")
+    told = await backend.operations.dead_letter(letter)
+    assert told is not None
+    assert (told.key, told.reason, told.attempt, len(told.entries)) == ("k", "", 0, 1)
+    await backend.replay(letter, TERMS, own=False)
+    assert len(await backend.operations.entries("k")) == 1
 
 
 async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behind(

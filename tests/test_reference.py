@@ -245,7 +245,8 @@ def test_every_error_that_a_function_raises_is_named() -> None:
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:
     pages = {page.name: page.read_text() for page in REFERENCE.glob("*.md")}
     told = [name for text in pages.values() for name in re.findall(r"^<!-- docstring: (\S+)", text, re.MULTILINE)]
-    assert sorted(told) == sorted(public_names())
+    of_users = [name for name in told if not name.startswith("aiodigest.backend.")]  # the rest is for writers of stores
+    assert sorted(of_users) == sorted(public_names())
 
 
 def test_the_environment_page_tells_of_every_variable() -> None:

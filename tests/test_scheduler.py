@@ -391,19 +391,6 @@ async def test_a_huge_concurrency_is_allowed() -> None:
 
 
 @virtual_time
-async def test_after_an_outage_the_worker_is_back_within_a_second() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    async with delivering(inbox, backend):
-        await settle()
-        backend.take_down()
-        await asyncio.sleep(30 * MINUTE)
-        await backend.put("key", 1)
-        backend.bring_up()
-        await inbox.digest()
-        assert now() < 30 * MINUTE + 1.1
-
-
-@virtual_time
 async def test_an_outage_is_no_hot_loop() -> None:
     backend = WatchedBackend()
     async with delivering(Inbox(), backend):
@@ -507,23 +494,6 @@ async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_room_for
         assert [digest.key for digest in inbox.digests] == [sick, well]
         backend.bring_up()
         await inbox.outcome(2)
-
-
-@virtual_time
-async def test_a_worker_whose_server_was_away_renews_before_it_claims_and_recovers_nothing_of_its_own() -> None:
-    inbox, backend = Inbox(lasting(1000)), WatchedBackend()
-    await backend.put("key", 1)
-    async with delivering(inbox, backend, drain_timeout=0):
-        await inbox.digest()
-        await asyncio.sleep(LEASE / 3 + 1)
-        backend.take_down()
-        await asyncio.sleep(LEASE - 5)
-        backend.bring_up()
-        before = len(backend.calls)
-        await asyncio.sleep(LEASE)
-        order = [call for call, _, _, _ in backend.calls[before:] if call in ("renew", "claim")]
-        assert order[0] == "renew"
-        assert len(inbox.digests) == 1
 
 
 # reports

@@ -48,7 +48,6 @@ from aiodigest import (
     LimitExceeded,
     PartialAdd,
     Policy,
-    Reject,
 )
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
@@ -422,38 +421,6 @@ async def test_several_shards_work_with_the_keys_that_are_given_for_them(server:
         await engine.add_many(Entry(f"k{number}", number) for number in range(12))
         async with asyncio.timeout(PATIENCE):
             assert {await came.get() for _ in range(12)} == {f"k{number}" for number in range(12)}
-
-
-async def test_what_a_producer_adds_a_worker_delivers_and_an_operator_replays(server: Server, namespace: str) -> None:
-    users = {role: f"{namespace}-{role}" for role in PLAYS}
-    with server.client() as client:
-        for role, user in users.items():
-            server.allow(client, user, *keys_of(role, namespace), *commands(role))
-    urls = {role: f"unix://{user}:{PASSWORD}@{server.socket}" for role, user in users.items()}
-    policy = Policy(minimum_delay=0, increment_delay=0)
-    came = asyncio.Queue[Digest]()
-
-    async def deliver(digest: Digest) -> None:
-        came.put_nowait(digest)
-        if digest.records[0].value == "bad" and came.qsize() == 1:
-            raise Reject("not today")
-
-    worker = DigestEngine(urls["worker"], namespace=namespace, policy=policy)
-    async with (
-        asyncio.timeout(PATIENCE),
-        worker.delivering(deliver),
-        DigestEngine(urls["producer"], namespace=namespace, policy=policy) as producer,
-        DigestEngine(urls["operator"], namespace=namespace, policy=policy) as operator,
-    ):
-        assert await producer.add("k", "bad")
-        first = await came.get()
-        while not (letters := [letter async for letter in operator.dead_letters()]):
-            pass  # it is buried in a moment
-        assert [letter.reason for letter in letters] == ["not today"]
-        came.put_nowait(first)  # the next one is taken
-        await operator.replay(letters[0].id)
-        await came.get()
-        assert [record.value for record in (await came.get()).records] == ["bad"]
 
 
 # Bounds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -10,7 +10,20 @@ from typing import TypeVar
 import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
 
-from aiodigest.backend import MOVES, Add, Bookmark, Closed, Lease, Move, Page, Retry
+from aiodigest.backend import (
+    MOVES,
+    Add,
+    Bookmark,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    NewDeadLetter,
+    Page,
+    Retry,
+    StoredDeadLetter,
+)
+from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
 from aiodigest.records.entries import CONTEXT_SIZE, pack
@@ -90,19 +103,82 @@ async def test_a_partial_failure_keeps_what_failed_under_a_new_id(store: Store) 
     assert (ids(second), second.attempt, second.last_error) == (["v", "x"], 2, "boo")
 
 
-async def test_a_partial_failure_that_names_no_record_of_the_digest_keeps_all(store: Store) -> None:
-    await store.add("k", "u", "v")
+Ending = Callable[[Store, Lease], Awaitable[object]]
+COMES_AGAIN: dict[str, tuple[Ending, bool, str]] = {
+    "failed whole": (lambda store, lease: store.retry(lease), True, "ab"),
+    "failed, says its callback, for a record that it does not have": (
+        lambda store, lease: store.retry(lease, failed=["stranger"]), True, "ab",
+    ),
+    "given back unstarted": (lambda store, lease: store.release(lease, started=False), True, "ab"),
+    "failed for one record": (lambda store, lease: store.retry(lease, failed=["b"]), False, "b"),
+    "lost a record in its retry wait": (lambda store, lease: removed("a", store, store.retry(lease)), False, "b"),
+    "timed out": (lambda store, lease: removed("a", store, store.retry(lease, unknown=True)), True, "ab"),
+}  # fmt: skip
+
+
+async def removed(record_id: str, store: Store, ended: Awaitable[bool]) -> None:
+    """Remove a record after a digest has ended."""
+    assert await ended
+    await store.backend.remove("k", record_id.encode(), store.policy.terms.limits)
+
+
+@pytest.mark.parametrize("ending", COMES_AGAIN)
+async def test_a_digest_that_comes_again_has_the_same_id_if_it_has_the_same_records(store: Store, ending: str) -> None:
+    end, same, left = COMES_AGAIN[ending]
+    await store.add("k", "a", "b")
     first = await store.claim()
-    assert await store.retry(first, failed=["stranger"])
+    await end(store, first)
     store.now += 1_000
-    assert ids(await store.claim()) == ["u", "v"]
+    second = await store.claim()
+    assert (second.digest_id == first.digest_id, ids(second)) == (same, [*left])
 
 
-async def test_what_was_trimmed_does_not_come_back_when_a_newer_record_is_removed(store: Store) -> None:
-    policy = Policy(capacity=4)
-    await store.add("k", "a", "b", "c", "d", "e", policy=policy)
-    assert await store.backend.remove("k", b"e", policy.terms.limits)
-    assert ids(await store.claim()) == ["b", "c", "d"]
+async def test_after_a_timeout_the_digest_comes_again_as_it_was_and_newer_records_wait(store: Store) -> None:
+    await store.add("k", "a")
+    first = await store.claim()
+    await store.add("k", "b")
+    assert await store.retry(first, unknown=True)
+    store.now += 1_000
+    second = await store.claim()
+    assert (second.digest_id, ids(second), second.attempt) == (first.digest_id, ["a"], 2)
+    await store.close(second, cool=0)
+    assert ids(await store.claim()) == ["b"]
+
+
+@pytest.mark.parametrize("capacity", [2, 4])  # a log may be longer by a quarter
+async def test_a_record_that_capacity_dropped_stays_away_when_a_newer_one_is_removed(
+    store: Store, capacity: int
+) -> None:
+    policy = Policy(capacity=capacity)
+    await store.add("k", *"abcde"[: capacity + 1], policy=policy)
+    newest = "abcde"[capacity]
+    assert await store.backend.remove("k", newest.encode(), policy.terms.limits)
+    assert not await store.backend.remove("k", newest.encode(), policy.terms.limits)
+    assert ids(await store.claim()) == [*"abcde"[1:capacity]]
+
+
+async def test_a_log_is_never_longer_than_its_capacity_and_a_quarter(store: Store) -> None:
+    policy = Policy(capacity=8, initial_delay=600)
+    for number in range(50):
+        await store.add("k", f"{number}", policy=policy)
+        window = await store.backend.operations.look("k")
+        assert window is not None
+        assert window.logged <= 10
+        assert window.logged + window.dropped == number + 1
+
+
+@pytest.mark.parametrize("size", [5, 40])
+async def test_a_log_that_waits_is_never_longer_than_its_max_size_and_a_quarter(store: Store, size: int) -> None:
+    policy = Policy(max_size=size, initial_delay=600)
+    for number in range(4 * size):
+        assert await store.add("k", f"{number % (size - 1)}", policy=policy, value=f"{number}") == [False]
+        window = await store.backend.operations.look("k")
+        assert window is not None
+        assert window.logged <= size + size // 4
+    assert await store.add("k", *(f"new {number}" for number in range(1 + size // 4)), policy=policy)
+    assert await store.state("k") == "ready", "it is found full a quarter late at most"
+    newest = {f"{number % (size - 1)}": f"{number}" for number in range(4 * size)}
+    assert dict(records((await store.claim()).entries)).items() >= newest.items()
 
 
 async def test_capacity_keeps_the_newest_by_arrival_whatever_their_timestamps(store: Store) -> None:
@@ -237,6 +313,14 @@ async def test_max_size_distinct_records_are_due_at_once(store: Store) -> None:
     assert await store.due("k") == 0
 
 
+async def test_an_add_in_a_retry_wait_pushes_nothing_and_makes_nothing_ready(store: Store) -> None:
+    store.policy = Policy(max_size=2)
+    await store.add("k", "a")
+    await store.retry(await store.claim(), 5_000)
+    assert await store.add("k", "b", "c", "d") == [False, False, False]
+    assert (await store.state("k"), await store.due("k")) == ("waiting", 5_000)
+
+
 async def test_reschedule_moves_a_waiting_timeline_and_no_other(store: Store) -> None:
     store.policy = Policy(initial_delay=100)
     await store.add("k", "a")
@@ -263,18 +347,42 @@ async def test_a_flush_makes_a_timeline_ready_now_or_after_the_delivery_under_wa
 
 
 async def test_a_stale_close_changes_nothing(store: Store) -> None:
+    async def seen() -> object:
+        window, counts = await store.backend.operations.look("k"), await store.backend.operations.counts()
+        return window, counts, await store.held("k")
+
     await store.add("k", "a")
     first = await store.claim()
     await store.lapse()
     second = await store.claim()
-    assert await store.close(first) == Closed("lost")
+    before = await seen()
+    assert [await store.close(first) for _ in range(2)] == [Closed("lost")] * 2
     assert not await store.retry(first)
     assert not await store.release(first, started=True)
     assert await store.backend.renew(0, [first], LEASE) == [False]
     with pytest.raises(LeaseLost):
         await store.backend.read(0, first, 0, 10)
-    assert (await store.held("k"), await store.state("k")) == ([("a", "v")], "leased")
+    assert await seen() == before
     assert await store.close(second) == Closed("closed")
+
+
+async def test_a_part_is_closed_once_however_often_it_is_said(store: Store) -> None:
+    store.policy = Policy(max_size=2)
+    await store.add("k", "a", "b", "c", "d", "e")
+    lease = await store.claim()
+    assert (lease.size, lease.part) == (5, 2)
+    closed, *again = [await store.close(lease, 2) for _ in range(3)]
+    assert (closed.status, closed.left, again) == ("part", 3, [closed] * 2)
+    await store.lapse()
+    rest = await store.claim()
+    assert (rest.digest_id, ids(rest), rest.part, rest.attempt) == (closed.digest_id, ["c", "d", "e"], 2, 2)
+
+
+async def test_a_record_that_was_added_again_is_in_one_part_alone(store: Store) -> None:
+    store.policy = Policy(max_size=2)
+    await store.add("k", "a", "b", "a", "c")
+    lease = await store.claim()
+    assert (ids(lease), lease.part) == (["b", "a", "c"], 2)
 
 
 async def test_a_late_close_wins_until_another_claims_and_repeated_it_answers_the_same(store: Store) -> None:
@@ -297,19 +405,6 @@ async def test_a_late_renewal_leases_again(store: Store) -> None:
     await store.backend.maintenance()
     assert await store.backend.renew(0, [lease], LEASE) == [True]
     assert (await store.state("k"), await store.due("k")) == ("leased", 2 * LEASE)
-
-
-async def test_a_part_is_closed_once_however_often_it_is_said(store: Store) -> None:
-    store.policy = Policy(max_size=2)
-    await store.add("k", "a", "b", "c", "d", "e")
-    lease = await store.claim()
-    assert (lease.size, lease.part) == (5, 2)
-    closed = await store.close(lease, 2)
-    assert (closed.status, closed.left) == ("part", 3)
-    assert await store.close(lease, 2) == closed
-    await store.lapse()
-    again = await store.claim()
-    assert (again.digest_id, ids(again), again.attempt) == (closed.digest_id, ["c", "d", "e"], 2)
 
 
 async def test_a_dead_worker_is_recovered_from_within_two_leases_also_after_ten_idle_minutes(store: Store) -> None:
@@ -344,16 +439,17 @@ async def test_the_close_of_a_deleted_timeline_hears_so_and_spares_what_came_sin
 
 async def test_an_attempt_is_given_back_for_a_day_a_digest(store: Store) -> None:
     await store.add("k", "a")
+    await store.retry(await store.claim())
+    store.now += 1_000
     limits = store.policy.terms.limits
     attempts: list[int] = []
-    for _ in range(4):
+    for _ in range(5):
         lease = await store.claim()
         attempts.append(lease.attempt)
         retry = Retry(lease, DAY // 2, "busy", limits, give_back=True)
         assert await store.backend.retry(0, [retry]) == [True]
         store.now += DAY // 2
-    assert attempts == [1, 1, 1, 1]
-    assert (await store.claim()).attempt == 2
+    assert attempts == [2, 2, 2, 2, 3]
 
 
 async def test_digest_closes_on_leaving_and_keeps_every_record_on_an_exception(store: Store) -> None:
@@ -444,19 +540,13 @@ async def test_a_touch_extends_the_life_of_records(store: Store) -> None:
     assert ids(await store.claim()) == ["a", "b"]
 
 
-async def test_a_retry_that_waits_longer_than_the_ttl_does_not_outlive_it(store: Store) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_retry_that_waits_longer_than_the_ttl_does_not_outlive_it(store: Store, by_hand: bool) -> None:
     store.policy = Policy(ttl=3_600)
     await store.add("k", "a")
-    await store.retry(await store.claim(), delay=DAY)
-    store.now += DAY
-    assert ids(await store.claim()) == ["a"]
-
-
-async def test_a_retry_that_is_put_off_beyond_the_ttl_does_not_outlive_it(store: Store) -> None:
-    store.policy = Policy(ttl=3_600)
-    await store.add("k", "a")
-    await store.retry(await store.claim())
-    await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=DAY))
+    await store.retry(await store.claim(), delay=1_000 if by_hand else DAY)
+    if by_hand:
+        await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=DAY))
     store.now += DAY
     assert ids(await store.claim()) == ["a"]
 
@@ -492,20 +582,7 @@ async def test_records_too_old_for_a_digest_that_failed_in_part_are_counted(stor
     retry = Retry(lease, 1_000, "boo", limits, lease.size, [b"a"], delivered=1, aged=1)
     assert await store.backend.retry(0, [retry]) == [True]
     counts = await store.backend.operations.counts()
-    assert (counts["delivered"], counts["aged"]) == (1, 1)
-
-
-async def test_dead_letters_are_gone_after_30_days_and_do_not_hide_newer_ones(store: Store) -> None:
-    for day in (0, 31):
-        store.now += day * DAY
-        await store.add(f"k{day}", "a")
-        await store.close(await store.claim(), letter="no good", cool=0)
-    store.now += 1
-    [name] = (await store.backend.operations.dead_letters(0, 10)).items
-    letter = await store.backend.operations.dead_letter(name)
-    assert letter is not None
-    assert letter.key == "k31"
-    assert (await store.backend.operations.counts())["dead"] == 1
+    assert (counts["digests"], counts["delivered"], counts["aged"]) == (1, 1, 1)
 
 
 async def all_pages(read: Callable[[int, Bookmark | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
@@ -559,33 +636,6 @@ async def test_a_page_after_one_that_is_all_that_is_left_is_empty(store: Store) 
     assert await store.backend.operations.page(0, "waiting", 2, page.end) == ([], None)
 
 
-async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_discarded(store: Store) -> None:
-    for number, day in enumerate((0, 1, 2, 3, 3, 3, 4, 5)):
-        store.now = NOW + day * DAY
-        await store.add(f"k{number}", "a")
-        await store.close(await store.claim(), letter="no good", cool=0)
-    store.now = NOW + 32 * DAY
-    read = partial(store.backend.operations.dead_letters, 0)
-    living = [letter_id async for letter_id in all_pages(read)]
-    letters = [await store.backend.operations.dead_letter(letter_id) for letter_id in living]
-    assert sorted(letter.key if letter else "" for letter in letters) == ["k3", "k4", "k5", "k6", "k7"]
-    discarded = [letter_id async for letter_id in all_pages(read) if await store.backend.discard(letter_id)]
-    assert discarded == living
-    assert await read(2) == ([], None)
-
-
-async def test_a_page_of_dead_letters_has_none_that_reached_its_30_days_since_the_page_before(store: Store) -> None:
-    for day in (0, 1, 20):
-        store.now = NOW + day * DAY
-        await store.add(f"k{day}", "a")
-        await store.close(await store.claim(), letter="no good", cool=0)
-    page = await store.backend.operations.dead_letters(0, 1)
-    store.now = NOW + 31 * DAY
-    [name], end = await store.backend.operations.dead_letters(0, 2, page.end)
-    letter = await store.backend.operations.dead_letter(name)
-    assert (letter.key if letter else "", end) == ("k20", None)
-
-
 async def test_maintenance_after_a_pause_of_all_recovers_nothing_for_one_more_lease(store: Store) -> None:
     await store.add("k", "a")
     await store.claim()
@@ -607,54 +657,153 @@ async def test_a_flush_does_not_cost_a_timeline_its_place(store: Store) -> None:
     assert [lease.key for lease in (await store.claims()).leases] == ["first", "second"]
 
 
+# Dead letters
+
+
+async def bury(store: Store, *record_ids: str, key: str = "k", value: str = "v") -> None:
+    """Make a dead letter of each record, one after another."""
+    await store.add(key, *record_ids, policy=Policy(capacity=10_000), value=value)
+    lease = await store.claim()
+    letters = [NewDeadLetter("no", [record_id.encode()]) for record_id in record_ids]
+    end = Close(lease, lease.size, 0, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
+    assert await store.backend.close(store.backend.shard_map.shard_of(key), [end]) == [Closed("closed")]
+
+
+async def read_letters(store: Store, names: Iterable[str] | None = None) -> list[StoredDeadLetter]:
+    """Dead letters by their ids, or all, the oldest first."""
+    found = (await store.backend.operations.dead_letters(0, 10)).items if names is None else names
+    letters = [await store.backend.operations.dead_letter(name) for name in found]
+    return [letter for letter in letters if letter]
+
+
+async def buried(store: Store) -> list[str]:
+    """The ids of the records of all dead letters, the oldest first."""
+    return [record_id for letter in await read_letters(store) for record_id, _ in records(letter.entries)]
+
+
+async def test_each_record_that_is_set_aside_has_a_letter_with_its_own_reason(store: Store) -> None:
+    await store.add("k", "good", "bad", "worse")
+    lease = await store.claim()
+    letters = [NewDeadLetter("bad", [b"bad"]), NewDeadLetter("worse", [b"worse"])]
+    close = Close(lease, 3, 1, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
+    assert await store.backend.close(0, [close]) == [Closed("closed")]
+    kept = [(letter.reason, records(letter.entries)) for letter in await read_letters(store)]
+    assert kept == [("bad", [("bad", "v")]), ("worse", [("worse", "v")])]
+    assert await store.state("k") is None
+
+
 async def test_a_rejected_digest_is_a_dead_letter_that_can_be_replayed_before_newer_values(store: Store) -> None:
     await store.add("k", "x", "y", value="old")
     assert await store.close(await store.claim(), letter="no good") == Closed("closed")
-    [name] = (await store.backend.operations.dead_letters(0, 10)).items
-    letter = await store.backend.operations.dead_letter(name)
-    assert letter is not None
+    [letter] = await read_letters(store)
     assert (letter.key, letter.reason, records(letter.entries)) == ("k", "no good", [("x", "old"), ("y", "old")])
+    terms = Policy(capacity=2).terms  # a newer value of x counts once
     await store.add("k", "x", value="new")
-    assert await store.backend.replay(name, store.policy.terms, False) is False
+    assert await store.backend.replay(letter.id, terms, True) is False
     assert await store.held("k") == [("x", "old"), ("y", "old"), ("x", "new")]
-    assert (await store.backend.operations.dead_letters(0, 10)).items == []
+    assert await buried(store) == []
     with pytest.raises(InvalidState, match="no dead letter"):
-        await store.backend.replay(name, store.policy.terms, False)
+        await store.backend.replay(letter.id, terms, False)
+    store.now += MINUTE * 10
+    assert records((await store.claim()).entries) == [("y", "old"), ("x", "new")]
 
 
 async def test_a_replay_waits_until_no_digest_is_open(store: Store) -> None:
-    await store.add("k", "x", value="old")
-    await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = (await store.backend.operations.dead_letters(0, 10)).items
+    await bury(store, "x", value="old")
+    [letter] = await read_letters(store)
     await store.add("k", "x", value="new")
     await store.retry(await store.claim())
     with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
-        await store.backend.replay(name, store.policy.terms, False)
-    assert (await store.backend.operations.dead_letters(0, 10)).items == [name]
+        await store.backend.replay(letter.id, store.policy.terms, False)
+    assert await read_letters(store) == [letter]
     store.now += 1_000
     lease = await store.claim()
     assert records(lease.entries) == [("x", "new")]
     await store.close(lease, cool=0)
-    assert await store.backend.replay(name, store.policy.terms, False)
+    assert await store.backend.replay(letter.id, store.policy.terms, False)
     assert records((await store.claim()).entries) == [("x", "old")]
 
 
-async def test_a_replay_over_capacity_changes_nothing(store: Store) -> None:
+async def test_a_replay_to_a_timeline_at_capacity_changes_nothing(store: Store) -> None:
     policy = Policy(capacity=2)
-    await store.add("k", "a", "b", policy=policy)
-    await store.close(await store.claim(), letter="no good", cool=0)
-    [name] = (await store.backend.operations.dead_letters(0, 10)).items
+    await bury(store, "a")
+    [letter] = await read_letters(store)
     await store.add("k", "b", "c", policy=policy)
-    with pytest.raises(LimitExceeded, match="3 records"):
-        await store.backend.replay(name, policy.terms, True)
-    assert (await store.backend.operations.dead_letters(0, 10)).items == [name]
-    assert [record for record, _ in await store.held("k")] == ["b", "c"]
+    before = (await store.backend.operations.look("k"), await store.held("k"))
+    with pytest.raises(LimitExceeded, match=r"3 records.* capacity is 2"):
+        await store.backend.replay(letter.id, policy.terms, True)
+    assert (await store.backend.operations.look("k"), await store.held("k")) == before
+    assert await read_letters(store) == [letter]
 
 
 async def test_a_discarded_letter_is_gone(store: Store) -> None:
-    await store.add("k", "a")
-    await store.close(await store.claim(), letter="no good")
-    [name] = (await store.backend.operations.dead_letters(0, 10)).items
-    assert await store.backend.discard(name)
-    assert not await store.backend.discard(name)
-    assert await store.backend.operations.dead_letter(name) is None
+    await bury(store, "a")
+    [letter] = await read_letters(store)
+    assert await store.backend.discard(letter.id)
+    assert not await store.backend.discard(letter.id)
+    assert await store.backend.operations.dead_letter(letter.id) is None
+
+
+async def test_dead_letters_are_gone_after_30_days_and_do_not_hide_newer_ones(store: Store) -> None:
+    for day in (0, 31):
+        store.now += day * DAY
+        await bury(store, f"{day}")
+    store.now += 1
+    assert await buried(store) == ["31"]
+    assert (await store.backend.operations.counts())["dead"] == 1
+
+
+async def test_dead_letters_of_30_days_make_room_at_the_next_burial_counted(store: Store) -> None:
+    for name, when in (("first", 0), ("second", 1), ("third", 30 * DAY - 1)):
+        store.now = NOW + when
+        await bury(store, name)
+    assert await buried(store) == ["first", "second", "third"]
+    store.now += 1
+    await bury(store, "fourth")
+    assert await buried(store) == ["second", "third", "fourth"]
+    counts = await store.backend.operations.counts()
+    assert (counts["dead"], counts["letters_dropped"]) == (3, 1)
+
+
+@pytest.mark.parametrize("memory_or_place", ["reference", "redis"], indirect=True)
+async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 10_000
+    if isinstance(store.backend, ReferenceBackend):
+        limit = 20  # the reference takes long over many letters, and its limit is a number in Python
+        monkeypatch.setattr("aiodigest.backends.memory.timelines.DEAD_LETTER_LIMIT", limit)
+    for first in range(0, limit, 1_000):
+        store.now += 1
+        await bury(store, *(f"{number}" for number in range(first, min(first + 1_000, limit))))
+    assert (await store.backend.operations.counts())["dead"] == limit
+    [oldest] = (await store.backend.operations.dead_letters(0, 1)).items
+    assert not (await store.backend.operations.counts()).get("letters_dropped")
+    store.now += 1
+    await bury(store, "one too many")
+    counts = await store.backend.operations.counts()
+    assert (counts["dead"], counts["letters_dropped"]) == (limit, 1)
+    assert await store.backend.operations.dead_letter(oldest) is None
+
+
+async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_discarded(store: Store) -> None:
+    for number, day in enumerate((0, 1, 2, 3, 3, 3, 4, 5)):
+        store.now = NOW + day * DAY
+        await bury(store, "a", key=f"k{number}")
+    store.now = NOW + 32 * DAY
+    read = partial(store.backend.operations.dead_letters, 0)
+    living = [letter_id async for letter_id in all_pages(read)]
+    assert sorted(letter.key for letter in await read_letters(store, living)) == ["k3", "k4", "k5", "k6", "k7"]
+    discarded = [letter_id async for letter_id in all_pages(read) if await store.backend.discard(letter_id)]
+    assert discarded == living
+    assert await read(2) == ([], None)
+
+
+async def test_a_page_of_dead_letters_has_none_that_reached_its_30_days_since_the_page_before(store: Store) -> None:
+    for day in (0, 1, 20):
+        store.now = NOW + day * DAY
+        await bury(store, "a", key=f"k{day}")
+    page = await store.backend.operations.dead_letters(0, 1)
+    store.now = NOW + 31 * DAY
+    names, end = await store.backend.operations.dead_letters(0, 2, page.end)
+    assert ([letter.key for letter in await read_letters(store, names)], end) == (["k20"], None)

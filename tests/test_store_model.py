@@ -1,7 +1,7 @@
 """The scripts and the reference, driven by the same calls: every answer and everything kept must be equal.
 
-The scripts run on one server, behind sentinels, and on a cluster. A ledger, which knows neither them nor the reference,
-checks after each call what became of every record: see ``storeledger.py``.
+The scripts run on one server, behind sentinels, and on a cluster. That the reference keeps its promises is shown by
+``test_store.py``, by example, and by the simulation.
 
 Four calls of five are about something that is there; which branches of the scripts they meet is counted on one server.
 """
@@ -12,18 +12,19 @@ import asyncio
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar, cast
 
 from branches import Branches
 from hypothesis import HealthCheck, event, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from storeledger import Ledger
 from stores import Place
 from storestate import State, check_invariants, forget, redis_state, reference_state
 
@@ -38,20 +39,17 @@ from aiodigest.backend import (
     Lease,
     Move,
     NewDeadLetter,
-    Operations,
-    Page,
     Retry,
     ShardMap,
     StoredDeadLetter,
-    StoredTimeline,
 )
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.timelines import Held, only
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.url import Source
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
-from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.records.entries import HEADER, aged, distinct, identity, latest, pack
+from aiodigest.policy import Limits, Policy
+from aiodigest.records.entries import HEADER, aged, distinct, identity, latest, pack, stamp
 
 T = TypeVar("T")
 
@@ -116,6 +114,8 @@ numbers = st.integers(0, 49)  # which of what is there, see pick()
 picks = st.lists(st.integers(0, 9), min_size=1, max_size=3)  # which records of a digest
 delays = st.sampled_from((0, 1, 5_000, 300_000, 86_400_000))
 
+LOOKS = ("look", "entries", "page", "counts", "dead_letters", "dead_letter")
+READS = ("read", *LOOKS)
 SETTLED = ("close", "retry", "release", "flush", "read")  # what answers the same however late it is repeated
 REPEATABLE = (*SETTLED, "renew", "schedule", "maintenance", "delete", "remove", "reschedule", "replay", "discard")
 
@@ -135,129 +135,108 @@ class Clock:
         return self.now
 
 
-class Pair(Backend, Operations):
-    """The reference and a real store as one: both must answer the same, keep the same, and keep their promises.
-
-    What a call changed is looked at if it may change anything; if a read did, the next that may fails.
-    """
+class Pair:
+    """The reference and a real store as one: each call goes to both, which must answer the same and keep the same."""
 
     def __init__(self, source: Source, place: Place, namespace: str) -> None:
         self._calls = 0
         self.clock = Clock()
         self.reference = ReferenceBackend(now=self.clock, nonce=self._nonce)
         self.redis = RedisBackend(source, namespace=namespace, now=self.clock, nonce=self._nonce)
-        self.ledger = Ledger()
+        self.kept: State = {}
         self._namespace = namespace
         self._client = place.client_of(namespace)
         self._rung: tuple[int, Any] = (0, None)
+        self._entries: set[bytes] = set()
+        self._digests: dict[str, tuple[bytes, list[bytes]]] = {}  # all that there ever were
 
     def _nonce(self) -> str:
         return f"n{self._calls}"
 
-    @property
-    def url(self) -> str:
-        return self.redis.url
-
-    @property
-    def shard_map(self) -> ShardMap:
-        return self.reference.shard_map
-
-    @property
-    def operations(self) -> Operations:
-        return self
-
-    def clone(self) -> Self:
-        return self
-
-    async def connect(self) -> None:
-        await self.redis.connect()
+    def _key(self, name: str) -> str:
+        return f"{{{self._namespace}}}:{name}"
 
     async def aclose(self) -> None:
         await self.redis.aclose()
         forget(self._client, self._namespace)
         self._client.close()
 
-    async def _answer(self, call: Callable[[Backend], Awaitable[Any]]) -> Any:
-        """What both answer, or the error that both raise."""
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self.ask, name)
+
+    async def ask(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """What both answer; raises the error that both raise. Only a READ may leave unseen what it has changed."""
         self._calls += 1
-
-        async def outcome(backend: Backend) -> Any:
-            try:
-                return await call(backend)
-            except AiodigestError as error:
-                return error
-
-        expected, actual = await outcome(self.reference), await outcome(self.redis)
-        if isinstance(expected, Claims):
-            actual = replace(actual, wake_up=expected.wake_up, broken=tuple(actual.broken))
+        call = attrgetter(f"operations.{name}" if name in LOOKS else name)
+        expected, actual = [await outcome(call(store)(*arguments, **named)) for store in (self.reference, self.redis)]
+        assert comparable(actual) == comparable(expected)
+        if name not in READS:
+            adds: Sequence[Add] = arguments[1] if name == "add" else ()
+            self.state({stamp(add.entry, self.clock.now) for add in adds})
         if isinstance(expected, AiodigestError):
-            assert (type(actual), str(actual)) == (type(expected), str(expected))
-        else:
-            assert actual == expected
+            raise expected
         return expected
 
-    async def _read(self, call: Callable[[Backend], Awaitable[Any]]) -> Any:
-        answer = await self._answer(call)
-        if isinstance(answer, AiodigestError):
-            raise answer
-        return answer
+    @asynccontextmanager
+    async def digest(self, key: str, policy: Policy) -> AsyncGenerator[Lease]:
+        """The verb that is made of others, which go to both."""
+        async with Backend.digest(cast("Backend", self), key, policy) as lease:
+            yield lease
 
-    async def _change(self, call: Callable[[Backend], Awaitable[Any]], enter: Callable[[Any, State], None]) -> Any:
-        answer = await self._answer(call)
-        enter(answer, self.state())
-        if isinstance(answer, AiodigestError):
-            raise answer
-        return answer
+    @property
+    def shard_map(self) -> ShardMap:
+        return self.reference.shard_map
 
-    def state(self) -> State:
-        """What both keep."""
+    def state(self, added: Collection[bytes] = ()) -> State:
+        """What both keep, which is what was kept before or was added, and the same records under the same id."""
         expected = reference_state(self.reference.machines[0])
-        actual = redis_state(self._client, self._namespace)
-        assert actual == expected
-        check_invariants(actual)
-        last = self._client.xrevrange(f"{{{self._namespace}}}:wake", count=1)
+        self.kept = redis_state(self._client, self._namespace)
+        assert self.kept == expected
+        check_invariants(self.kept)
+        last = self._client.xrevrange(self._key("wake"), count=1)
         rung = (self.reference._wake_ups[0], last[0][0] if last else None)
         assert (rung[0] == self._rung[0]) == (rung[1] == self._rung[1]), "the doorbell of one rang, the other's did not"
         self._rung = rung
-        return actual
-
-    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        return await self._change(
-            lambda store: store.add(0, adds),
-            lambda answers, state: self.ledger.added(adds, answers, self.clock.now, state),
-        )
+        entries = {entry for letter in self.kept["dead"].values() for entry in letter[-1]}
+        for key, timeline in self.kept["timelines"].items():
+            entries |= {*timeline["log"], *timeline["open"]}
+            if name := timeline["meta"].get("id"):
+                opened = (key, timeline["open"])
+                assert self._digests.setdefault(name, opened) == opened, "one id, two contents"
+        assert entries - self._entries <= {*added}, "a record appeared from nowhere"
+        self._entries = entries
+        return self.kept
 
     def plant(self, key: str, entry: bytes) -> None:
         """Append what no version of this library would, to a log that there is."""
         self.reference.machines[0].held[key].log.append(entry)
-        self._client.rpush(f"{{{self._namespace}}}:log:{key}", entry)
-        self.ledger.planted(key, entry, self.state())
+        self._client.rpush(self._key(f"log:{key}"), entry)
+        self.state({entry})
 
     def drop(self, key: str) -> None:
         """Take a log away, as only another program would; the next call must add to it, or drop the timeline."""
         self.reference.machines[0].held[key].log.clear()
-        self._client.delete(f"{{{self._namespace}}}:log:{key}")
-        self.ledger.lost(key)
+        self._client.delete(self._key(f"log:{key}"))
 
     async def find_nothing(self, key: str, record_id: bytes, limits: Limits) -> None:
         """Ask for what a timeline holds whose log is gone: nothing is answered, and nothing is changed."""
-        nothing = await self._answer(lambda store: store.remove(key, record_id, limits))
-        assert nothing is False
-        assert await self._answer(lambda store: store.open(0, key, LEASE, limits)) is None
+        for store in (self.reference, self.redis):
+            assert not await store.remove(key, record_id, limits)
+            assert await store.open(0, key, LEASE, limits) is None
 
     async def break_off(self, key: str, part: str) -> None:
         """Write what is not ours into a part of a timeline: each call that needs it says so, and changes nothing.
 
         ``part`` is one of its three keys, or a field of its meta. Then it is mended.
         """
-        state, client = self.ledger.state, self._client
-        name = f"{{{self._namespace}}}:{part if part in PARTS else 'meta'}:{key}"
+        kept, client = self.state(), self._client
+        name = self._key(f"{part if part in PARTS else 'meta'}:{key}")
         sound = client.dump(name)
         if part in PARTS:
             client.set(name, "not ours", px=DAY)
         else:
             client.hset(name, part, "not ours")
-        letter = f"{{{self._namespace}}}:letter:theirs"
+        letter = self._key("letter:theirs")
         client.hset(letter, "key", key)
         self._calls += 1
         for refused in await self._refusals(key, part):
@@ -267,40 +246,35 @@ class Pair(Backend, Operations):
         client.delete(letter, name)
         if sound:
             client.restore(name, DAY, sound)
-        assert self.state() == state, "something was changed"
+        assert self.state() == kept, "something was changed"
 
     async def _refusals(self, key: str, part: str) -> list[object]:
         """What the calls answer that need a part of a timeline which cannot be read."""
-        store, lease = self.redis, Lease(key, "token", "digest", 1, 0, 0, 0, 0)
-        terms = POLICIES[0].terms
-        answers: list[object] = []
-
-        async def raised(call: Awaitable[object]) -> None:
-            try:
-                answers.append(await call)
-            except AiodigestError as error:
-                answers.append(error)
-
-        await raised(store.remove(key, b"a", terms.limits))
-        await raised(store.replay("theirs", terms, False))
-        answers += await store.close(0, [Close(lease, 1, 1, 0, terms.limits, LEASE)])
-        answers += await store.retry(0, [Retry(lease, 0, "boo", terms.limits)])
+        store, lease, terms = self.redis, Lease(key, "token", "digest", 1, 0, 0, 0, 0), POLICIES[0].terms
+        limits = terms.limits
+        calls: list[Awaitable[object]] = [
+            store.remove(key, b"a", limits),
+            store.replay("theirs", terms, False),
+            store.close(0, [Close(lease, 1, 1, 0, limits, LEASE)]),
+            store.retry(0, [Retry(lease, 0, "boo", limits)]),
+        ]
         if part != "open":
-            answers += await store.add(0, [Add(key, pack(b"a", 0, b""), terms)])
+            calls.append(store.add(0, [Add(key, pack(b"a", 0, b""), terms)]))
         if part not in ("log", "open"):
-            await raised(store.read(0, lease, 0, 1))
-            answers += await store.renew(0, [lease], LEASE)
-            answers += await store.release(0, [lease], True)
-            if key.encode() in self.ledger.state["waiting"]:
-                await raised(store.reschedule(key, Move(terms)))
-        if key.encode() in self.ledger.state["ready"]:
-            await raised(store.open(0, key, LEASE, terms.limits))
-            answers += await self._set_aside(key)
+            calls += [store.read(0, lease, 0, 1), store.renew(0, [lease], LEASE), store.release(0, [lease], True)]
+            if key.encode() in self.kept["waiting"]:
+                calls.append(store.reschedule(key, Move(terms)))
+        if key.encode() in self.kept["ready"]:
+            calls += [store.open(0, key, LEASE, limits), self._set_aside(key)]
+        answers: list[object] = []
+        for call in calls:
+            answer = await outcome(call)
+            answers += cast("list[object]", answer) if isinstance(answer, list) else [answer]
         return answers
 
-    async def _set_aside(self, key: str) -> list[object]:
+    async def _set_aside(self, key: str) -> list[InvalidState]:
         """What a claim says of a timeline that cannot be read, the only one that it finds; it is ready again then."""
-        ready, waiting = (f"{{{self._namespace}}}:{name}" for name in ("ready", "waiting"))
+        ready, waiting = self._key("ready"), self._key("waiting")
         others = self._client.zrange(ready, 0, -1, withscores=True)
         self._client.zremrangebyrank(ready, 0, -1)
         self._client.zadd(ready, {key: dict(others)[key.encode()]})
@@ -310,130 +284,29 @@ class Pair(Backend, Operations):
         self._client.zadd(ready, dict(others))
         return [InvalidState(f"timeline {name!r} is broken: {problem}") for name, problem in claims.broken]
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        return await self._change(
-            lambda store: store.claim(0, count, lease_ms, limits),
-            lambda claims, state: self.ledger.claimed(claims, limits, self.clock.now, state),
-        )
 
-    async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        return await self._change(
-            lambda store: store.open(0, key, lease_ms, limits),
-            lambda lease, state: self.ledger.opened(lease, limits, self.clock.now, state),
-        )
+async def outcome(call: Awaitable[Any]) -> Any:
+    """An answer, or the error that is raised in its place."""
+    try:
+        return await call
+    except AiodigestError as error:
+        return error
 
-    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        entries = await self._read(lambda store: store.read(0, lease, start, count))
-        self.ledger.read(lease, start, count, entries)
-        return entries
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
-        return await self._change(
-            lambda store: store.renew(0, leases, lease_ms),
-            lambda answers, state: self.ledger.renewed(leases, answers, self.clock.now + lease_ms, state),
-        )
-
-    async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
-        return await self._change(
-            lambda store: store.close(0, closes),
-            lambda answers, state: self.ledger.closed(closes, answers, self.clock.now, state),
-        )
-
-    async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
-        return await self._change(
-            lambda store: store.retry(0, retries),
-            lambda answers, state: self.ledger.retried(retries, answers, self.clock.now, state),
-        )
-
-    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
-        return await self._change(
-            lambda store: store.release(0, leases, started),
-            lambda answers, state: self.ledger.released(leases, answers, started, state),
-        )
-
-    async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        deadline = self.clock.now if deadline_ms is None else deadline_ms
-        return await self._change(
-            lambda store: store.schedule(deadline_ms),
-            lambda moved, state: self.ledger.moved([key for key, _ in moved], "waiting", deadline, state),
-        )
-
-    async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        deadline = self.clock.now if deadline_ms is None else deadline_ms
-        return await self._change(
-            lambda store: store.maintenance(deadline_ms),
-            lambda moved, state: self.ledger.moved(moved, "leased", deadline, state),
-        )
-
-    async def flush(self, key: str) -> bool:
-        return await self._change(
-            lambda store: store.flush(key), lambda answer, state: self.ledger.flushed(key, answer, state)
-        )
-
-    async def delete(self, key: str) -> bool:
-        return await self._change(
-            lambda store: store.delete(key), lambda answer, state: self.ledger.deleted(key, answer, state)
-        )
-
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        return await self._change(
-            lambda store: store.remove(key, record_id, limits),
-            lambda answer, state: self.ledger.removed(key, record_id, limits, answer, self.clock.now, state),
-        )
-
-    async def reschedule(self, key: str, move: Move) -> int | None:
-        return await self._change(
-            lambda store: store.reschedule(key, move),
-            lambda answer, state: self.ledger.rescheduled(key, move, answer, self.clock.now, state),
-        )
-
-    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
-        return await self._change(
-            lambda store: store.replay(letter_id, terms, own),
-            lambda answer, state: self.ledger.replayed(letter_id, terms, own, answer, self.clock.now, state),
-        )
-
-    async def discard(self, letter_id: str) -> bool:
-        return await self._change(
-            lambda store: store.discard(letter_id),
-            lambda answer, state: self.ledger.discarded(letter_id, answer, state),
-        )
-
-    async def wait(self, shard: int, last: str) -> str:
-        return await self.reference.wait(0, last)
-
-    async def look(self, key: str) -> StoredTimeline | None:
-        return await self._read(lambda store: store.operations.look(key))
-
-    async def entries(self, key: str) -> list[bytes]:
-        return await self._read(lambda store: store.operations.entries(key))
-
-    async def page(
-        self, shard: int, state: models.State, count: int, after: Bookmark | None = None
-    ) -> Page[StoredTimeline]:
-        return await self._read(lambda store: store.operations.page(0, state, count, after))
-
-    async def counts(self) -> dict[str, int]:
-        async def counted(store: Backend) -> dict[str, int]:
-            return {name: number for name, number in (await store.operations.counts()).items() if number}
-
-        return await self._read(counted)
-
-    async def erase(self) -> int:
-        return await self.redis.operations.erase() + await self.reference.operations.erase()
-
-    async def reshard(self, shards: int) -> bool:
-        return False
-
-    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        return await self._read(lambda store: store.operations.dead_letters(0, count, after))
-
-    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        async def found(store: Backend) -> StoredDeadLetter | None:
-            letter = await store.operations.dead_letter(letter_id, shard)
-            return letter and replace(letter, entries=tuple(letter.entries))
-
-        return await self._read(found)
+def comparable(answer: Any) -> Any:
+    """An answer in the form in which every store's is the same."""
+    match answer:
+        case AiodigestError():
+            return type(answer), str(answer)
+        case Claims():
+            return replace(answer, wake_up="", broken=tuple(answer.broken))
+        case StoredDeadLetter():
+            return replace(answer, entries=tuple(answer.entries))
+        case dict():
+            counts = cast("dict[str, int]", answer)
+            return {name: number for name, number in counts.items() if number}
+        case _:
+            return answer
 
 
 @dataclass
@@ -460,7 +333,7 @@ class Stores(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stores = Pair(self.source, self.place, f"model-{next(self.examples)}")
-        self.loop.run_until_complete(self.stores.connect())
+        self.loop.run_until_complete(self.stores.redis.connect())
         self.machine = self.stores.reference.machines[0]
         self.clock = self.stores.clock
         self.serial = count(1)  # in each value, so that each entry is another
@@ -484,7 +357,7 @@ class Stores(RuleBasedStateMachine):
         with suppress(InvalidState, LimitExceeded, LeaseLost):
             answer = self.loop.run_until_complete(getattr(self.stores, name)(*arguments))
         if name in REPEATABLE:
-            self.last = Call(name, arguments, answer, self.clock.now, self.stores.ledger.state)
+            self.last = Call(name, arguments, answer, self.clock.now, self.stores.kept)
         return answer
 
     def is_of(self, kind: str, key: str, held: Held, limits: Limits) -> bool:
@@ -571,9 +444,10 @@ class Stores(RuleBasedStateMachine):
         return [lease for lease in self.given[::-1] if self.hold_of(lease) == hold]
 
     def hold_of(self, lease: Lease) -> str:
-        if self.stores.ledger.holds(lease):
-            return "held" if self.machine.leased.get(lease.key, 0) > self.clock.now else "ended"
-        return "lost" if self.machine.fenced(lease) == Closed("lost") else "answered"
+        answer = self.machine.fenced(lease)
+        if isinstance(answer, Closed):
+            return "lost" if answer == Closed("lost") else "answered"
+        return "held" if self.machine.leased.get(lease.key, 0) > self.clock.now else "ended"
 
     def ids_of(self, lease: Lease, picked: Sequence[int]) -> list[bytes]:
         known = [identity(entry) for entry in lease.entries] + [b"unknown"]
@@ -902,7 +776,8 @@ class Stores(RuleBasedStateMachine):
         for _ in range(2):
             self.ends[state] = self.call("page", 0, state, size, self.ends.get(state)).end
         self.call("counts")
-        assert self.stores.state() == self.stores.ledger.state, "a read changed what is kept"
+        kept = self.stores.kept
+        assert self.stores.state() == kept, "a read changed what is kept"
 
     @rule(number=numbers, policy=policies, own=st.booleans(), discard=st.sampled_from((False, False, True)))
     def replay_or_discard(self, number: int, policy: Policy, own: bool, discard: bool) -> None:
@@ -992,7 +867,7 @@ class Stores(RuleBasedStateMachine):
     @rule()
     def repeat_a_call_whose_reply_was_lost(self) -> None:
         """However late, and whatever others have done: and if they did nothing, the repetition does nothing."""
-        last, before = self.last, self.stores.ledger.state
+        last, before = self.last, self.stores.kept
         assert last is not None
         answer = self.call(last.name, *last.arguments)
         self.last = last
@@ -1003,8 +878,8 @@ class Stores(RuleBasedStateMachine):
         if last.name in SETTLED and len(set(keys)) == len(keys):  # of two of one timeline, the last is remembered
             assert answer == last.answer
         if last.name in SETTLED or last.at == self.clock.now:
-            assert self.stores.ledger.state == before
-        last.state = self.stores.ledger.state
+            assert self.stores.kept == before
+        last.state = self.stores.kept
 
 
 def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
@@ -1042,7 +917,7 @@ ELSEWHERE = {
     "shared/lease.lua room_bytes < 0: yes": "test_redisbackend.py::test_large_values_do_not_swell_an_answer",
     "shared/lease.lua #page == 0: yes": "",  # it reads no more entries than it has counted
     "claim.lua #records > 0: no": (
-        "test_faults.py::test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest"
+        "test_redisbackend.py::test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest"
     ),
     "claim.lua scanned >= SLICE: yes": (
         "test_redisbackend.py::test_a_claim_that_has_read_much_leaves_the_rest_to_the_next"

@@ -377,13 +377,6 @@ async def test_of_a_partial_failure_at_the_last_attempt_what_was_delivered_count
         assert [len(letter.records) async for letter in mail.dead_letters()] == [1]
 
 
-async def test_a_digest_comes_in_parts_of_max_size() -> None:
-    async with rehearsing(policy=policy(max_size=2)) as (mail, t, callback):
-        await mail.add_many(Entry("a", number) for number in range(5))
-        await t.advance()
-        assert callback.came == [(0, [0, 1]), (0, [2, 3]), (0, [4])]
-
-
 async def test_a_large_digest_is_whole() -> None:
     for on_server in (False, True):
         mail = engine(policy=Policy(capacity=3000))

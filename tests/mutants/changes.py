@@ -1,4 +1,4 @@
-"""Small changes to operators and constants, of Python by its syntax tree and of Lua by its words."""
+"""Small changes to operators, constants, conditions and statements: of Python by its tree, of Lua by its words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from random import Random
 from typing import cast
 
 SCRIPTS = ("aiodigest/backends/redis/lua/**/*.lua",)
-WORKER = ("aiodigest/scheduler.py", "aiodigest/worker/*.py")
+MODULES = (
+    "aiodigest/[!_]*.py",
+    "aiodigest/worker/*.py",
+    "aiodigest/session/*.py",
+    "aiodigest/records/*.py",
+    "aiodigest/backends/memory/*.py",
+    "aiodigest/backends/redis/**/*.py",
+)
 
 # What an operator becomes: its neighbour, and its opposite.
 OPERATORS: Mapping[str, Sequence[str]] = {
@@ -89,76 +96,97 @@ class Change:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Place of a word that may become another."""
+    """Place of a text that may become others."""
 
     row: int
     column: int
-    word: str
+    text: str
+    becomes: tuple[str, ...]
 
 
 @cache
 def find_changes(file: str, text: str) -> Sequence[Change]:
     """All changes to a file, in its order."""
     lines = text.split("\n")
-    places, operators = (lua_places(text), OF_LUA) if file.endswith(".lua") else (python_places(text), OPERATORS)
+    places = lua_places(text) if file.endswith(".lua") else PythonPlaces(text)
     return [
-        Change(file, place.row, place.column, place.word, new, lines[place.row - 1])
+        Change(file, place.row, place.column, place.text, new, lines[place.row - 1])
         for place in sorted(set(places))
-        for new in operators.get(place.word) or other_numbers(place.word)
+        for new in place.becomes
     ]
 
 
-def other_numbers(word: str) -> list[str]:
+def other_numbers(word: str) -> tuple[str, ...]:
     number: int | float = ast.literal_eval(word)
-    return [str(number + 1), *([str(number - 1)] if number == 1 else [])]
+    return (str(number + 1), *([str(number - 1)] if number == 1 else []))
 
 
 # Python
 
 
-def python_places(text: str) -> Iterator[Place]:
-    lines = text.split("\n")
-    tokens = [
-        (each.start, each.string)
-        for each in tokenize.generate_tokens(io.StringIO(text).readline)
-        if each.type in (kinds.OP, kinds.NAME)
-    ]
+class PythonPlaces:
+    """Operators, constants and conditions of a module, and statements that may be left out."""
 
-    def position(row: int, offset: int) -> tuple[int, int]:
-        return row, len(lines[row - 1].encode()[:offset].decode())  # trees count bytes
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lines = text.split("\n")
+        self._tokens = [
+            (each.start, each.string)
+            for each in tokenize.generate_tokens(io.StringIO(text).readline)
+            if each.type in (kinds.OP, kinds.NAME)
+        ]
 
-    def between(left: ast.expr, right: ast.expr) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[Place]:
+        for node in changeable(ast.parse(self._text)):
+            for one, other in pairwise(operands(node)):
+                yield from self._between(one, other)
+            match node:
+                case ast.UnaryOp(op=ast.Not()):
+                    yield Place(*self._position(node.lineno, node.col_offset), "not ", ("",))
+                case ast.Constant(value=bool() | int() | float()):
+                    yield from self._whole(node)
+                case ast.If(test=test) if not is_for_types(node):
+                    yield from self._whole(test, "False")
+                case ast.Expr(value=ast.Call() | ast.Await()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+                    yield from self._whole(node, "pass")
+                case _:
+                    pass
+
+    def _position(self, row: int, offset: int) -> tuple[int, int]:
+        return row, len(self._lines[row - 1].encode()[:offset].decode())  # trees count bytes
+
+    def _whole(self, node: ast.expr | ast.stmt, becomes: str = "") -> Iterator[Place]:
+        """A node that stands in one line; if it is a constant, it says itself what it becomes."""
+        if node.end_lineno == node.lineno:
+            row, column = self._position(node.lineno, node.col_offset)
+            text = self._lines[row - 1][column : self._position(row, node.end_col_offset or 0)[1]]
+            yield Place(row, column, text, (becomes,) if becomes else tuple(OPERATORS.get(text) or other_numbers(text)))
+
+    def _between(self, left: ast.expr, right: ast.expr) -> Iterator[Place]:
         """The operator between two operands, which may stand in parentheses."""
-        begin = position(left.end_lineno or 0, left.end_col_offset or 0)
-        end = position(right.lineno, right.col_offset)
-        some = tokens[bisect_left(tokens, (begin, "")) : bisect_left(tokens, (end, ""))]
+        begin = self._position(left.end_lineno or 0, left.end_col_offset or 0)
+        end = self._position(right.lineno, right.col_offset)
+        some = self._tokens[bisect_left(self._tokens, (begin, "")) : bisect_left(self._tokens, (end, ""))]
         found = [(start, word) for start, word in some if word not in "()"]
         operator = " ".join(word for _, word in found)
         (row, column), _ = found[0]
-        if operator in OPERATORS and lines[row - 1].startswith(operator, column):
-            yield Place(row, column, operator)
+        if operator in OPERATORS and self._lines[row - 1].startswith(operator, column):
+            yield Place(row, column, operator, tuple(OPERATORS[operator]))
 
-    for node in changeable(ast.parse(text)):
-        match node:
-            case ast.Compare(left=left, comparators=others):
-                for one, other in pairwise([left, *others]):
-                    yield from between(one, other)
-            case ast.BoolOp(values=values):
-                for one, other in pairwise(values):
-                    yield from between(one, other)
-            case ast.BinOp(left=left, right=right):
-                yield from between(left, right)
-            case ast.AugAssign(target=target, value=value):
-                yield from between(target, value)
-            case ast.UnaryOp(op=ast.Not()):
-                row, column = position(node.lineno, node.col_offset)
-                yield Place(row, column, "not ")
-            case ast.Constant(value=bool() | int() | float()):
-                row, column = position(node.lineno, node.col_offset)
-                _, end = position(node.lineno, node.end_col_offset or 0)
-                yield Place(row, column, lines[row - 1][column:end])
-            case _:
-                pass
+
+def operands(node: ast.AST) -> Sequence[ast.expr]:
+    """What stands around the operators of an expression, in order."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            return [left, *others]
+        case ast.BoolOp(values=values):
+            return values
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case ast.AugAssign(target=target, value=value):
+            return [target, value]
+        case _:
+            return []
 
 
 def changeable(node: ast.AST) -> Iterator[ast.AST]:
@@ -205,9 +233,11 @@ def lua_places(text: str) -> Iterator[Place]:
             continue
         row, column = text.count("\n", 0, found.start()) + 1, found.start() - text.rfind("\n", 0, found.start()) - 1
         if word == "not" and text.startswith("not ", found.start()):
-            yield Place(row, column, "not ")
-        elif kind == "number" or (kind in ("name", "sign") and word in OF_LUA and not is_sign(word, before)):
-            yield Place(row, column, word)
+            yield Place(row, column, "not ", ("",))
+        elif kind == "number":
+            yield Place(row, column, word, other_numbers(word))
+        elif kind in ("name", "sign") and word in OF_LUA and not is_sign(word, before):
+            yield Place(row, column, word, tuple(OF_LUA[word]))
         before = "text" if kind == "text" else word
 
 
@@ -229,10 +259,10 @@ def possible_changes(root: Path, patterns: Sequence[str]) -> list[Change]:
 
 
 def draw(root: Path, seed: int, count: int) -> list[Change]:
-    """Some changes, half of them to the scripts and half to the worker; of more, the first are the same."""
+    """Some changes, half of them to the scripts and half to the modules; of more, the first are the same."""
     random = Random(seed)
     drawn: list[Change] = []
-    for patterns, share in ((SCRIPTS, count - count // 2), (WORKER, count // 2)):
+    for patterns, share in ((SCRIPTS, count - count // 2), (MODULES, count // 2)):
         possible = possible_changes(root, patterns)
         random.shuffle(possible)
         drawn += possible[:share]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from aiodigest.backend import (
     Add,
@@ -57,6 +58,27 @@ class Server:
     def cut_all(self) -> None:
         self.cut.set()
         self.cut = asyncio.Event()
+
+
+@dataclass
+class Exchange(Generic[T]):
+    """A request, the answer that its process waits for, and how long that takes on its way back, if it is heard."""
+
+    request: Callable[[], Coroutine[Any, Any, T]]
+    reply: asyncio.Future[T]
+    back: float
+    heard: bool
+
+    def fail(self) -> None:
+        self.answer(BackendUnavailable(RESET, stored="unknown"))
+
+    def answer(self, outcome: T | Exception) -> None:
+        if self.reply.done():
+            return
+        if isinstance(outcome, Exception):
+            self.reply.set_exception(outcome)
+        else:
+            self.reply.set_result(outcome)
 
 
 class Link(Backend, Operations):
@@ -142,48 +164,34 @@ class Link(Backend, Operations):
             await asyncio.sleep(out)
             raise BackendUnavailable(REFUSED)
         reply: asyncio.Future[T] = loop.create_future()
-
-        def fail() -> None:
-            if not reply.done():
-                reply.set_exception(BackendUnavailable(RESET, stored="unknown"))
-
-        def answer(outcome: T | Exception) -> None:
-            if reply.done():
-                return
-            if isinstance(outcome, Exception):
-                reply.set_exception(outcome)
-            else:
-                reply.set_result(outcome)
-
-        def arrive(times: int) -> None:
-            server = self._server
-            if not server.is_up:
-                loop.run_apart(back, fail)
-            elif server.paused_until > loop.time():
-                loop.run_apart(server.paused_until - loop.time(), arrive, times)
-            else:
-                outcome = _at_once(request)
-                for _ in range(times - 1):
-                    outcome = _at_once(request)
-                if heard:
-                    loop.run_apart(back, answer, outcome)
-                elif not self.silent:
-                    loop.run_apart(back, fail)
-
         fate = random.random() / self.loss if self.loss else 1.0
-        heard = fate >= 0.6 and not self.silent
+        exchange = Exchange(request, reply, back, heard=fate >= 0.6 and not self.silent)
         if self.silent or fate < 0.2:  # never arrives
             if not self.silent and fate < 0.1:
-                loop.run_apart(out, fail)
+                loop.run_apart(out, exchange.fail)
         elif fate < 0.3:  # arrives when nobody waits for it any more
-            loop.run_apart(self._timeout + out + random.random() * 10, arrive, 1)
+            loop.run_apart(self._timeout + out + random.random() * 10, self._arrive, loop, exchange, 1)
         else:
-            loop.run_apart(out, arrive, 2 if repeat and 0.3 <= fate < 0.4 else 1)
+            loop.run_apart(out, self._arrive, loop, exchange, 2 if repeat and 0.3 <= fate < 0.4 else 1)
         try:
             async with asyncio.timeout(self._timeout):
                 return await reply
         except TimeoutError:
             raise BackendUnavailable("no answer in time", stored="unknown") from None
+
+    def _arrive(self, loop: SeededLoop, exchange: Exchange[Any], times: int) -> None:
+        """Carry a request out, once or twice, if the server is there, and send its answer back."""
+        server = self._server
+        if not server.is_up:
+            loop.run_apart(exchange.back, exchange.fail)
+        elif server.paused_until > loop.time():
+            loop.run_apart(server.paused_until - loop.time(), self._arrive, loop, exchange, times)
+        else:
+            outcome = [_at_once(exchange.request) for _ in range(times)][-1]
+            if exchange.heard:
+                loop.run_apart(exchange.back, exchange.answer, outcome)
+            elif not self.silent:
+                loop.run_apart(exchange.back, exchange.fail)
 
     # The calls of a worker
 
