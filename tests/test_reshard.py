@@ -350,11 +350,11 @@ async def test_every_record_is_delivered_once_while_the_number_of_shards_changes
             await slow.add("slow", 1, record_id=f"before-{shards}")  # keeps the old layout from being empty
             tally.added.append(f"before-{shards}")
             async with resharding(url, namespace, shards) as killed:
-                assert "goes over" in await first_line(killed)
+                assert "is moving" in await first_line(killed)
                 await tally.goes_on()
                 killed.kill()
             async with resharding(url, namespace, shards) as process:
-                assert "goes over" in await first_line(process)
+                assert "is moving" in await first_line(process)
                 await tally.goes_on()
                 assert await slow.flush("slow")
                 async with asyncio.timeout(PATIENCE):

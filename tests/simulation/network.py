@@ -204,6 +204,10 @@ class Link(Backend, Operations):
         pass
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        self._witness.adding(adds)
+        return await self._add_wherever(shard, adds)
+
+    async def _add_wherever(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         try:
             return await self._add(shard, adds)
         except Retired:
@@ -217,14 +221,13 @@ class Link(Backend, Operations):
         answers: dict[int, bool | AiodigestError] = {}
         for shard, indices in groups.items():
             try:
-                answers.update(zip(indices, await self.add(shard, [adds[index] for index in indices]), strict=True))
+                added = await self._add_wherever(shard, [adds[index] for index in indices])
+                answers.update(zip(indices, added, strict=True))
             except BackendUnavailable as error:
                 answers.update(dict.fromkeys(indices, error))
         return [answers[index] for index in range(len(adds))]
 
     async def _add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        self._witness.adding(adds)
-
         async def request() -> list[bool | AiodigestError]:
             added = await self._server.store.add(shard, adds)
             self._witness.added(adds, added)

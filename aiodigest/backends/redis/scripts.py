@@ -1,8 +1,8 @@
 """The scripts in ``aiodigest/backends/redis/lua``, their arguments, and the way to read their answers.
 
-A script is a file ``lua/NAME.lua``. The comment at its top declares it: ``Flags``, ``Commands`` that it runs, the shape
-of its ``Reply``, its keys and arguments. A comment ``-- Needs NAME ...``, there or in a function, stands for files of
-``lua/shared``. Upper-case names that Python knows too are the ``CONSTANTS`` below.
+A script is a file ``lua/NAME.lua``. The comment at its top declares it: ``Flags``, ``Parts`` of the work that need it,
+``Commands`` that it runs, the shape of its ``Reply``, its keys and arguments. A comment ``-- Needs NAME ...``, there or
+in a function, stands for files of ``lua/shared``. Upper-case names that Python knows too are the ``CONSTANTS`` below.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONSTANTS: Mapping[str, int] = {
     "TRACED": TRACED,
     "UNSTAMPED": UNSTAMPED,
 }
-HEADER = re.compile(r"^-- (Flags|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
+HEADER = re.compile(r"^-- (Flags|Parts|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
 NEEDS = re.compile(r"-- Needs +(.+)\n")
 STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
     b"closed": "closed",
@@ -75,6 +75,7 @@ class Script:
 
     source: str
     sha: str
+    parts: frozenset[str]  # of the work for which a user needs it: "add", "deliver", "look", "move by hand"
     commands: frozenset[str]  # if the user may not run one, the script is not begun: refused half-way, it is half done
     begins_namespace: bool  # the others find an empty one where there is none
     repeatable: bool  # running it twice is harmless
@@ -130,6 +131,7 @@ def _load(name: str, read: Callable[[str], str]) -> Script:
     return Script(
         source,
         sha1(source.encode(), usedforsecurity=False).hexdigest(),
+        frozenset(filter(None, header.get("Parts", "").split(", "))),
         frozenset(header.get("Commands", "").split()),
         "begins-namespace" in flags,
         "repeatable" in flags,
@@ -147,11 +149,11 @@ def commands_of(*names: str) -> frozenset[str]:
 
 
 def pack_limits(limits: Limits) -> str:
-    return f"{limits.capacity} {limits.max_size} {limits.max_age_ms} {limits.ttl_ms}"
+    return " ".join(map(str, limits))
 
 
 def pack_delays(terms: Terms) -> str:
-    return f"{terms.initial_ms} {terms.increment_ms} {terms.maximum_ms}"
+    return " ".join(map(str, terms[:-1]))  # but its limits, which are packed by themselves
 
 
 def pack_adds(adds: Sequence[Add]) -> list[Argument]:

@@ -17,19 +17,19 @@ from aiodigest.backends.redis.diagnostics.queries import SAME_USERS, Queries, gr
 from aiodigest.backends.redis.diagnostics.units import in_time, several
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import commands_of, number, text
+from aiodigest.backends.redis.scripts import commands_of, load_scripts, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
 
 MANY_DEAD_LETTERS = 1_000
 REPAIR = "another program has written it: keep it from the namespace's keys, and see docs/design.md for what is there"
-PARTS: Mapping[str, Sequence[str]] = {  # of the work, and the scripts that it takes
-    "add": ("layout", "add"),
-    "deliver": ("layout", "claim", "renew", "close", "retry", "release"),
-    "look": ("look", "read", "counts", "letters", "letter"),
-    "move by hand": ("flush", "delete", "remove", "reschedule", "replay", "discard"),
-}
+PARTS = ("add", "deliver", "look", "move by hand")  # of the work
 ROLES: Sequence[set[str]] = ({"add"}, {"deliver"}, {"look", "move by hand"})  # those of docs/security.md
+
+
+def scripts_for(part: str) -> list[str]:
+    """Return the scripts that a part of the work takes, as their headers say."""
+    return [name for name, script in load_scripts().items() if part in script.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class NamespaceReader:
 
     async def _listen(self) -> None:
         """Check that the user may listen to the wake-up stream, which no script reads."""
-        if self._may(*PARTS["deliver"]):
+        if self._may(*scripts_for("deliver")):
             key = self._namespace.key(next(self._current_shards()), "wake")
             command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
@@ -222,7 +222,7 @@ def check_permissions(facts: NamespaceFacts) -> Iterator[Finding]:
     if not facts.denied:
         return
     user, denied = facts.user, frozenset[str].intersection(*facts.denied)
-    lacks = {part: commands_of(*scripts) & denied for part, scripts in PARTS.items()}
+    lacks = {part: commands_of(*scripts_for(part)) & denied for part in PARTS}
     whole = [part for part, missing in lacks.items() if not missing]
     may = ", ".join(whole)
     for here, places in facts.denied.items():

@@ -1,6 +1,7 @@
 -- add: append records to their logs, and open or push the windows of their timelines.
 --
 -- Flags     begins-namespace, replicated
+-- Parts     add
 -- Commands  HDEL HGET HINCRBY HMGET HSET LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- claim: recover ended leases, promote what is due, and open digests, the oldest due first.
 --
 -- Flags     begins-namespace
+-- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
 --           ZCARD ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [int, int, text, [list...], [text...], [number...]]

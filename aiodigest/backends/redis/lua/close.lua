@@ -2,6 +2,7 @@
 -- came since.
 --
 -- Flags     repeatable
+-- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE
 --           ZREM
 -- Reply     [list | text...]

@@ -1,6 +1,7 @@
 -- counts: tell the sizes of a shard's sets and what happened in it.
 --
 -- Flags     repeatable
+-- Parts     look
 -- Commands  HGET TIME ZCARD ZCOUNT ZRANGE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)

@@ -1,5 +1,6 @@
 -- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted.
 --
+-- Parts     move by hand
 -- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
 -- Reply     number
 -- KEYS[1]   layout (guard)

@@ -1,5 +1,6 @@
 -- discard: drop a dead letter.
 --
+-- Parts     move by hand
 -- Commands  EXISTS HGET UNLINK ZREM
 -- Reply     int
 -- KEYS[1]   layout (guard)

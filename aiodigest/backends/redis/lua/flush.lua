@@ -1,6 +1,7 @@
 -- flush: make a timeline ready now, or after the delivery under way.
 --
 -- Flags     repeatable
+-- Parts     move by hand
 -- Commands  EXISTS HGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- layout: record which layout a shard, or the namespace, has, unless it has one.
 --
 -- Flags     repeatable
+-- Parts     add, deliver
 -- Commands  HGET HSET HSETNX
 -- Reply     [int, text]
 -- KEYS[1]   layout (key)

@@ -1,6 +1,7 @@
 -- letter: show a dead letter and a page of its records.
 --
 -- Flags     repeatable
+-- Parts     look
 -- Commands  HGET HMGET LLEN LRANGE TIME
 -- Reply     nil | [text, text, number, number, text, number, [text...]]
 -- KEYS[1]   layout (guard)

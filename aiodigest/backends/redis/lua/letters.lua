@@ -1,6 +1,7 @@
 -- letters: list a page of the ids of dead letters, the oldest first, but for those that reached their 30 days.
 --
 -- Flags     repeatable
+-- Parts     look
 -- Commands  HGET TIME ZCOUNT ZRANGE
 -- Reply     [[text...], list]
 -- KEYS[1]   layout (guard)

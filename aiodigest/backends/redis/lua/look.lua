@@ -1,6 +1,7 @@
 -- look: show timelines; a broken one shows its error.
 --
 -- Flags     repeatable
+-- Parts     look
 -- Commands  HGET HGETALL LLEN TIME ZCOUNT ZRANGE ZSCORE
 -- Reply     [[list...], list]
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- read: a page of a timeline's entries: those under delivery first, then, without a fence, what came since.
 --
 -- Flags     repeatable
+-- Parts     look
 -- Commands  HGET HGETALL LLEN LRANGE TIME
 -- Reply     text | [text...]
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- release: give leases back without charging the attempt.
 --
 -- Flags     repeatable
+-- Parts     deliver
 -- Commands  HDEL HGET HGETALL HSET PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)

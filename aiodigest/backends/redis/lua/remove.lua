@@ -1,5 +1,6 @@
 -- remove: drop a record from the log, and from the records of a digest in a retry wait after reported failures.
 --
+-- Parts     move by hand
 -- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- renew: extend leases, also those that have ended and were not claimed by another.
 --
 -- Flags     begins-namespace, repeatable
+-- Parts     deliver
 -- Commands  HGET HGETALL HMGET HSET PERSIST TIME ZADD ZCARD ZRANGE ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)

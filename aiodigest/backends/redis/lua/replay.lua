@@ -1,5 +1,6 @@
 -- replay: put a dead letter's records before newer ones, schedule as an add would, and remove the letter.
 --
+-- Parts     move by hand
 -- Commands  HDEL HGET HGETALL HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
 --           ZSCORE
 -- Reply     text | [number...]

@@ -1,6 +1,7 @@
 -- reschedule: move the due time of a waiting timeline.
 --
 -- Flags     repeatable
+-- Parts     move by hand
 -- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     text | [number...]
 -- KEYS[1]   layout (guard)

@@ -1,6 +1,7 @@
 -- retry: let deliveries that failed, or may have, wait for their next attempt.
 --
 -- Flags     repeatable
+-- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
