@@ -1,0 +1,1 @@
+"""What connects aiodigest with FastAPI, Starlette and OpenTelemetry."""

@@ -1,0 +1,1 @@
+"""The bytes around a record, and checks of what callers give."""

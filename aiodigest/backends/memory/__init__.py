@@ -1,0 +1,1 @@
+"""The reference state machine in pure Python, and the backend on it."""

@@ -1,6 +1,6 @@
 """The state machine of a shard in pure Python: the standard that scripts are checked against, and an in-memory store.
 
-Each transition takes the time as an argument and happens whole. ``memory.py`` makes a ``Backend`` of it.
+Each transition takes the time as an argument and happens whole. ``backend.py`` beside this makes a ``Backend`` of it.
 """
 
 from __future__ import annotations

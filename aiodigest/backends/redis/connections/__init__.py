@@ -1,0 +1,1 @@
+"""URLs, and connections to a server, to a cluster, and through sentinels."""
