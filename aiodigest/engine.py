@@ -233,6 +233,7 @@ class DigestEngine(Generic[T]):
                 url, namespace=namespace, shards=shards, timeout=self.timeout, wait_replicas=wait_replicas
             )
         )
+        self._url = self.backend.url  # also while a test replaces the backend
         self._policies = Policies(policy, retry, self.delivery_timeout)
         self._registered: Registered[T] = Registered()
         self._session: BackgroundSession | None = None
@@ -241,7 +242,7 @@ class DigestEngine(Generic[T]):
     @property
     def url(self) -> str:
         """The URL of the store, without the password."""
-        return self.backend.url
+        return self._url
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -332,11 +333,14 @@ class DigestEngine(Generic[T]):
         require(can_call_back(chosen), "the callback", "an async function without yield", chosen)
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
-        await self._enter(chosen, shards)
+        replacement = await self._enter(chosen, shards)
         try:
             yield self
         finally:
-            await self._leave(chosen)
+            if replacement is not None:  # which may have ended before
+                replacement.chosen.remove(chosen)
+            else:
+                await self._leave()
 
     async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
         """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once.
@@ -399,12 +403,13 @@ class DigestEngine(Generic[T]):
             self.backend, self._registered = before
             forget_session(self)
 
-    async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> None:
-        if self._replacement is not None:
-            await self._replacement.session.backend()
+    async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> Replacement[T] | None:
+        """Begin a session; if the backend is replaced, only tell the replacement of the callback, and return it."""
+        if (replacement := self._replacement) is not None:
+            await replacement.session.backend()
             if callback is not None:
-                self._replacement.chosen.append(callback)
-            return
+                replacement.chosen.append(callback)
+            return replacement
         if self._session is not None:
             if not self._session.is_over:
                 raise ConfigurationError(f"engine {self.namespace!r} is entered already")
@@ -438,12 +443,10 @@ class DigestEngine(Generic[T]):
             session.hurry()
             await self._leave()
             raise
+        return None
 
-    async def _leave(self, callback: Callback[T] | None = None) -> None:
-        if self._replacement is not None:
-            if callback is not None:
-                self._replacement.chosen.remove(callback)
-        elif self._session is not None:
+    async def _leave(self) -> None:
+        if self._replacement is None and self._session is not None:
             try:
                 await self._session.stop()
             finally:

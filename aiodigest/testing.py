@@ -21,6 +21,7 @@ from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
+from aiodigest.session.sync import leave_session
 from aiodigest.worker.delivery import Attempt, Outcome, tell
 
 __all__ = ["TestEngine"]
@@ -172,6 +173,8 @@ class TestEngine(Generic[T]):
     async def __aenter__(self) -> Self:
         if not self._needs_server:
             return self.__enter__()
+        with self._engine.replace_backend(ReferenceBackend()):
+            pass  # else a server would be started for an engine that is in use
         async with AsyncExitStack() as stack:
             backend = await stack.enter_async_context(_on_server(self._engine, self._clock.now_ms))
             self._begin(backend, asyncio.get_running_loop())
@@ -181,6 +184,7 @@ class TestEngine(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await leave_session(self._engine)  # which uses the server, too
         self._test.close()
         await self._server.aclose()
 

@@ -693,7 +693,7 @@ async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
     mail = engine(timeout=1)
     async with TestEngine(mail, server=True) as t:
         await patiently(lambda: mail.add("a", 1, record_id="a"))
-        server = EmbeddedServer(Path(mail.url.removeprefix("embedded://")))
+        server = EmbeddedServer(Path(mail.backend.url.removeprefix("embedded://")))
         to_server: Any = redis.Redis  # whose types are of no help here
         with to_server(unix_socket_path=str(server.socket)) as client:
 

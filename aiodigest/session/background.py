@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyio import CancelScope
@@ -45,7 +47,9 @@ class BackgroundSession(Session):
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        self._adder = Adder(self.backend, timeout, self._availability, self._group.create_task, self._refusal)
+        self._context = copy_context()  # that of its tasks, and not that of a call which happens to need one first
+        start = partial(self._group.create_task, context=self._context)
+        self._adder = Adder(self.backend, timeout, self._availability, start, self._refusal)
         self._pid = os.getpid()
         self.main = asyncio.create_task(self._run(), name="aiodigest")
         self.main.add_done_callback(self._ended)
@@ -95,7 +99,8 @@ class BackgroundSession(Session):
         if self._stopping.is_set():
             raise BackendUnavailable("the engine was left before it was connected")
         if self._connecting is None or self._connecting.done():
-            self._connecting = asyncio.create_task(self._open())  # in no group, which would end with its first failure
+            # in no group, which would end with its first failure
+            self._connecting = asyncio.create_task(self._open(), context=self._context)
             self._connecting.add_done_callback(retrieve)
         connecting = self._connecting
         await asyncio.wait([connecting], timeout=(began or now) + self._timeout - now)

@@ -74,7 +74,11 @@ class Session:
             answers: dict[int, bool | AiodigestError] = {}
             for shard in sorted(set(shards)):
                 indices = [index for index, one in enumerate(shards) if one == shard]
-                answers.update(zip(indices, await backend.add(shard, [adds[index] for index in indices]), strict=True))
+                try:
+                    results = await backend.add(shard, [adds[index] for index in indices])
+                except AiodigestError as error:
+                    results = [error] * len(indices)
+                answers.update(zip(indices, results, strict=True))
         return [answers[index] for index in range(len(adds))]
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context
 from datetime import datetime
 from functools import partial
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -109,6 +110,12 @@ class Sync(Generic[T]):
 def sync_session_of(engine: object) -> BackgroundSession | None:
     """Return the session in which ``engine.sync`` adds, or None if it has not added yet in this process."""
     return _current().session_of(engine)
+
+
+async def leave_session(engine: object) -> None:
+    """Leave the session of ``engine.sync``, and return when it has closed its connections."""
+    if (leaving := _current().forget(engine)) is not None:
+        await asyncio.wrap_future(leaving)
 
 
 def forget_session(engine: object) -> None:
@@ -207,7 +214,8 @@ class Bridge:
 
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if engine not in self._sessions:
-            session = self._sessions[engine] = BackgroundSession(engine.backend.clone(), engine.timeout)
+            begin = partial(BackgroundSession, engine.backend.clone(), engine.timeout)
+            session = self._sessions[engine] = Context().run(begin)  # not in that of the thread that came first
             weakref.finalize(engine, self.leave, session).atexit = False
         return await work()
 
@@ -220,15 +228,19 @@ class Bridge:
         task.add_done_callback(retrieve)  # its caller may have been interrupted
         return task
 
-    def forget(self, engine: object) -> None:
-        if (session := self._sessions.pop(engine, None)) is not None:
-            self.leave(session)
+    def forget(self, engine: object) -> Future[None] | None:
+        session = self._sessions.pop(engine, None)
+        return None if session is None else self.leave(session)
 
-    def leave(self, session: BackgroundSession) -> None:
-        """Leave a session whose engine is gone, or has another backend."""
-        if self._loop is not None and self is _current():
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(lambda: self._note(asyncio.create_task(session.stop())))
+    def leave(self, session: BackgroundSession) -> Future[None] | None:
+        """Leave a session whose engine is gone, or has another backend; None if there is no loop to do it in."""
+
+        async def stop() -> None:
+            await self._note(asyncio.create_task(session.stop()))
+
+        if self._loop is None or self._loop.is_closed() or self is not _current():
+            return None
+        return asyncio.run_coroutine_threadsafe(stop(), self._loop)
 
     def end(self) -> None:
         """Close all connections, at the end of the process."""

@@ -123,6 +123,7 @@ class ShardWorker:
         self._availability.answered(self.leases.calls)
         self._end_if_retired()
         self.wake()
+        self._shared.on_answer()  # others have its timelines, and need a worker although this one's deliveries go on
 
     def _end_if_retired(self) -> None:
         if self._retired and not self.leases.active:

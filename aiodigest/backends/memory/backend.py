@@ -1,11 +1,11 @@
-"""The reference state machine as an in-memory ``Backend``: no server, nothing kept, one event loop."""
+"""The reference state machine as an in-memory ``Backend``: no server, and nothing is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Self
 from uuid import uuid4
@@ -22,8 +22,16 @@ def system_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
 class ReferenceBackend(Backend):
-    """Shards of the reference state machine, with a wake-up stream each. ``now`` is the clock, in milliseconds."""
+    """Shards of the reference state machine, with a wake-up stream each. ``now`` is the clock, in milliseconds.
+
+    Any event loop may use it, one thread at a time.
+    """
 
     def __init__(
         self, *, shards: int = 1, now: Callable[[], int] = system_ms, nonce: Callable[[], str] = lambda: uuid4().hex
@@ -32,7 +40,7 @@ class ReferenceBackend(Backend):
         self._shard_map = ShardMap(shards, range(shards))
         self._operations = ReferenceOperations(self.machines, lambda: self.shard_map, now)
         self._wake_ups = [0] * shards
-        self._woken = [asyncio.Event() for _ in range(shards)]
+        self._waiting: list[set[asyncio.Future[None]]] = [set() for _ in range(shards)]
         self._now = now
         self._nonce = nonce
 
@@ -65,12 +73,21 @@ class ReferenceBackend(Backend):
         yield machine
         if machine.head_ms < before:
             self._wake_ups[shard] += 1
-            self._woken[shard].set()
-            self._woken[shard] = asyncio.Event()
+            for waiting in self._waiting[shard]:
+                if waiting.get_loop() is asyncio.get_running_loop():
+                    _wake(waiting)
+                else:
+                    with suppress(RuntimeError):  # its loop is closed
+                        waiting.get_loop().call_soon_threadsafe(_wake, waiting)
 
     async def wait(self, shard: int, last: str) -> str:
         if self._wake_ups[shard] == int(last):
-            await self._woken[shard].wait()
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[shard].add(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting[shard].discard(waiting)
         return str(self._wake_ups[shard])
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:

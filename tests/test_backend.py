@@ -1,0 +1,216 @@
+"""Engines on a backend that was handed in: which loops, threads and contexts use it, and tests that replace one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from engines import (
+    Inbox,
+    VirtualLoop,
+    WatchedBackend,
+    delivering,
+    engine_on,
+    forever,
+    now,
+    policy,
+    settle,
+    virtual_time,
+)
+from userland import DEADLINE
+
+from aiodigest import (
+    JSON,
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    Entry,
+    PartialAdd,
+)
+from aiodigest.backend import Add, Claims, Lease, Retired, ShardMap
+from aiodigest.backends.embedded.server import EmbeddedServer
+from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.testing import TestEngine
+
+WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
+
+
+@pytest.mark.parametrize("given", [{"url": "redis://localhost"}, {"shards": 2}, {"wait_replicas": 1}])
+def test_a_backend_and_what_only_a_url_needs_are_not_given_together(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="a backend, which has its own"):
+        DigestEngine[JSON](**{"namespace": "test", "backend": ReferenceBackend(), **given})
+
+
+def test_an_engine_in_a_second_loop_is_woken_as_in_the_first() -> None:
+    engine = engine_on(WatchedBackend(), policy=policy())
+
+    async def use(value: int) -> float:
+        inbox = Inbox()
+        async with engine.delivering(inbox):
+            await asyncio.sleep(5)
+            began = now()
+            await engine.add("key", value)
+            await inbox.digest()
+            return now() - began
+
+    for value in range(2):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            assert runner.run(use(value)) < 0.1
+
+
+async def test_an_add_of_a_thread_wakes_the_worker_in_its_own_loop() -> None:
+    asyncio.get_running_loop().set_debug(True)  # else a call from another thread may go unnoticed, and wake nobody
+    engine = DigestEngine[JSON](namespace="test", backend=ReferenceBackend(), policy=policy(), lease_timeout=3600)
+    digests: asyncio.Queue[Digest[JSON]] = asyncio.Queue()
+    async with engine.delivering(digests.put):
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.sync.add, "key", 1)
+        async with asyncio.timeout(DEADLINE):
+            assert (await digests.get()).key == "key"
+
+
+class Looking(ReferenceBackend):
+    """Notes in which context it is connected, and adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    async def connect(self) -> None:
+        self.seen.append(WHERE.get())
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        self.seen.append(WHERE.get())
+        return await super().add(shard, adds)
+
+
+async def test_what_an_engine_does_by_itself_runs_in_no_request_s_context() -> None:
+    backend = Looking()
+
+    async def request(number: int) -> None:
+        WHERE.set(f"request {number}")
+        await engine.add("key", number)
+
+    engine = DigestEngine[JSON](namespace="test", backend=backend)
+    WHERE.set("the app")
+    async with engine:
+        for number in range(2):
+            await asyncio.create_task(request(number))
+    assert backend.seen == ["the app"] * 3
+
+
+def test_what_the_bridge_does_by_itself_runs_in_no_thread_s_context() -> None:
+    backend = Looking()
+    engine = DigestEngine[JSON](namespace="test", backend=backend)
+    WHERE.set("a thread")
+    engine.sync.add("key", 1)
+    assert backend.seen == ["nowhere"] * 2
+
+
+class Moving(WatchedBackend):
+    """Has two shards, the second of which takes the place of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(shards=2)
+        self._shard_map = ShardMap(1, range(1))
+        self.has_moved = False
+
+    async def claim(self, shard: int, *args: Any) -> Claims:
+        await self._check(shard)
+        return await super().claim(shard, *args)
+
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+        await self._check(shard)
+        return await super().renew(shard, leases, lease_ms)
+
+    async def _check(self, shard: int) -> None:
+        if self.has_moved and shard == 0:
+            self._shard_map = self._shard_map if self._shard_map.count == 2 else ShardMap(2, range(1, 2))
+            raise Retired("shard 0 is used no more")
+
+
+@virtual_time
+async def test_new_shards_are_served_while_deliveries_of_a_retired_one_go_on() -> None:
+    backend, inbox = Moving(), Inbox(forever)
+    async with delivering(inbox, backend, lease_timeout=60, delivery_timeout=1000, drain_timeout=0) as (engine, _):
+        await engine.add("old", 1)
+        await inbox.digest()
+        backend.has_moved = True
+        began = now()
+        await asyncio.sleep(25)  # the next claim or renewal tells
+        assert engine.backend.shard_map.count == 2
+        await engine.add("new", 2)
+        await inbox.digest(2)
+        assert now() - began < 40, "the lease of the old shard has not ended by then"
+
+
+# Replaced by a test
+
+
+async def test_adds_that_a_replaced_backend_refuses_fail_alone() -> None:
+    engine, backend = DigestEngine[JSON](namespace="test"), WatchedBackend(shards=2)
+    backend.down_shards = {1}
+    backend.take_down("add")
+    with engine.replace_backend(backend):
+        with pytest.raises(PartialAdd) as raised:
+            await engine.add_many([Entry(f"key {number}", number) for number in range(6)])
+        refused = [isinstance(each, BackendUnavailable) for each in raised.value.results]
+        assert [backend.shard_map.shard_of(f"key {number}") == 1 for number in range(6)] == refused
+        assert (await engine.stats()).ready == refused.count(False) > 0
+
+
+async def test_an_app_that_outlives_one_test_may_end_in_the_next() -> None:
+    mail, app = DigestEngine[JSON](namespace="test"), AsyncExitStack()
+    with TestEngine(mail):
+        await app.enter_async_context(mail.delivering(Inbox()))
+    inbox = Inbox()
+    with TestEngine(mail) as t:
+        async with mail.delivering(inbox):
+            await app.aclose()
+            await mail.add("key", 1)
+            await t.advance()
+    assert inbox.values == [[1]]
+
+
+async def test_no_server_is_started_for_an_engine_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(server: EmbeddedServer) -> str:
+        raise AssertionError("a server is started")
+
+    monkeypatch.setattr(EmbeddedServer, "start", start)
+    engine = engine_on(WatchedBackend())
+    async with engine:
+        with pytest.raises(ConfigurationError, match="entered already"):
+            async with TestEngine(engine, server=True):
+                pass
+
+
+async def test_the_server_of_a_test_to_which_a_thread_added_is_gone_after_it() -> None:
+    mail = DigestEngine[JSON](namespace="test")
+    to_server: Any = redis.Redis  # whose types are of no help here
+    for _ in range(5):
+        async with TestEngine(mail, server=True):
+            await asyncio.to_thread(mail.sync.add, "key", 1)
+            server = EmbeddedServer(Path(mail.backend.url.removeprefix("embedded://")))
+            with to_server(unix_socket_path=str(server.socket)) as client:
+                pid = client.info("server")["process_id"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_an_engine_keeps_its_url_while_a_test_replaces_its_backend() -> None:
+    mail = DigestEngine[JSON]("redis://example:6379/0", namespace="test")
+    with TestEngine(mail):
+        assert (mail.url, mail.is_entered, mail.loop) == ("redis://example:6379/0", True, None)
+    assert not mail.is_entered
+    async with engine_on(WatchedBackend()) as engine:
+        await settle()
+        assert engine.loop is asyncio.get_running_loop()
