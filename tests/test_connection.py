@@ -21,6 +21,7 @@ from redis.exceptions import InvalidResponse
 from aiodigest import DigestEngine
 from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
+from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE, ServerConnections
 from aiodigest.backends.redis.connections.shared import _shared, _users, join_connections, leave_connections
 from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
@@ -344,6 +345,23 @@ async def test_closing_connections_while_one_connects_sends_nothing_and_leaves_n
     with pytest.raises(BackendUnavailable, match="are closed"):
         await call
     assert server.open == server.sent == 0
+
+
+@virtual_time
+async def test_closed_connections_ask_no_sentinel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    async def primary(_: Sentinels, timeout: float) -> tuple[str, int]:
+        asked.append(timeout)
+        return "h2", 6379
+
+    monkeypatch.setattr(Sentinels, "primary", primary)
+    connections = ServerConnections(read_url("redis+sentinel://h1/mail"), 5)
+    await connections.close()
+    for call in (connections.listen("wake", "0-0"), connections.command("", "PING")):
+        with pytest.raises(BackendUnavailable, match="are closed"):
+            await call
+    assert asked == []
 
 
 @virtual_time

@@ -139,6 +139,7 @@ class ServerConnections:
 
     async def listen(self, stream: str, last: str) -> str:
         """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
+        self._open()  # before sentinels are asked
         command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
         try:
             async with asyncio.timeout(self.timeout):
