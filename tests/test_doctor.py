@@ -27,8 +27,8 @@ from stores import Place
 
 from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
 from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.diagnostics.findings import in_bytes, in_time
 from aiodigest.backends.redis.diagnostics.server import ServerFacts, SlowCall, check_server
-from aiodigest.backends.redis.diagnostics.units import in_bytes, in_time
 from aiodigest.models import Check
 from aiodigest.policy import Limits
 
@@ -66,7 +66,7 @@ def problems(findings: list[Finding]) -> set[str]:
 
 
 def judged(check: str, **facts: Any) -> Finding:
-    return of(list(check_server(ServerFacts(**facts))), check)
+    return of(check_server(ServerFacts(**facts)), check)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_cluster_is_in_order_with_all_its_slots_served(state: str, served: str
 
 
 def test_of_what_a_server_does_not_tell_nothing_is_said() -> None:
-    assert list(check_server(ServerFacts())) == []
+    assert check_server(ServerFacts()) == []
 
 
 def test_sizes_and_durations_are_told_in_units_of_people() -> None:
@@ -253,8 +253,13 @@ def test_the_reference_names_every_check_and_the_unit_of_every_value() -> None:
     assert sorted(told) == sorted(get_args(Check))
     sources = [path.read_text() for path in (ROOT / "aiodigest" / "backends" / "redis" / "diagnostics").glob("*.py")]
     calls = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Finding"]
-    measured = [call for call in made if len(call.args) == 5 or "value" in {word.arg for word in call.keywords}]
+    made = [(call, call.func.id) for call in calls if isinstance(call.func, ast.Name)]
+    of_value = {"Finding": 5, "graded": 6}  # the arguments up to the value
+    measured = [
+        call
+        for call, name in made
+        if name in of_value and (len(call.args) == of_value[name] or "value" in {word.arg for word in call.keywords})
+    ]
     assert {ast.literal_eval(call.args[0]) for call in measured} == {check for check, unit in told.items() if unit}
 
 

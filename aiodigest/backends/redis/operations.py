@@ -105,7 +105,7 @@ class RedisOperations(Operations):
     # The namespace
 
     async def examine(self) -> list[Finding]:
-        from aiodigest.backends.redis.diagnostics.examine import examine  # not needed by workers
+        from aiodigest.backends.redis.diagnostics.namespace import examine  # not needed by workers
 
         return await examine(self._namespace, await self._namespace.connected())
 

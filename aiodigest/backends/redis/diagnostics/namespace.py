@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 from aiodigest.backend import DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.cluster import slot_of
 from aiodigest.backends.redis.connections.connection import show_address
 from aiodigest.backends.redis.connections.server import LayoutMismatch
-from aiodigest.backends.redis.diagnostics.queries import SAME_USERS, Queries, grant
-from aiodigest.backends.redis.diagnostics.units import in_time, several
-from aiodigest.backends.redis.layout import RETIRED, Layout
+from aiodigest.backends.redis.connections.shared import Connections
+from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, grant, in_time, several
+from aiodigest.backends.redis.diagnostics.server import examine_servers
+from aiodigest.backends.redis.layout import RETIRED
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import commands_of, load_scripts, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
@@ -60,28 +61,45 @@ class ShardFacts:
         return self.held["waiting"] + self.held["ready"] + self.held["leased"]
 
 
-@dataclass(frozen=True, slots=True)
-class LostShard:
-    """A shard out of reach: why, and where it would be."""
-
-    error: AiodigestError
-    slot: int
-    primary: str
+LostShard: TypeAlias = tuple[AiodigestError, int, str]  # out of reach: why, its slot, and its primary
 
 
-@dataclass(frozen=True, slots=True)
 class NamespaceFacts:
-    """The answers of a namespace."""
+    """The answers of a namespace, all asked for by ``read``."""
 
-    name: str
-    user: str
-    current: Layout
-    drained: Layout | None
-    denied: Mapping[frozenset[str], Sequence[str]]  # commands that the user may not run, and on which primaries
-    shards: Sequence[ShardFacts]  # in reach
-    lost: Sequence[LostShard]
-    spread: Sequence[int] | None  # shards on each primary of a cluster that has any; None: it is one server
-    primaries: int
+    def __init__(self, namespace: Namespace, queries: Queries) -> None:
+        self._namespace = namespace
+        self._queries = queries
+        self.name = namespace.name
+        self.user = queries.user
+        self.layout = layout = namespace.layout
+        live = layout.current, layout.drained
+        self._numbers = [shard for shard, home in enumerate(layout.homes) if home.layout in live]
+        self._current = [shard for shard in self._numbers if layout.homes[shard].layout == layout.current]
+        self.denied: dict[frozenset[str], list[str]] = {}  # commands that the user may not run, and on which primaries
+        self.shards: list[ShardFacts] = []  # in reach
+        self.lost: list[LostShard] = []
+
+    async def read(self) -> NamespaceFacts:
+        """Ask for the user's rules, and then the shards."""
+        await self._ask_rules()
+        answers = await asyncio.gather(*map(self._ask, self._numbers))
+        self.shards = [answer for answer in answers if isinstance(answer, ShardFacts)]
+        self.lost = [answer for answer in answers if not isinstance(answer, ShardFacts)]
+        await self._listen()
+        return self
+
+    @property
+    def spread(self) -> Sequence[int] | None:
+        """The number of shards on each primary of a cluster that has any; None: it is one server."""
+        connections = self._queries.connections
+        keys = [self._namespace.key(shard, "layout") for shard in self._current]
+        return list(Counter(map(connections.primary_of, keys)).values()) if connections.url.nodes else None
+
+    @property
+    def primaries(self) -> int:
+        """The number of primaries."""
+        return len(self._queries.connections.primaries)
 
     @property
     def missing(self) -> frozenset[str]:
@@ -99,48 +117,15 @@ class NamespaceFacts:
         """True if any shard in reach ever was."""
         return any(shard.version for shard in self.shards)
 
-
-class NamespaceReader:
-    """A single look at a namespace: asks its shards, and for its user's rules."""
-
-    def __init__(self, namespace: Namespace, queries: Queries) -> None:
-        self._namespace = namespace
-        self._queries = queries
-        self._layout = layout = namespace.layout
-        live = layout.current, layout.drained
-        self._shards = [shard for shard, home in enumerate(layout.homes) if home.layout in live]
-        self._denied: dict[frozenset[str], list[str]] = {}
-
-    async def read(self) -> NamespaceFacts:
-        namespace, connections = self._namespace, self._queries.connections
-        await self._ask_rules()
-        answers = await asyncio.gather(*map(self._ask, self._shards))
-        await self._listen()
-        keys = [namespace.key(shard, "layout") for shard in self._current_shards()]
-        return NamespaceFacts(
-            name=namespace.name,
-            user=self._queries.user,
-            current=self._layout.current,
-            drained=self._layout.drained,
-            denied=self._denied,
-            shards=[answer for answer in answers if isinstance(answer, ShardFacts)],
-            lost=[answer for answer in answers if isinstance(answer, LostShard)],
-            spread=list(Counter(map(connections.primary_of, keys)).values()) if connections.url.nodes else None,
-            primaries=len(connections.primaries),
-        )
-
-    def _current_shards(self) -> Iterator[int]:
-        return (shard for shard in self._shards if self._layout.homes[shard].layout == self._layout.current)
-
     async def _ask_rules(self) -> None:
         """Ask each primary with shards which commands the user may not run: servers do not share their rules."""
 
         async def ask(where: str, shard: int) -> None:
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
                 denied = await self._namespace.denied_on(shard)
-                self._denied.setdefault(denied, []).append(where)
+                self.denied.setdefault(denied, []).append(where)
 
-        await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in self._shards}.items()))
+        await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in self._numbers}.items()))
 
     def _place(self, shard: int) -> str:
         """Return the primary of a shard; '' if there is only one."""
@@ -148,7 +133,7 @@ class NamespaceReader:
         return show_address(*address) if address else ""
 
     def _may(self, *scripts: str) -> bool:
-        return not commands_of(*scripts) & frozenset[str]().union(*self._denied)
+        return not commands_of(*scripts) & frozenset[str]().union(*self.denied)
 
     async def _ask(self, shard: int) -> ShardFacts | LostShard:
         try:
@@ -158,14 +143,14 @@ class NamespaceReader:
         except (BackendUnavailable, ConfigurationError) as error:
             if not self._queries.connections.url.nodes:
                 raise
-            return LostShard(error, slot_of(self._namespace.key(shard, "layout")), self._place(shard))
+            return error, slot_of(self._namespace.key(shard, "layout")), self._place(shard)
         except AiodigestError as error:
             self._queries.notes.append(Finding("shards", "problem", f"a shard is broken: {error}", REPAIR))
             return ShardFacts()
 
     async def _read_shard(self, shard: int) -> ShardFacts:
-        layout, key = self._layout.homes[shard].layout, self._namespace.key(shard, "layout")
-        draining, subject = layout != self._layout.current, "who delivers"
+        layout, key = self.layout.homes[shard].layout, self._namespace.key(shard, "layout")
+        draining, subject = layout != self.layout.current, "who delivers"
         fields = "version", "seen", "lease", "hold"
         reply = await self._queries.ask("workers", subject, "HMGET", key, *fields, key=key)
         clock = await self._queries.ask("workers", subject, "TIME", key=key)
@@ -203,19 +188,22 @@ class NamespaceReader:
     async def _listen(self) -> None:
         """Check that the user may listen to the wake-up stream, which no script reads."""
         if self._may(*scripts_for("deliver")):
-            key = self._namespace.key(next(self._current_shards()), "wake")
+            key = self._namespace.key(self._current[0], "wake")
             command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
             with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
                 await self._queries.ask("permissions", "the wake-up stream, on which workers sleep", *command, key=key)
 
 
+async def examine(namespace: Namespace, connections: Connections) -> list[Finding]:
+    """Check a namespace and its servers, and change nothing. Raises BackendUnavailable if no server answers."""
+    await namespace.look_up()
+    servers, queries = await examine_servers(namespace, connections), Queries(connections)
+    facts = await NamespaceFacts(namespace, queries).read()
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return [*servers, *found, *dict.fromkeys(queries.notes)]
+
+
 # Checks
-
-
-def check_namespace(facts: NamespaceFacts) -> Iterator[Finding]:
-    """Yield all findings on a namespace."""
-    for check in CHECKS:
-        yield from check(facts)
 
 
 def check_permissions(facts: NamespaceFacts) -> Iterator[Finding]:
@@ -242,15 +230,15 @@ def check_permissions(facts: NamespaceFacts) -> Iterator[Finding]:
 
 
 def check_reach(facts: NamespaceFacts) -> Iterator[Finding]:
-    refusing = [shard for shard in facts.lost if isinstance(shard.error, ConfigurationError)]
-    moving = [shard for shard in facts.lost if "being moved" in str(shard.error)]
+    refusing = [error for error, *_ in facts.lost if isinstance(error, ConfigurationError)]
+    moving = [(str(slot), primary) for error, slot, primary in facts.lost if "being moved" in str(error)]
     if refusing:
         message = f"{several(len(refusing), 'shard')} out of reach: the servers refuse user {facts.user!r}"
         yield Finding("shards", "problem", message, SAME_USERS)
     if moving:
-        slots = " and ".join(str(shard.slot) for shard in moving)
+        slots = " and ".join(slot for slot, _ in moving)
         message = f"{several(len(moving), 'shard')} out of reach during the move of slot {slots} to another primary"
-        remedy = f"let the move end; if it was broken off: redis-cli --cluster fix {moving[0].primary}"
+        remedy = f"let the move end; if it was broken off: redis-cli --cluster fix {moving[0][1]}"
         yield Finding("shards", "problem", message, remedy)
     if away := len(facts.lost) - len(refusing) - len(moving):
         message = f"{several(away, 'shard')} out of reach: nothing is added to them or delivered from them"
@@ -258,27 +246,28 @@ def check_reach(facts: NamespaceFacts) -> Iterator[Finding]:
 
 
 def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
-    count = several(facts.current.shards, "shard")
+    count = several(facts.layout.current.shards, "shard")
     if strange := sorted({shard.version for shard in facts.shards if not shard.fits}):
-        message = f"a shard has the layout {', '.join(strange)}, and the namespace has {facts.current.version}"
+        message = f"a shard has the layout {', '.join(strange)}, and the namespace has {facts.layout.current.version}"
         yield Finding("shards", "problem", message, REPAIR)
-    if facts.drained is not None:
+    if facts.layout.drained is not None:
         held = total(shard for shard in facts.shards if shard.draining)
         left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
-        message = f"it goes over from {facts.drained.shards} to {count}; the old ones have {left}"
-        remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.current.shards}"
+        message = f"it goes over from {facts.layout.drained.shards} to {count}; the old ones have {left}"
+        remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.layout.current.shards}"
         yield Finding("shards", "note", message, remedy)
     if not facts.lost:
         yield from check_spread(facts, count)
 
 
 def check_spread(facts: NamespaceFacts, count: str) -> Iterator[Finding]:
-    if facts.spread is None:
+    spread, primaries = facts.spread, facts.primaries
+    if spread is None:
         yield Finding("shards", "ok", f"{count} on one server")
         return
-    message = f"{count} on {len(facts.spread)} of {several(facts.primaries, 'primary', 'primaries')}"
-    if len(facts.spread) == facts.primaries:
-        yield Finding("shards", "ok", f"{message}: {', '.join(map(str, facts.spread))}")
+    message = f"{count} on {len(spread)} of {several(primaries, 'primary', 'primaries')}"
+    if len(spread) == primaries:
+        yield Finding("shards", "ok", f"{message}: {', '.join(map(str, spread))}")
     elif facts.was_used:  # else nobody has said yet how many it is to have
         remedy = f"aiodigest reshard --namespace {facts.name} --to 16; or shards=16 for a new namespace"
         yield Finding("shards", "note", f"{message}: the others have nothing to do", remedy)

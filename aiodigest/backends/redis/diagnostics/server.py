@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median
 from typing import Literal, cast
 
-from aiodigest.backends.redis.connections.connection import Address
-from aiodigest.backends.redis.connections.server import OLDEST
-from aiodigest.backends.redis.diagnostics.queries import Queries
-from aiodigest.backends.redis.diagnostics.units import in_bytes, in_time
+from aiodigest.backends.redis.connections.connection import Address, show_address
+from aiodigest.backends.redis.connections.errors import refused
+from aiodigest.backends.redis.connections.server import OLDEST, ServerConnections
+from aiodigest.backends.redis.connections.shared import Connections
+from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, graded, in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
+from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import load_scripts, text
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import Finding
 
 SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
@@ -32,6 +36,7 @@ ADD_REPLICA: Mapping[str, str] = {
     "cluster": "start its replica again, or add one: redis-cli --cluster add-node NEW:PORT HOST:PORT --cluster-slave",
 }
 LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
+STRANGE = "unknown there, disabled, or has another password"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +140,67 @@ def _scripts() -> Mapping[str, str]:
     return {script.sha: name for name, script in load_scripts().items()}
 
 
+async def examine_servers(namespace: Namespace, connections: Connections) -> list[Finding]:
+    """Check each primary; a finding that several share is reported once."""
+    primaries = await connections.find_primaries()
+    told = await asyncio.gather(*(_examine_server(namespace, server) for server in primaries))
+    if len(primaries) == 1:
+        return told[0]
+    places: dict[Finding, list[str]] = {}
+    for primary, findings in zip(primaries, told, strict=True):
+        for finding in findings:
+            places.setdefault(finding, []).append(_place(primary))
+    checks = list(dict.fromkeys(finding.check for finding in places))
+    found = sorted(places, key=lambda finding: checks.index(finding.check))
+    return [replace(one, message=f"{_where(places[one], len(primaries))}: {one.message}") for one in found]
+
+
+def _place(server: ServerConnections) -> str:
+    return show_address(server.url.settings.get("host"), server.url.settings.get("port"))
+
+
+def _where(places: Sequence[str], of: int) -> str:
+    return f"all {of} primaries" if len(places) == of else ", ".join(places)
+
+
+async def _examine_server(namespace: Namespace, server: ServerConnections) -> list[Finding]:
+    queries = Queries(server)
+    try:
+        facts = await read_server(queries, namespace.name, namespace.wait_replicas)
+    except (BackendUnavailable, ConfigurationError) as error:
+        if not server.url.nodes:
+            raise
+        if isinstance(error, BackendUnavailable):
+            remedy = "bring it back, or fail over to its replica"
+            return [Finding("server", "problem", f"what it holds is out of reach: {error}", remedy)]
+        told = f"user {queries.user!r} is {STRANGE}" if refused(error) == "login" else str(error)
+        return [Finding("permissions", "problem", told, SAME_USERS)]
+    strangers = await _examine_replicas(server, facts) if facts.failover else []
+    return [*check_server(facts), *strangers, *queries.notes]
+
+
+async def _examine_replicas(server: ServerConnections, facts: ServerFacts) -> list[Finding]:
+    """Find replicas that do not know the user: one of them may be the next primary."""
+    url, found = server.url, list[Finding]()
+    for address in map(url.as_seen, facts.replicas):
+        replica = ServerConnections(replace(url.at(address), sentinels=None), server.timeout)
+        try:
+            await replica.command("", "TIME")
+        except AiodigestError as error:
+            if refused(error) == "login":
+                where = f"on its replica {show_address(*address)} user {url.user!r} is {STRANGE}"
+                found.append(Finding("permissions", "note", f"{where}: a failover to it shuts it out", SAME_USERS))
+        finally:
+            await replica.close()
+    return found
+
+
 # Checks
 
 
-def check_server(facts: ServerFacts) -> Iterator[Finding]:
-    """Yield all findings on a server."""
-    for check in CHECKS:
-        yield from check(facts)
+def check_server(facts: ServerFacts) -> list[Finding]:
+    """Return all findings on a server."""
+    return [finding for check in CHECKS for finding in check(facts)]
 
 
 def check_version(facts: ServerFacts) -> Iterator[Finding]:
@@ -151,13 +210,9 @@ def check_version(facts: ServerFacts) -> Iterator[Finding]:
     name = facts.info.get("server_name", "redis")
     message = f"{name.capitalize()} {facts.info.get(f'{name}_version', facts.info['redis_version'])}"
     version = int(compatible[1]), int(compatible[2])
-    remedy = "upgrade to Redis 7.2 or Valkey"
-    if version < OLDEST:
-        yield Finding("version", "problem", f"{message}; 6.2 is the oldest that works", remedy)
-    elif version < RECOMMENDED:
-        yield Finding("version", "note", f"{message} works; 7.2 or newer is recommended", remedy)
-    else:
-        yield Finding("version", "ok", message)
+    level = "problem" if version < OLDEST else "note" if version < RECOMMENDED else "ok"
+    trouble = "; 6.2 is the oldest that works" if level == "problem" else " works; 7.2 or newer is recommended"
+    yield graded("version", level, message, trouble, "upgrade to Redis 7.2 or Valkey")
 
 
 def check_role(facts: ServerFacts) -> Iterator[Finding]:
@@ -195,11 +250,8 @@ def check_memory(facts: ServerFacts) -> Iterator[Finding]:
     share = used / most
     level = "problem" if share >= FULL else "note" if share >= FILLING else "ok"
     message = f"{in_bytes(used)} of the {in_bytes(most)} of maxmemory are used ({share:.0%})"
-    if level == "ok":
-        yield Finding("memory", level, message)
-    else:
-        remedy = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
-        yield Finding("memory", level, f"{message}; when it is full, adds are refused", remedy)
+    remedy = f"CONFIG SET maxmemory with more{IN_FILE}; redis-cli --memkeys tells what takes it"
+    yield graded("memory", level, message, "; when it is full, adds are refused", remedy)
 
 
 def check_persistence(facts: ServerFacts) -> Iterator[Finding]:
@@ -273,11 +325,8 @@ def check_clock(facts: ServerFacts) -> Iterator[Finding]:
     apart = abs(facts.offset)
     level = "problem" if apart > FAR_OFFSET else "note" if apart > OFFSET else "ok"
     message = f"the server's is {in_time(apart)} {'ahead of' if facts.offset > 0 else 'behind'} this machine's"
-    if level == "ok":
-        yield Finding("clock", level, message, value=facts.offset)
-    else:
-        message += ": delays go by the server's, and timestamps that producers give by theirs"
-        yield Finding("clock", level, message, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
+    trouble = ": delays go by the server's, and timestamps that producers give by theirs"
+    yield graded("clock", level, message, trouble, "let all machines keep time by NTP (chronyc tracking)", facts.offset)
 
 
 def check_round_trip(facts: ServerFacts) -> Iterator[Finding]:
@@ -285,11 +334,9 @@ def check_round_trip(facts: ServerFacts) -> Iterator[Finding]:
         return
     trip = median(facts.trips)
     message = f"{in_time(trip)} (median of {len(facts.trips)})"
-    if trip > SLOW_TRIP:
-        remedy = "run workers and producers close to the server; concurrent adds share their calls all the same"
-        yield Finding("round trip", "note", f"{message}: each add that is awaited alone takes that long", remedy, trip)
-    else:
-        yield Finding("round trip", "ok", message, value=trip)
+    trouble = ": each add that is awaited alone takes that long"
+    remedy = "run workers and producers close to the server; concurrent adds share their calls all the same"
+    yield graded("round trip", "note" if trip > SLOW_TRIP else "ok", message, trouble, remedy, trip)
 
 
 def check_slow_scripts(facts: ServerFacts) -> Iterator[Finding]:
@@ -312,11 +359,9 @@ def check_cluster(facts: ServerFacts) -> Iterator[Finding]:
         return
     state, served = facts.cluster.get("cluster_state"), int(facts.cluster.get("cluster_slots_ok") or 0)
     message = f"cluster_state is {state}, {served:,} of {SLOTS:,} slots are served"
-    if state == "ok" and served == SLOTS:
-        yield Finding("cluster", "ok", message)
-    else:
-        remedy = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
-        yield Finding("cluster", "problem", f"{message}: what is in the others is out of reach", remedy)
+    level = "ok" if state == "ok" and served == SLOTS else "problem"
+    remedy = "redis-cli --cluster check HOST:PORT names the slots; bring their primaries back, or --cluster fix"
+    yield graded("cluster", level, message, ": what is in the others is out of reach", remedy)
 
 
 CHECKS: Sequence[Callable[[ServerFacts], Iterator[Finding]]] = (

@@ -1,8 +1,9 @@
-"""Questions to servers. If a user may not ask one, nothing is guessed: a note names the missing command."""
+"""Questions to servers, and findings in words; if a question is refused, a note names the command that is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from aiodigest.backends.redis.connections.errors import refused
 from aiodigest.backends.redis.connections.shared import Connections
@@ -45,3 +46,38 @@ class Queries:
 def grant(user: str, commands: Iterable[str]) -> str:
     """Return the command that grants a user ``commands``."""
     return f"ACL SETUSER {user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"
+
+
+def graded(
+    check: Check,
+    level: Literal["ok", "note", "problem"],
+    message: str,
+    trouble: str,
+    remedy: str,
+    value: float | None = None,
+) -> Finding:
+    """Make a finding; ``trouble`` (the rest of the message) and the remedy are told unless all is well."""
+    return Finding(check, level, *((message, "") if level == "ok" else (message + trouble, remedy)), value)
+
+
+def in_bytes(number: int) -> str:
+    """Show a number of bytes to people."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def in_time(seconds: float) -> str:
+    """Show a duration to people."""
+    for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
+        if seconds < most:
+            return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def several(number: int, noun: str, plural: str = "") -> str:
+    """Show a count with its noun."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
