@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 from uuid import uuid4
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retired, Retry, ShardMap
@@ -20,7 +19,6 @@ from aiodigest.backends.redis.scripts import (
     pack_close,
     pack_delays,
     pack_limits,
-    pack_names,
     pack_retry,
     text,
     unpack_closed,
@@ -32,9 +30,9 @@ from aiodigest.policy import Limits, Terms
 Fields = Sequence[bytes | int]
 
 
-def done(answer: object) -> bool | AiodigestError:
-    """Read a script's 1 or 0 as True or False; pass a timeline's error on."""
-    return answer if isinstance(answer, AiodigestError) else answer == 1
+def done(answer: object) -> bool:
+    """Read a script's 1 or 0."""
+    return answer == 1
 
 
 class RedisBackend(Backend):
@@ -68,22 +66,14 @@ class RedisBackend(Backend):
         now: Callable[[], int] | None = None,
         nonce: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
-        self.namespace = Namespace(
-            source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas, now=now
-        )
+        self._settings: dict[str, Any] = {
+            "namespace": namespace, "shards": shards, "timeout": timeout, "wait_replicas": wait_replicas, "now": now
+        }  # fmt: skip
+        self.namespace = Namespace(source, **self._settings)
         self._resharding = Resharding(self.namespace)
         self._operations = RedisOperations(self.namespace, self._resharding)
         self._source = source
         self._nonce = nonce
-        self._same = partial(
-            type(self),
-            namespace=namespace,
-            shards=shards,
-            timeout=timeout,
-            wait_replicas=wait_replicas,
-            now=now,
-            nonce=nonce,
-        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}, namespace={self.namespace.name!r})"
@@ -101,7 +91,8 @@ class RedisBackend(Backend):
         return self._operations
 
     def clone(self) -> Self:
-        return self._same(self._source.clone() if isinstance(self._source, Server) else self._source)
+        source = self._source.clone() if isinstance(self._source, Server) else self._source
+        return type(self)(source, nonce=self._nonce, **self._settings)
 
     def why_down(self) -> str | None:
         return self.namespace.why_down()
@@ -147,26 +138,22 @@ class RedisBackend(Backend):
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool | AiodigestError]:
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms)
-        return [
-            done(answer) for answer in await call_each(self.namespace, "renew", shard, [lease_ms], pack_names(leases))
-        ]
+        return await self._each("renew", shard, lease_ms, leases)
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
-        answers = await call_each(
-            self.namespace, "close", shard, [self._nonce()], [pack_close(close) for close in closes], numbered=True
-        )
-        return [answer if isinstance(answer, AiodigestError) else unpack_closed(answer) for answer in answers]
+        items = [pack_close(close) for close in closes]
+        return await call_each(self.namespace, "close", shard, [self._nonce()], items, unpack_closed, numbered=True)
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
         items = [pack_retry(retry) for retry in retries]
-        return [
-            done(answer)
-            for answer in await call_each(self.namespace, "retry", shard, [self._nonce()], items, numbered=True)
-        ]
+        return await call_each(self.namespace, "retry", shard, [self._nonce()], items, done, numbered=True)
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
-        items = pack_names(leases)
-        return [done(answer) for answer in await call_each(self.namespace, "release", shard, [int(started)], items)]
+        return await self._each("release", shard, int(started), leases)
+
+    async def _each(self, name: str, shard: int, head: int, leases: Sequence[Lease]) -> list[bool | AiodigestError]:
+        items = [[lease.key, lease.token, lease.digest_id] for lease in leases]
+        return await call_each(self.namespace, name, shard, [head], items, done)
 
     async def wait(self, shard: int, last: str) -> str:
         link = await self.namespace.connected()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from aiodigest.backend import SLICE
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import Argument, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
+
+T = TypeVar("T")
 
 BATCH = 256  # items a call, so that no script is long
 ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
@@ -21,12 +23,13 @@ async def call_each(
     shard: int,
     head: Sequence[Argument],
     items: Sequence[Sequence[Argument]],
+    read: Callable[[object], T],
     *,
     numbered: bool = False,
-) -> list[object | AiodigestError]:
+) -> list[T | AiodigestError]:
     """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
 
-    ``numbered`` if the script is to be told the number of its first item.
+    ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item.
     """
     answers: list[object] = []
     now = namespace.time()
@@ -40,7 +43,7 @@ async def call_each(
         await check_answers(namespace, shard, answered, len(items) - len(answers))
         answers += answered
     return [
-        namespace.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else answer
+        namespace.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
         for item, answer in zip(items, answers, strict=True)
     ]
 
@@ -53,7 +56,7 @@ async def check_answers(namespace: Namespace, shard: int, answers: Sequence[obje
     if not 0 < len(answers) <= items:
         await namespace.leave(shard)
         raise BackendUnavailable(
-            f"{namespace.url} is unavailable: it gave {len(answers)} answers for {items} items", stored="unknown"
+            f"{namespace.url} is unavailable: it returned {len(answers)} answers for {items} items", stored="unknown"
         )
     problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
     if problems & DEMOTED:

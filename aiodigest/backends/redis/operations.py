@@ -13,11 +13,12 @@ from aiodigest.backends.redis.connections.server import Moved, ServerConnections
 from aiodigest.backends.redis.items import BATCH, read_entries
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.resharding import Resharding
-from aiodigest.backends.redis.scripts import number, pack_bookmark, text, unpack_bookmark, unpack_timeline
+from aiodigest.backends.redis.scripts import number, text, unpack_timeline
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import Finding, State
 
 Fields = Sequence[bytes | int]
+NO_BOOKMARK = "", "", ""  # from the beginning
 
 
 class RedisOperations(Operations):
@@ -56,9 +57,9 @@ class RedisOperations(Operations):
 
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
         with suppress(Retired):
-            reply = await self._namespace.call("look", shard, state, min(count, BATCH), *pack_bookmark(after))
+            reply = await self._namespace.call("look", shard, state, min(count, BATCH), *(after or NO_BOOKMARK))
             found, end = cast("tuple[list[Fields], list[bytes]]", reply)
-            return Page([unpack_timeline(fields) for fields in found], unpack_bookmark(end))
+            return Page([unpack_timeline(fields) for fields in found], Bookmark(*end) if end else None)
         return Page()
 
     async def counts(self) -> dict[str, int]:
@@ -76,9 +77,9 @@ class RedisOperations(Operations):
 
     async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
         with suppress(Retired):
-            reply = await self._namespace.call("letters", shard, min(count, SLICE), *pack_bookmark(after))
+            reply = await self._namespace.call("letters", shard, min(count, SLICE), *(after or NO_BOOKMARK))
             ids, end = cast("tuple[list[bytes], list[bytes]]", reply)
-            return Page([text(letter_id) for letter_id in ids], unpack_bookmark(end))
+            return Page([text(letter_id) for letter_id in ids], Bookmark(*end) if end else None)
         return Page()
 
     async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:

@@ -13,7 +13,7 @@ from typing import cast
 from aiodigest.backend import SLICE, Retired
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import number, pack_bookmark, text
+from aiodigest.backends.redis.scripts import number, text
 from aiodigest.errors import InvalidState
 
 SCRIPTS = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
@@ -106,7 +106,7 @@ class Resharding:
 
     async def _some_dead_letters(self, shard: int) -> list[str]:
         """Return the ids of a shard's oldest dead letters."""
-        reply = await self._namespace.call("letters", shard, SLICE, *pack_bookmark(None))
+        reply = await self._namespace.call("letters", shard, SLICE, "", "", "")
         ids, _ = cast("tuple[list[bytes], object]", reply)
         return [text(letter_id) for letter_id in ids]
 

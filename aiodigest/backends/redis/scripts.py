@@ -14,7 +14,7 @@ from functools import cache
 from hashlib import sha1
 from pathlib import Path
 from textwrap import indent
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest.backend import (
     DEAD_LETTER_LIMIT,
@@ -23,7 +23,6 @@ from aiodigest.backend import (
     MOVES,
     SLICE,
     Add,
-    Bookmark,
     Close,
     Closed,
     Lease,
@@ -50,16 +49,6 @@ CONSTANTS: Mapping[str, int] = {
 }
 HEADER = re.compile(r"^-- (Flags|Parts|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
 NEEDS = re.compile(r"-- Needs +(.+)\n")
-STATUSES: Mapping[bytes, Literal["closed", "part", "deleted", "lost"]] = {
-    b"closed": "closed",
-    b"part": "part",
-    b"deleted": "deleted",
-    b"lost": "lost",
-}
-
-
-# A set is of types, a list of one holds any number of such, one of several just these, and a tuple is of alternatives.
-Shape: TypeAlias = "frozenset[type] | list[Shape] | tuple[Shape, ...]"
 TYPES: Mapping[str, frozenset[type]] = {
     "int": frozenset({int}),
     "text": frozenset({bytes}),
@@ -67,6 +56,13 @@ TYPES: Mapping[str, frozenset[type]] = {
     "list": frozenset({list}),  # checking its contents would take longer than it is worth
     "nil": frozenset({type(None)}),
 }
+
+
+class Shape(NamedTuple):
+    """The shape of an answer: of one of some types, or a list."""
+
+    types: frozenset[type]
+    items: Sequence[Shape] | None  # of a list: one for any number of such, several for just these
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,6 @@ class Script:
     sha: str
     parts: frozenset[str]  # of the work for which a user needs it: "add", "deliver", "look", "move by hand"
     commands: frozenset[str]  # if the user may not run one, the script is not begun: refused half-way, it is half done
-    begins_namespace: bool  # the others find an empty one where there is none
     repeatable: bool  # running it twice is harmless
     replicated: bool  # waited for by `wait_replicas`: must not be forgotten once it was answered
     reply: Shape
@@ -133,7 +128,6 @@ def _load(name: str, read: Callable[[str], str]) -> Script:
         sha1(source.encode(), usedforsecurity=False).hexdigest(),
         frozenset(filter(None, header.get("Parts", "").split(", "))),
         frozenset(header.get("Commands", "").split()),
-        "begins-namespace" in flags,
         "repeatable" in flags,
         "replicated" in flags,
         read_shape(header["Reply"]),
@@ -171,14 +165,6 @@ def pack_adds(adds: Sequence[Add]) -> list[Argument]:
     return arguments + entries
 
 
-def pack_bookmark(place: Bookmark | None) -> tuple[Argument, ...]:
-    return place or ("", "", "")
-
-
-def pack_names(leases: Sequence[Lease]) -> list[list[Argument]]:
-    return [[lease.key, lease.token, lease.digest_id] for lease in leases]
-
-
 def pack_close(close: Close) -> list[Argument]:
     lease = close.lease
     arguments: list[Argument] = [
@@ -214,22 +200,18 @@ def read_shape(text: str) -> Shape:
     tokens = re.findall(r"\w+|[][|,]", text)
 
     def shape() -> Shape:
-        either = [single()]
-        while tokens[:1] == ["|"]:
-            tokens.pop(0)
-            either.append(single())
-        types = [each for each in either if isinstance(each, frozenset)]
-        if len(types) == len(either):
-            return frozenset[type]().union(*types)
-        return tuple(either) if len(either) > 1 else either[0]
-
-    def single() -> Shape:
+        types, items = frozenset[type](), None
         if (token := tokens.pop(0)) != "[":
-            return TYPES[token]
-        items = [shape()]
-        while tokens.pop(0) == ",":
-            items.append(shape())
-        return items
+            types = TYPES[token]
+        else:
+            items = [shape()]
+            while tokens.pop(0) == ",":
+                items.append(shape())
+        if tokens[:1] == ["|"]:
+            tokens.pop(0)
+            other = shape()
+            return Shape(types | other.types, items or other.items)
+        return Shape(types, items)
 
     return shape()
 
@@ -244,32 +226,23 @@ REPLIES: Mapping[str, str] = {  # of commands that are sent beside the scripts
 
 
 @cache
-def _shape_of(name: str) -> Shape | None:
+def shape_of(name: str) -> Shape | None:
+    """Return the shape of a script's or a command's answers; None if it is not known."""
     if name.islower():
         return load_script(name).reply
     return read_shape(REPLIES[name]) if name in REPLIES else None
 
 
-def answers(name: str, reply: object) -> bool:
-    """True if a script or a command may answer so; otherwise the connection carries answers to other questions."""
-    shape = _shape_of(name)
-    return shape is None or fits(reply, shape)
-
-
 def fits(reply: object, shape: Shape) -> bool:
     """True if an answer has the shape."""
-    if isinstance(shape, frozenset):
-        return type(reply) in shape
-    if isinstance(shape, tuple):
-        return any(fits(reply, each) for each in shape)
-    if not isinstance(reply, list):
-        return False
+    if shape.items is None or not isinstance(reply, list):
+        return type(reply) in shape.types
     items = cast("list[object]", reply)
-    if len(shape) > 1:
-        return len(items) == len(shape) and all(map(fits, items, shape))
-    if isinstance(shape[0], frozenset):  # at once, since there may be many
-        return shape[0].issuperset(map(type, items))
-    return all(fits(item, shape[0]) for item in items)
+    if len(shape.items) > 1:
+        return len(items) == len(shape.items) and all(map(fits, items, shape.items))
+    [each] = shape.items
+    # most have plain items, and may have many
+    return each.types.issuperset(map(type, items)) or all(fits(item, each) for item in items)
 
 
 def text(value: object) -> str:
@@ -291,11 +264,7 @@ def unpack_lease(fields: Sequence[object]) -> Lease:
 
 def unpack_closed(fields: object) -> Closed:
     status, digest_id, left = cast("tuple[bytes, bytes, int]", fields)
-    return Closed(STATUSES[status], text(digest_id), left)
-
-
-def unpack_bookmark(fields: Sequence[bytes]) -> Bookmark | None:
-    return Bookmark(*fields) if fields else None
+    return Closed(cast("Literal['closed', 'part', 'deleted', 'lost']", text(status)), text(digest_id), left)
 
 
 def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:

@@ -14,7 +14,7 @@ from redis import exceptions
 from aiodigest.backends.redis.connections.connection import Address, Connection, drop, send
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
 from aiodigest.backends.redis.connections.url import URL
-from aiodigest.backends.redis.scripts import Argument, answers, load_script
+from aiodigest.backends.redis.scripts import Argument, fits, load_script, shape_of
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
 CONNECTIONS = 8  # calls in batches need no more
@@ -319,8 +319,9 @@ async def converse(connection: Connection, name: str, command: Sequence[Argument
     except exceptions.NoScriptError:
         await send(connection, "EVAL", source, *command[2:])
         reply = await connection.read_response()
-    if not answers(name, reply):
-        raise exceptions.InvalidResponse(f"its answer is none to {name}")
+    shape = shape_of(name)
+    if shape is not None and not fits(reply, shape):  # the connection carries answers to other questions
+        raise exceptions.InvalidResponse(f"not a valid answer to {name}")
     return reply
 
 
