@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
@@ -216,21 +216,11 @@ def _of_server(url: str, shown: str) -> URL:
     return URL(shown, *_connecting(*_parse(url)))
 
 
-class Parts(NamedTuple):
-    """A URL with several hosts, which urllib refuses to take apart if one of them has brackets."""
+def _split(url: str, default_port: int) -> tuple[str, list[Address], str, str]:
+    """Take apart a URL with several hosts: what stands before a single one's path, the hosts, the path, and the query.
 
-    scheme: str
-    login: str
-    hosts: Sequence[str]
-    path: str
-    query: str
-
-    def of_one(self, path: str) -> str:
-        """Return the same URL with one host."""
-        return f"{self.scheme}://{self.login}localhost/{path}{self.query}"
-
-
-def _split(url: str) -> Parts:
+    urllib refuses to do so if one of them has brackets.
+    """
     scheme, _, rest = url.partition("://")
     where, mark, query = rest.partition("?")
     authority, _, path = where.partition("/")
@@ -240,39 +230,36 @@ def _split(url: str) -> Parts:
         raise Unreadable(ESCAPE)
     if scheme not in ("redis", "rediss"):
         raise Unreadable("the scheme is not known")
-    return Parts(scheme, login + at, hosts.split(","), path, mark + query)
+    addresses: list[Address] = []
+    for host in hosts.split(","):
+        found = re.fullmatch(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d{1,5}))?", host)
+        port = int(found[2] or default_port) if found else 0
+        if not found or not 0 < port < 65536:
+            raise Unreadable("each of several hosts is a name or name:port")
+        addresses.append((found[1].strip("[]"), port))
+    return f"{scheme}://{login}{at}localhost/", addresses, path, mark + query
 
 
 def _of_sentinels(url: str, shown: str) -> URL:
-    parts = _split(url)
-    found = re.fullmatch(r"([^/]*)(?:/(\d*))?", parts.path)
+    head, addresses, path, query = _split(url, SENTINEL_PORT)
+    found = re.fullmatch(r"([^/]*)(?:/(\d*))?", path)
     if not found:
         raise Unreadable("the database is not a number")
     if not found[1]:
         raise Unreadable("it names no service")
-    make, given = _parse(parts.of_one(found[2] or "0"))
+    make, given = _parse(f"{head}{found[2] or 0}{query}")
     lent = {name: value for name, value in given.items() if name.startswith("ssl_")}
     lent |= {name: given[f"sentinel_{name}"] for name in ("username", "password") if f"sentinel_{name}" in given}
-    addresses = [_address(host, SENTINEL_PORT) for host in parts.hosts]
     sentinels = Sentinels(unquote(found[1]), *_connecting(make, lent), addresses)
     return URL(shown, *_connecting(make, given), sentinels=sentinels)
 
 
 def _of_cluster(url: str, shown: str) -> URL:
-    parts = _split(url)
-    make, given = _parse(parts.of_one(parts.path))
-    if parts.path not in ("", "0") or given.get("db"):
+    head, nodes, path, query = _split(url, PORT)
+    make, given = _parse(head + path + query)
+    if path not in ("", "0") or given.get("db"):
         raise Unreadable("a cluster has one database, 0")
-    nodes = [_address(host, PORT) for host in parts.hosts]
     return URL(shown, *_connecting(make, given), nodes=nodes)
-
-
-def _address(host: str, default: int) -> Address:
-    found = re.fullmatch(r"(\[[^\[\]]+\]|[^\[\]:]+)(?::(\d{1,5}))?", host)
-    port = int(found[2] or default) if found else 0
-    if not found or not 0 < port < 65536:
-        raise Unreadable("each of several hosts is a name or name:port")
-    return found[1].strip("[]"), port
 
 
 def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
