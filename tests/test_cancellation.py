@@ -214,7 +214,7 @@ class Stage:
         assert [timeline and timeline.key for timeline in found] == self.ground.probes
 
     async def loses_its_servers(self) -> None:
-        """The backend has to make its connections anew, and to ask in a cluster who has what."""
+        """The backend has to make its connections anew, and to ask in a cluster which node has which slots."""
         backend = self.backend
         assert isinstance(backend, RedisBackend)
         for shard in range(backend.shard_map.count):

@@ -366,7 +366,7 @@ async def test_engines_with_the_same_client_share_its_connections(cluster: Clust
         for key in KEYS:  # one after the other, so that each node needs one connection
             await first.add(key, 1)
             await second.add(key, 1)
-        assert len(connections(cluster, "sharer")) <= 4  # one may have been of a primary that was asked who has what
+        assert len(connections(cluster, "sharer")) <= 4  # one may have been of a primary that was asked for the slots
     await until(lambda: not connections(cluster, "sharer"))
 
 

@@ -725,7 +725,7 @@ async def test_a_certificate_that_does_not_verify_is_refused_and_why_is_said(
     async with ends(port, files, None):
         error = await refused(secure(port, **settings), namespace)
     assert re.search(words[flaw], str(error), re.IGNORECASE)
-    assert "Give the host that its certificate names, and ssl_ca_certs=FILE" in str(error)
+    assert "Give the host that its certificate names, and the CA's file as ssl_ca_certs=FILE" in str(error)
     assert f"rediss://suite:***@localhost:{port}" in str(error)
 
 

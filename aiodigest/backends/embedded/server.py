@@ -129,18 +129,16 @@ class EmbeddedServer:
     async def _watch(self, connection: _Connection) -> None:
         """Keep ``pid`` and ``why_down`` up to date; launch another supervisor if one is gone, with its server."""
         while True:
-            if not await connection.read_status():
-                connection = self._connection = await self._rejoin(connection)
-
-    async def _rejoin(self, lost: _Connection) -> _Connection:
-        delay = 0.1
-        while True:
-            try:
-                return await self._join()
-            except AiodigestError as error:
-                lost.fail(str(error))
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 5.0)
+            while await connection.read_status():
+                pass
+            lost, delay = connection, 0.1
+            while connection is lost:
+                try:
+                    connection = self._connection = await self._join()
+                except AiodigestError as error:
+                    lost.fail(str(error))
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, 5.0)
 
     async def _join(self) -> _Connection:
         """Connect as soon as possible: while the previous last user leaves, that takes a moment."""

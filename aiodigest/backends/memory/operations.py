@@ -1,4 +1,4 @@
-"""What operators do with the in-memory store."""
+"""Operators' calls on the in-memory store."""
 
 from __future__ import annotations
 

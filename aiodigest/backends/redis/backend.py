@@ -156,8 +156,8 @@ class RedisBackend(Backend):
         return await call_each(self.namespace, name, shard, [head], items, done)
 
     async def wait(self, shard: int, last: str) -> str:
-        link = await self.namespace.connected()
-        return await link.listen(self.namespace.key(shard, "wake"), last)
+        connections = await self.namespace.connected()
+        return await connections.listen(self.namespace.key(shard, "wake"), last)
 
     # By hand
 

@@ -72,7 +72,7 @@ class Namespace:
         self.target = read_url("unix:///not/started/yet" if isinstance(source, Server) else source)
         self._shards = shards
         self._now = now
-        self._link: Connections | None = None
+        self._connections: Connections | None = None
         self._is_ready = False  # connected, and all that there is to know before a call is known
         self._layout = place(Layout(shards), wanted=shards) if shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
@@ -115,18 +115,18 @@ class Namespace:
 
     async def connect(self) -> None:
         """Look up the layout; a namespace without one gets it from the first call that creates one."""
-        fresh = self._link is None
+        fresh = self._connections is None
         try:
-            if self._link is None:
+            if self._connections is None:
                 if self.server is not None:
                     self.target = read_url(await self.server.start())
-                self._link = join_connections(self.target, self.timeout)
-            link = self._link
+                self._connections = join_connections(self.target, self.timeout)
+            connections = self._connections
             load_scripts()
-            await link.check_version(self.root)
+            await connections.check_version(self.root)
             await self.look_up()
             if self.wait_replicas:
-                await self._check_wait(link)
+                await self._check_wait(connections)
             self._denied = await self._ask_permits()
             self._is_ready = True  # not before all is known: a call looks again until then
         except BackendUnavailable as error:
@@ -139,17 +139,17 @@ class Namespace:
             raise
 
     @property
-    def link(self) -> Connections:
+    def connections(self) -> Connections:
         """The connections; BackendUnavailable if there are none."""
-        if self._link is None:
+        if self._connections is None:
             raise BackendUnavailable(f"the backend is not connected to {self.url}")
-        return self._link
+        return self._connections
 
     async def _leave(self) -> None:
         self._is_ready = False
-        link, self._link = self._link, None
-        if link is not None:
-            await leave_connections(link)
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            await leave_connections(connections)
 
     async def aclose(self) -> None:
         """Close the connections, and end the share of a server of one's own."""
@@ -161,14 +161,14 @@ class Namespace:
 
     async def connected(self) -> Connections:
         """Return the connections, with the layout known; look it up again if the server was away at first."""
-        if self._link is not None and not self._is_ready:
+        if self._connections is not None and not self._is_ready:
             await self.connect()
-        return self.link
+        return self.connections
 
     async def leave(self, shard: int) -> None:
         """Close idle connections to a shard's server: it answers what was not asked, or is no primary any more."""
-        if self._link is not None:
-            await self._link.hang_up(self.key(shard, "layout"))
+        if self._connections is not None:
+            await self._connections.hang_up(self.key(shard, "layout"))
 
     def why_down(self) -> str | None:
         """Explain why a server of one's own is down; None if it is up, or there is none."""
@@ -185,7 +185,7 @@ class Namespace:
 
     async def look_up(self) -> None:
         """Read which layout takes the adds now, and which one is being drained."""
-        reply = await untouched(self.link.command(self.root, "HMGET", self.root, "current", "version", "drains"))
+        reply = await untouched(self.connections.command(self.root, "HMGET", self.root, "current", "version", "drains"))
         told = [text(field) if field else "" for field in cast("list[bytes | None]", reply)]
         known = self._layout if self._is_ready else None
         layout = self._layout = learn(known, told, self.name, self._shards)
@@ -202,10 +202,10 @@ class Namespace:
         elif self.layout.current == layout.current:
             self._layout = replace(self.layout, is_rumoured=False)
 
-    async def _check_wait(self, link: Connections) -> None:
+    async def _check_wait(self, connections: Connections) -> None:
         """Check that the user may wait for replicas: a refusal after the add would leave the caller in the dark."""
         try:
-            await link.command(self.root, "WAIT", 0, 1)
+            await connections.command(self.root, "WAIT", 0, 1)
         except (ConfigurationError, BackendUnavailable):
             raise
         except AiodigestError:
@@ -228,7 +228,7 @@ class Namespace:
     async def denied_on(self, shard: int) -> frozenset[str]:
         """Return the scripts' commands that the user may not run on the server of a shard."""
         asked = sorted(commands_of(*load_scripts()))
-        answer = await self.link.run("permits", self.key(shard, "permits"), asked)
+        answer = await self.connections.run("permits", self.key(shard, "permits"), asked)
         return frozenset(map(text, cast("list[bytes]", answer)))
 
     async def permit(self, *names: str) -> None:
@@ -263,7 +263,7 @@ class Namespace:
         no longer takes anything.
         """
         try:
-            link = await self.connected()
+            connections = await self.connected()
             await self.permit(name)
             key, now = self.key(shard, "layout"), self.time() if now is None else now
             replicas = self.wait_replicas if load_script(name).replicated else 0
@@ -273,9 +273,11 @@ class Namespace:
                     await self._confirm()
                     continue
                 try:
-                    return await link.run(name, key, (version, now, *arguments), repeat=repeat, replicas=replicas)
+                    return await connections.run(
+                        name, key, (version, now, *arguments), repeat=repeat, replicas=replicas
+                    )
                 except LayoutMismatch as mismatch:
-                    await self._mend(link, shard, mismatch.stored)
+                    await self._mend(connections, shard, mismatch.stored)
             raise BackendUnavailable(f"the layout of namespace {self.name!r} is being changed")
         except BackendUnavailable as error:
             raise self._explained(error) from error.__cause__
@@ -296,7 +298,7 @@ class Namespace:
             raise self._gone(shard)
         return layout.draining
 
-    async def _mend(self, link: Connections, shard: int, stored: str) -> None:
+    async def _mend(self, connections: Connections, shard: int, stored: str) -> None:
         """Learn the current layout, and make or mark the shard's, after a script found another layout and did nothing.
 
         A mark unknown to the namespace is taken back: its server was emptied, or forgot the change in a
@@ -310,12 +312,12 @@ class Namespace:
                 await self._make(key, layout)
                 return
             if stored in (layout.draining, RETIRED):
-                await link.run("drain", key, [stored, layout.version])
+                await connections.run("drain", key, [stored, layout.version])
                 return
         elif layout == self.layout.drained:
             fits = layout.draining
             if stored in (layout.version, "none"):
-                await link.run("drain", key, [layout.version, layout.draining])
+                await connections.run("drain", key, [layout.version, layout.draining])
                 return
             if stored == RETIRED:
                 raise self._gone(shard)
@@ -337,7 +339,7 @@ class Namespace:
 
     async def note(self, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
         """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""
-        noting = self.link.run("layout", where, [field, layout.version], replicas=replicas)
+        noting = self.connections.run("layout", where, [field, layout.version], replicas=replicas)
         return text(cast("list[bytes]", await untouched(noting))[1])
 
     def _gone(self, shard: int) -> Retired:

@@ -1,4 +1,4 @@
-"""What operators do with a namespace: look, list, count, check, erase, and change its number of shards."""
+"""Operators' calls on a namespace: look, list, count, check, erase, and change its number of shards."""
 
 from __future__ import annotations
 
@@ -83,24 +83,20 @@ class RedisOperations(Operations):
         return Page()
 
     async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        if shard is not None:
-            with suppress(Retired):
-                return await self._dead_letter_in(shard, letter_id)
+        if shard is None:
+            async for each in self._namespace.all_shards():
+                if (found := await self.dead_letter(letter_id, each)) is not None:
+                    return found
             return None
-        async for each in self._namespace.all_shards():
-            if (found := await self.dead_letter(letter_id, each)) is not None:
-                return found
-        return None
-
-    async def _dead_letter_in(self, shard: int, letter_id: str) -> StoredDeadLetter | None:
         entries: list[bytes] = []
-        while reply := await self._namespace.call("letter", shard, letter_id, len(entries)):
-            key, reason, buried, attempt, digest_id, size, page = cast(
-                "tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply
-            )
-            entries += page
-            if len(entries) >= size or not page:
-                return StoredDeadLetter(letter_id, text(key), text(reason), buried, attempt, text(digest_id), entries)
+        with suppress(Retired):
+            while reply := await self._namespace.call("letter", shard, letter_id, len(entries)):
+                letter = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+                key, reason, dead_ms, attempt, digest_id, size, page = letter
+                entries += page
+                if len(entries) >= size or not page:
+                    names = text(key), text(reason), dead_ms, attempt, text(digest_id)
+                    return StoredDeadLetter(letter_id, *names, entries)
         return None
 
     # The namespace
@@ -111,16 +107,16 @@ class RedisOperations(Operations):
         return await examine(self._namespace, await self._namespace.connected())
 
     async def erase(self) -> int:
-        link = await self._namespace.connected()
+        connections = await self._namespace.connected()
         try:
-            return sum([await _erase(server, self._namespace.name) for server in await link.find_primaries()])
+            return sum([await _erase(server, self._namespace.name) for server in await connections.find_primaries()])
         except Moved:  # and the rest of its keys may be on a server that was looked through before
             problem = f"{self._namespace.url} is unavailable: a slot moved meanwhile; erase again"
             raise BackendUnavailable(problem) from None
 
     async def try_erase(self) -> None:
-        link = await self._namespace.connected()
-        for server in await link.find_primaries():
+        connections = await self._namespace.connected()
+        for server in await connections.find_primaries():
             await _scan(server, self._namespace.name, b"")
 
     async def reshard(self, shards: int) -> bool:

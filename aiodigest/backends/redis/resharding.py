@@ -33,7 +33,7 @@ class Resharding:
         Raises InvalidState while a change to another number is under way.
         """
         namespace = self._namespace
-        link = await namespace.connected()
+        connections = await namespace.connected()
         self._goal = None
         await namespace.permit(*SCRIPTS)
         await namespace.look_up()
@@ -52,7 +52,7 @@ class Resharding:
         new = Layout(shards, old.epoch + 1)
         await namespace.note(namespace.root, "current", old)  # if it is new
         change = [old.version, new.version]
-        begun = await link.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
+        begun = await connections.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
         await namespace.look_up()
         if begun != 1 and namespace.layout.current != new:
             raise InvalidState(f"the layout of namespace {namespace.name!r} was changed by another at this moment")
@@ -65,13 +65,13 @@ class Resharding:
         An empty answer: the old layout is gone.
         """
         namespace = self._namespace
-        link = await namespace.connected()
+        connections = await namespace.connected()
         held = Counter[str]()
         if (old := namespace.layout.drained) is not None:
             for shard in namespace.shard_map.draining:
                 held += await self._drain_shard(shard)
             if not held:
-                await link.run("reshard", namespace.root, [old.version, ""])
+                await connections.run("reshard", namespace.root, [old.version, ""])
         await namespace.look_up()
         if self._goal is not None and namespace.layout.current.epoch < self._goal.epoch:  # forgotten by a failover
             await self.begin(self._goal.shards)
@@ -84,13 +84,13 @@ class Resharding:
         # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
         mark, replicas = [home.layout.version, home.layout.draining], namespace.wait_replicas
         key = namespace.key(shard, "layout")
-        marked = await namespace.link.run("drain", key, mark, replicas=replicas)
+        marked = await namespace.connections.run("drain", key, mark, replicas=replicas)
         if text(cast("list[bytes]", marked)[1]) == RETIRED:
             return Counter()
         try:
-            while ids := await self._some_dead_letters(shard):
-                for letter_id in ids:
-                    await self.move(shard, letter_id)
+            while ids := cast("list[list[bytes]]", await namespace.call("letters", shard, SLICE, "", "", ""))[0]:
+                for letter_id in ids:  # the oldest
+                    await self.move(shard, text(letter_id))
             counts = cast("list[bytes | int]", await namespace.call("counts", shard))
             held = {text(name): number(value) for name, value in zip(counts[::2], counts[1::2], strict=True)}
             counters = await namespace.call("retire", shard, "")
@@ -103,12 +103,6 @@ class Resharding:
         except Retired:  # another process does the same
             pass
         return Counter()
-
-    async def _some_dead_letters(self, shard: int) -> list[str]:
-        """Return the ids of a shard's oldest dead letters."""
-        reply = await self._namespace.call("letters", shard, SLICE, "", "", "")
-        ids, _ = cast("tuple[list[bytes], object]", reply)
-        return [text(letter_id) for letter_id in ids]
 
     async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
         """Give a dead letter to the shard that has its timeline now.

@@ -120,7 +120,7 @@ class ClusterConnections:
             self._servers[address] = ServerConnections(self.url.at(address), self._timeout)
         return self._servers[address]
 
-    # Who has what
+    # Which node has which slots
 
     async def _primary(self, slot: int, until: float) -> Address:
         """Return the primary of a slot; ask the nodes if it is unknown, or was wrong."""
@@ -142,7 +142,9 @@ class ClusterConnections:
         asking = self._asking
         await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
         if not asking.done() or asking.cancelled():
-            raise BackendUnavailable(f"{self.url} is unavailable: its nodes did not tell in time who has what")
+            raise BackendUnavailable(
+                f"{self.url} is unavailable: its nodes did not tell in time which node has which slots"
+            )
         asking.result()
 
     def _ask_next(self, node: Address) -> None:

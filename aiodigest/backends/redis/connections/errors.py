@@ -96,7 +96,7 @@ def explain(
     if garbled or isinstance(error, OSError):  # OSError: what asyncio raises, its TimeoutError included
         reason = text or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
         if "CERTIFICATE_VERIFY_FAILED" in reason:  # unavailable, since it may be renewed at this moment
-            reason += " Give the host that its certificate names, and ssl_ca_certs=FILE of who signed it"
+            reason += " Give the host that its certificate names, and the CA's file as ssl_ca_certs=FILE"
         reason += f" ({hint})" if hint else ""
         return BackendUnavailable(f"{where} is unavailable: {reason}", stored=stored)
     return AiodigestError(f"{where} answered: {text}")

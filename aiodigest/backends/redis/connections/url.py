@@ -147,7 +147,7 @@ class URL:
 
     @property
     def failover(self) -> Literal["", "sentinel", "cluster"]:
-        """What another server takes over by, if any does."""
+        """The means by which another server takes over, if any does."""
         return "sentinel" if self.sentinels else "cluster" if self.nodes else ""
 
     @property
