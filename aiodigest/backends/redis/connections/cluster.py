@@ -107,7 +107,8 @@ class ClusterConnections:
                 return await call(self._server(address), until)
             except Moved as moved:
                 self._suspects.add(address)
-                self._ask_next(self.url.as_seen(moved.address))  # who has the slot knows best
+                owner = self.url.as_seen(moved.address)  # knows best, so it is asked first
+                self._known = [owner, *(node for node in self._known if node != owner)]
             except BackendUnavailable:
                 self._suspects.add(address)
                 raise
@@ -142,14 +143,9 @@ class ClusterConnections:
         asking = self._asking
         await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
         if not asking.done() or asking.cancelled():
-            raise BackendUnavailable(
-                f"{self.url} is unavailable: its nodes did not tell in time which node has which slots"
-            )
+            problem = "its nodes did not tell in time which node has which slots"
+            raise BackendUnavailable(f"{self.url} is unavailable: {problem}")
         asking.result()
-
-    def _ask_next(self, node: Address) -> None:
-        """Have a node asked before all others."""
-        self._known = [node, *(known for known in self._known if known != node)]
 
     async def _ask(self) -> None:
         """Learn from a node which slots each primary has. Nodes that failed are asked last, the others in turn."""
@@ -171,10 +167,9 @@ class ClusterConnections:
                 problems.append(str(error))
             except AiodigestError as error:
                 problems.append(str(error))
-        needed = (
-            "; its user needs +cluster|slots (before Redis 7: +cluster) on every node" if refusals["command"] else ""
-        )
-        message = f"no node of {self.url} tells who has what ({'; '.join(problems)}){needed}"
+        rights = "; its user needs +cluster|slots (before Redis 7: +cluster) on every node"
+        needed = rights if refusals["command"] else ""
+        message = f"no node of {self.url} tells which node has which slots ({'; '.join(problems)}){needed}"
         if refusals.total() == len(problems):
             raise ConfigurationError(message)
         raise BackendUnavailable(message)

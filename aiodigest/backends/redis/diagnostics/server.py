@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from statistics import median
 from typing import Literal, cast
 
@@ -88,7 +87,8 @@ async def read_server(queries: Queries, namespace: str, wait_replicas: int) -> S
     log = await queries.ask("slow scripts", "the log of slow calls", "SLOWLOG", "GET", SLOW_CALLS)
     calls = cast("list[list[object]] | None", log)
     now = time.time() + (offset or 0)
-    slow = [slow for call in calls or () if (slow := _slow_call(namespace, call, now))]
+    names = {script.sha: name for name, script in load_scripts().items()}
+    slow = [slow for call in calls or () if (slow := _slow_call(namespace, call, now, names))]
     logged = None if calls is None else len(calls)
     return ServerFacts(info, settings, cluster, trips, offset, logged, slow, wait_replicas, failover)
 
@@ -124,20 +124,14 @@ def _lines(reply: object) -> dict[str, str]:
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-def _slow_call(namespace: str, call: Sequence[object], now: float) -> SlowCall | None:
-    """Return a slow call if it is of a script on the namespace's keys."""
+def _slow_call(namespace: str, call: Sequence[object], now: float, names: Mapping[str, str]) -> SlowCall | None:
+    """Return a slow call if it is of a script on the namespace's keys; ``names`` are the scripts', by their digests."""
     _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
     if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
         return None
     if not words[3].startswith((f"{{{namespace}}}:".encode(), f"{{{namespace}:".encode())):
         return None
-    return SlowCall(_scripts().get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began))
-
-
-@cache
-def _scripts() -> Mapping[str, str]:
-    """Map the scripts' digests to their names."""
-    return {script.sha: name for name, script in load_scripts().items()}
+    return SlowCall(names.get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began))
 
 
 async def examine_servers(namespace: Namespace, connections: Connections) -> list[Finding]:
@@ -149,18 +143,13 @@ async def examine_servers(namespace: Namespace, connections: Connections) -> lis
     places: dict[Finding, list[str]] = {}
     for primary, findings in zip(primaries, told, strict=True):
         for finding in findings:
-            places.setdefault(finding, []).append(_place(primary))
+            settings = primary.url.settings
+            places.setdefault(finding, []).append(show_address(settings.get("host"), settings.get("port")))
     checks = list(dict.fromkeys(finding.check for finding in places))
     found = sorted(places, key=lambda finding: checks.index(finding.check))
-    return [replace(one, message=f"{_where(places[one], len(primaries))}: {one.message}") for one in found]
-
-
-def _place(server: ServerConnections) -> str:
-    return show_address(server.url.settings.get("host"), server.url.settings.get("port"))
-
-
-def _where(places: Sequence[str], of: int) -> str:
-    return f"all {of} primaries" if len(places) == of else ", ".join(places)
+    everywhere = f"all {len(primaries)} primaries"
+    where = {one: everywhere if len(at) == len(primaries) else ", ".join(at) for one, at in places.items()}
+    return [replace(one, message=f"{where[one]}: {one.message}") for one in found]
 
 
 async def _examine_server(namespace: Namespace, server: ServerConnections) -> list[Finding]:
