@@ -163,7 +163,6 @@ class Files:
 class Supervisor:
     def __init__(self, binary: str, folder: str, sockets: str, lock: int, listener: socket.socket) -> None:
         self.binary = binary
-        self.folder = folder
         self.lock = lock
         self.listener = listener
         self.files = Files(folder, sockets, lock)
@@ -425,11 +424,11 @@ class Supervisor:
         warnings = [line.partition(" # ")[2] for line in lines if " # " in line and " # WARNING" not in line]
         text = ": ".join([ended, *([" / ".join((warnings or lines)[-3:])] if lines else [])])
         if "append only file" in text:
-            text += f" (or move {self.folder} away, to begin anew)"
+            text += f" (or move {self.files.folder} away, to begin anew)"
         elif "AOF" in text:
             with suppress(OSError):
-                disk = os.statvfs(self.folder)
-                text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.folder})"
+                disk = os.statvfs(self.files.folder)
+                text += f" ({disk.f_bavail * disk.f_frsize >> 20} MB are free on the disk of {self.files.folder})"
         return text
 
     # The log: the supervisor writes it, so that it is bounded, and the last lines are known also when the disk is full.

@@ -41,7 +41,7 @@ class ClusterConnections:
         self._former: set[ServerConnections] = set()  # to former primaries, on which calls may still be under way
         self._slots: list[Address | None] = [None] * SLOTS
         self._halves: frozenset[int] = frozenset()  # slots whose keys another primary is taking over, one by one
-        # who was asked last comes last; at first by chance, or who begins again and again would ask the same one first
+        # the node asked last comes last; in random order at first, or every new process would ask the same one first
         self._known = sample(url.nodes, len(url.nodes))
         self._suspects: set[Address] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class ClusterConnections:
             await server.close()
         if self._asking is not None:
             self._asking.cancel()
-            await asyncio.wait([self._asking])  # the only wait here: who is cancelled in it has closed all the same
+            await asyncio.wait([self._asking])  # the only wait here: a caller cancelled in it has closed all the same
 
     async def run(
         self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
@@ -112,7 +112,7 @@ class ClusterConnections:
             except BackendUnavailable:
                 self._suspects.add(address)
                 raise
-        raise BackendUnavailable(f"{self.url} is unavailable: its nodes do not agree on who has slot {slot}")
+        raise BackendUnavailable(f"{self.url} is unavailable: its nodes do not agree on which of them has slot {slot}")
 
     def _server(self, address: Address) -> ServerConnections:
         if self._closed:

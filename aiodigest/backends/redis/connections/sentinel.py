@@ -36,8 +36,8 @@ class Sentinels:
     service: str
     make: Connecting
     settings: Mapping[str, object] = field(repr=False)  # the password is among them
-    addresses: list[Address]  # who named the primary last is asked first
-    _trusted: Address | None = field(default=None, init=False)  # who that was, unless it is in doubt
+    addresses: list[Address]  # the one that named the primary last is asked first
+    _trusted: Address | None = field(default=None, init=False)  # the one that named it last, unless it is in doubt
 
     async def primary(self, timeout: float) -> Address:
         """Return the address of the primary.

@@ -59,7 +59,7 @@ class ServerConnections:
         self._primary = url  # whoever the sentinels named last, if they did
         self._has_answered = False
         self.timeout = timeout
-        self._idle: deque[tuple[Connection, float]] = deque()  # and since when; who was used last is used next
+        self._idle: deque[tuple[Connection, float]] = deque()  # and since when; the one used last is used next
         self._busy: set[Connection] = set()
         self._listening: set[Connection] = set()  # of the busy ones
         self._retired = False  # its server is no primary any more

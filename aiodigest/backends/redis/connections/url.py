@@ -95,7 +95,7 @@ class URL:
     settings: Mapping[str, object]
     pool: object = None  # of the client that was given: engines with the same one share their connections
     sentinels: Sentinels | None = None
-    nodes: Sequence[Address] = ()  # some of a cluster's, who know the others
+    nodes: Sequence[Address] = ()  # some of a cluster's, which know the others
     remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
     named: str = ""  # the host, as named by sentinels or a cluster
 
