@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from random import sample
 from typing import TypeVar, cast
 
@@ -138,7 +139,7 @@ class ClusterConnections:
     async def _ask_nodes(self, until: float) -> None:
         """Ask the nodes for the slots, together with other callers who want to know now."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
+            self._asking = asyncio.create_task(self._ask(), context=Context())  # not that of who asks first
             self._asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())
         asking = self._asking
         await asyncio.wait([asking], timeout=until - asyncio.get_running_loop().time())
