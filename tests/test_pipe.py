@@ -328,6 +328,19 @@ def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: P
     assert (again.returncode, ids(again.stdout)) == (0, ["other1"])
 
 
+@pytest.mark.processes
+def test_a_closed_reader_ends_an_input_that_goes_on_with_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "long"
+    path.write_bytes(ndjson({**item(number), "text": "x" * 1000} for number in range(4000)))  # not read ahead whole
+    with running(tmp_path, "pipe", *BY_KEY, str(path), read=False) as pipe:
+        assert pipe.process.stdout is not None
+        pipe.process.stdout.readline()
+        pipe.process.stdout.close()
+        assert pipe.end() == 1
+    [told] = pipe.errors.splitlines()
+    assert b"Broken pipe" in told
+
+
 def test_readable_text_shows_keys_and_fields_and_no_control_characters(pipe: Pipe) -> None:
     lines = ndjson([{"key": "a\x1b[2J", "text": "hi\x07\u202e", "more": {"x": 1}, "list": [1, 2]}])
     result = pipe("--group-by", "key", input=lines)

@@ -121,16 +121,19 @@ class Reader:
 
     def __init__(self, sources: Sequence[Source], follow: bool) -> None:
         self._send, self._receive = create_memory_object_stream[list[Line]](AHEAD)
+        self._error: Exception | None = None
         self._reading = asyncio.create_task(self._read_all(sources, follow))
 
     async def batches(self) -> AsyncIterator[list[Line]]:
         """Yield lines as they come, until the end or ``stop``; then raises OSError if reading failed."""
         with self._receive:
-            async for lines in self._receive:
-                yield lines
-        await asyncio.wait([self._reading])
-        if not self._reading.cancelled():
-            self._reading.result()
+            try:
+                async for lines in self._receive:
+                    yield lines
+            finally:
+                self._reading.cancel()  # first: it may be sending into what is about to be closed
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
         """Stop reading: lines already read still come."""
@@ -142,6 +145,9 @@ class Reader:
                 tasks = [asyncio.create_task(self._read(source, follow)) for source in group]
                 try:
                     await asyncio.gather(*tasks)  # a TaskGroup would wrap the error of the first that fails
+                except Exception as error:  # not raised here: nobody may wait for it any more
+                    self._error = error
+                    break
                 finally:
                     for task in tasks:
                         task.cancel()
