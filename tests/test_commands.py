@@ -19,7 +19,7 @@ from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.logs import JSONLines, log_json
 from aiodigest.cli.options import duration
-from aiodigest.cli.pipe.lock import lock_path
+from aiodigest.cli.pipe.command import lock_path
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
 from aiodigest.cli.pipe.reader import Splitter
 from aiodigest.cli.pipe.writer import Writer, prepare

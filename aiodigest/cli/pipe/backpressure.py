@@ -6,11 +6,28 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
-from aiodigest import JSON, Delivery, Digest, DigestEngine
-from aiodigest.cli.pipe.retrying import retry
+from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine
+
+T = TypeVar("T")
 
 POLL = 1.0  # seconds: the end of a delivery may go unreported
+GIVE_UP = 60.0  # seconds without a server
+INTERVAL = 0.5  # seconds between calls meanwhile
+
+
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer of ``call``; call again while the server is away, for up to a minute."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + GIVE_UP
+    while True:
+        try:
+            return await call()
+        except BackendUnavailable:
+            if loop.time() > deadline:
+                raise
+        await asyncio.sleep(INTERVAL)
 
 
 class Backpressure:
@@ -22,12 +39,9 @@ class Backpressure:
     """
 
     def __init__(
-        self,
-        engine: DigestEngine,
-        deliver: Callable[[Digest[JSON]], Awaitable[None]],
-        capacity: int | None,
+        self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: int | None,
         repeats: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._deliver = deliver
         self._capacity = capacity
@@ -35,26 +49,20 @@ class Backpressure:
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
         self._progress = asyncio.Event()
-        engine.observe(self._on_attempt)
+        engine.observe(lambda delivery: self._signal(delivery.key))
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Pass a digest on: the delivery callback."""
         await self._deliver(digest)
         if digest.attempt == 1:  # what comes again may have been subtracted
-            self._subtract(digest.key, len(digest.records))
+            self._held[digest.key] -= len(digest.records)
+            if self._held[digest.key] <= 0:
+                del self._held[digest.key]
         self._signal(digest.key)
-
-    def _on_attempt(self, delivery: Delivery) -> None:
-        self._signal(delivery.key)
 
     def _signal(self, key: str) -> None:
         if key == self._awaited:
             self._progress.set()
-
-    def _subtract(self, key: str, records: int) -> None:
-        self._held[key] -= records
-        if self._held[key] <= 0:
-            del self._held[key]
 
     async def count_held(self) -> None:
         """Count the records left by an earlier run."""
@@ -76,7 +84,11 @@ class Backpressure:
         if self._capacity is None:
             return
         if self._repeats:
-            await self._count_again(key)
+            timeline = await retry(lambda: self._engine.peek(key))
+            if timeline is None:
+                del self._held[key]
+            elif timeline.digest_id is None:  # else an id may be held twice: under delivery, and since
+                self._held[key] = len(timeline.records)
         self._awaited = key
         while self._held[key] > self._capacity // 2:
             self._progress.clear()
@@ -87,10 +99,3 @@ class Backpressure:
                 async with asyncio.timeout(POLL):
                     await self._progress.wait()
         self._awaited = None
-
-    async def _count_again(self, key: str) -> None:
-        timeline = await retry(lambda: self._engine.peek(key))
-        if timeline is None:
-            del self._held[key]
-        elif timeline.digest_id is None:  # else an id may be held twice: under delivery, and since
-            self._held[key] = len(timeline.records)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from enum import StrEnum
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aiodigest import BackendUnavailable, BackoffMode, DigestEngine, Policy, RetryPolicy
+from aiodigest import AiodigestError, BackendUnavailable, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
 from aiodigest.cli.event_loop import freeze_garbage, run_service
 from aiodigest.cli.exit_codes import FAILED, USAGE
 from aiodigest.cli.logs import log_warnings
@@ -24,8 +25,7 @@ from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, pars
 from aiodigest.cli.output import progress_bar, say
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.backpressure import Backpressure
-from aiodigest.cli.pipe.feeder import Feeder, report
-from aiodigest.cli.pipe.lock import lock_path, locked
+from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.reader import Reader, Source, open_sources
 from aiodigest.cli.pipe.writer import Render, Writer, prepare
 from aiodigest.cli.rendering import digest_json, digest_on_terminal, digest_text
@@ -143,7 +143,8 @@ def pipe(
         say(_reason(error))
         return USAGE
     engine = _engine(url, f"pipe-{namespace.removeprefix('pipe-')}", policy, shards, timeout)
-    render = _renderer(output, ids=id is not None)
+    as_text = partial(digest_on_terminal if os.isatty(1) else digest_text, ids=id is not None)
+    render = digest_json if output is Format.json else as_text
     try:
         with locked(lock_path(engine.url, engine.namespace)):
             prepare()
@@ -177,10 +178,31 @@ def _engine(url: str, namespace: str, policy: Policy, shards: int | None, timeou
     )
 
 
-def _renderer(output: Format, *, ids: bool) -> Render:
-    if output is Format.json:
-        return digest_json
-    return partial(digest_on_terminal if os.isatty(1) else digest_text, ids=ids)
+def lock_path(url: str, namespace: str) -> Path:
+    """Return the path of the lock file for a namespace; ``url`` has no password."""
+    server = "" if url.startswith(EMBEDDED) else f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-"
+    return data_folder(url) / "pipes" / f"{server}{namespace}.lock"
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None, None, None]:
+    """Hold the lock file; raises AiodigestError if another process does, OSError if it cannot be made.
+
+    The system releases the lock when this process ends, however it ends; so the file stays, and means nothing.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AiodigestError("the same command is already running: give this one another --namespace") from None
+        yield
+    finally:
+        os.close(file)
 
 
 def _reason(error: OSError) -> str:
@@ -205,9 +227,9 @@ async def _run(
                 log_warnings()  # above the bar
                 await feeder.run()
         except (BackendUnavailable, OSError):
-            report(feeder, writer, engine.namespace, strict)
+            feeder.report()
             raise
-    return report(feeder, writer, engine.namespace, strict)
+    return feeder.report()
 
 
 def _progress(inputs: Sequence[Source], follow: bool) -> AbstractAsyncContextManager[None]:

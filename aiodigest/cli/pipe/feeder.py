@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Entry, PartialAdd
 from aiodigest.cli.event_loop import run_until
 from aiodigest.cli.exit_codes import FAILED
+from aiodigest.cli.options import collect
 from aiodigest.cli.output import say
-from aiodigest.cli.pipe.backpressure import Backpressure
+from aiodigest.cli.pipe.backpressure import Backpressure, retry
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
 from aiodigest.cli.pipe.reader import Line, Reader
-from aiodigest.cli.pipe.retrying import retry
 from aiodigest.cli.pipe.writer import Writer
 from aiodigest.cli.rendering import count
 
@@ -24,21 +24,12 @@ FLUSHES = 100  # at a time
 
 
 class Feeder:
-    """Feeds lines to an engine, and at their end has it deliver all that waits.
-
-    ``malformed`` counts the lines that were not added; ``unusable`` is the first line without a required field,
-    as long as no line is usable. ``signal`` is the one that ended the input, if one did.
-    """
+    """Feeds lines to an engine, and at their end has it deliver all that waits."""
 
     def __init__(
-        self,
-        engine: DigestEngine,
-        shape: Shape,
-        reader: Reader,
-        writer: Writer,
-        backpressure: Backpressure,
+        self, engine: DigestEngine, shape: Shape, reader: Reader, writer: Writer, backpressure: Backpressure,
         strict: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._shape = shape
         self._reader = reader
@@ -47,9 +38,9 @@ class Feeder:
         self._strict = strict
         self._work: asyncio.Task[None] | None = None
         self._usable = False
-        self.malformed = 0
-        self.unusable: Unusable | None = None
-        self.signal: int | None = None
+        self._malformed = 0  # lines that were not added
+        self._unusable: Unusable | None = None  # the first line without a required field, while none is usable
+        self._signal: int | None = None  # the one that ended the input
 
     async def run(self) -> None:
         """Run until the input has ended and nothing is held, standard output fails, or a second signal comes.
@@ -67,9 +58,9 @@ class Feeder:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        if self.signal is not None and self._work is not None:
+        if self._signal is not None and self._work is not None:
             self._work.cancel()
-        self.signal = number
+        self._signal = number
         self._reader.stop()
 
     async def _feed_and_flush(self) -> None:
@@ -85,7 +76,7 @@ class Feeder:
     async def _feed(self) -> None:
         async for lines in self._reader.batches():
             await self._add(self._entries(lines))
-            if self._strict and self.malformed:
+            if self._strict and self._malformed:
                 self._reader.stop()
                 break
 
@@ -101,16 +92,16 @@ class Feeder:
             except Malformed as error:
                 self._report(line, error)
                 if isinstance(error, Unusable) and not self._usable:
-                    self.unusable = self.unusable or error
+                    self._unusable = self._unusable or error
                 if self._strict:
                     break
         if entries:
-            self._usable, self.unusable = True, None
+            self._usable, self._unusable = True, None
         return entries
 
     def _report(self, line: Line, error: Exception) -> None:
-        self.malformed += 1
-        if self.malformed <= SHOWN:
+        self._malformed += 1
+        if self._malformed <= SHOWN:
             say(f"{line.place}: {error}")
 
     async def _add(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
@@ -160,7 +151,7 @@ class Feeder:
     async def _flush_all(self) -> None:
         """Flush all timelines, again and again, until none holds a record."""
         while await retry(self._holds):
-            waiting = await retry(self._waiting)
+            waiting = [timeline.key for timeline in await retry(lambda: collect(self._engine.timelines("waiting")))]
             for start in range(0, len(waiting), FLUSHES):
                 some = waiting[start : start + FLUSHES]
                 await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
@@ -170,26 +161,23 @@ class Feeder:
         stats = await self._engine.stats()
         return stats.waiting + stats.ready + stats.leased > 0
 
-    async def _waiting(self) -> list[str]:
-        return [timeline.key async for timeline in self._engine.timelines("waiting")]
-
-
-def report(feeder: Feeder, writer: Writer, namespace: str, strict: bool) -> int:
-    """Print a line for each thing that the user should know at the end, and return the exit code."""
-    if feeder.malformed:
-        shown = f" (the first {SHOWN} are shown)" if feeder.malformed > SHOWN else ""
-        fate = "stopped at the first" if strict else "skipped"
-        say(f"{count(feeder.malformed, 'malformed line')}: {fate}{shown}")
-    if feeder.unusable is not None:
-        names = ", ".join(feeder.unusable.names[:NAMES]) + (", ..." if len(feeder.unusable.names) > NAMES else "")
-        say(f"no line had a usable {feeder.unusable.field}; the first has the fields: {names or '(none)'}")
-    if writer.dropped:
-        dropped = count(writer.dropped, "record")
-        say(f"{dropped} dropped because a timeline was full: raise --capacity, or set --max-size")
-    if writer.error is not None:
-        reason = getattr(writer.error, "strerror", None) or writer.error
-        say(f"standard output: {reason}; run the same command again to print the rest (namespace {namespace})")
-        return FAILED
-    if feeder.signal is not None:
-        return 128 + feeder.signal
-    return FAILED if writer.dropped or (strict and feeder.malformed) else 0
+    def report(self) -> int:
+        """Print a line for each thing that the user should know at the end, and return the exit code."""
+        dropped, error = self._writer.dropped, self._writer.error
+        if self._malformed:
+            shown = f" (the first {SHOWN} are shown)" if self._malformed > SHOWN else ""
+            fate = "stopped at the first" if self._strict else "skipped"
+            say(f"{count(self._malformed, 'malformed line')}: {fate}{shown}")
+        if self._unusable is not None:
+            names = ", ".join(self._unusable.names[:NAMES]) + (", ..." if len(self._unusable.names) > NAMES else "")
+            say(f"no line had a usable {self._unusable.field}; the first has the fields: {names or '(none)'}")
+        if dropped:
+            lost = f"{count(dropped, 'record')} dropped because a timeline was full"
+            say(f"{lost}: raise --capacity, or set --max-size")
+        if error is not None:
+            again = f"run the same command again to print the rest (namespace {self._engine.namespace})"
+            say(f"standard output: {getattr(error, 'strerror', None) or error}; {again}")
+            return FAILED
+        if self._signal is not None:
+            return 128 + self._signal
+        return FAILED if dropped or (self._strict and self._malformed) else 0

@@ -1,4 +1,7 @@
-"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted."""
+"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted.
+
+Calls that block, of ``writer`` too, run in threads that a process need not wait for to exit.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,51 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from anyio import create_memory_object_stream
 
-from aiodigest.cli.pipe.daemon_thread import DaemonThread
 from aiodigest.cli.pipe.parser import LONGEST_LINE
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CHUNK = 256 * 1024
 AHEAD = 4  # chunks read before they are wanted
 POLL = 0.2  # seconds between looks at the end of a file that may grow
+
+
+class DaemonThread:
+    """A thread that runs calls, one at a time.
+
+    Unlike an executor's threads it never keeps the process alive: nobody can end a read of a silent terminal, or a
+    write to a reader that is asleep.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return or raise as ``function`` does. A cancelled call that has begun goes on, and its result is lost."""
+        future: Future[T] = Future()
+        self._calls.put((future, partial(function, *args, **kwargs)))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
 
 
 class Line(NamedTuple):

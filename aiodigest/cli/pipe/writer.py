@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from aiodigest import JSON, Digest, RetryAfter
-from aiodigest.cli.pipe.daemon_thread import DaemonThread
+from aiodigest.cli.pipe.reader import DaemonThread
 
 Render: TypeAlias = Callable[[Digest[JSON]], bytes]
 
