@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from aiodigest.cli.demo.command import Demo
-from aiodigest.cli.demo.display import Display
+from aiodigest.cli.demo import Demo, show
 
 PICTURE = Path(__file__).parent / "demo.svg"
 WIDTH = 88
@@ -32,12 +32,12 @@ FORMAT = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/sv
 """
 
 
-class Picture(Display):
-    """The demo's display for people, with long bursts cut short, up to the digest of the great one."""
+class Picture(Console):
+    """What the demo shows people, with long bursts cut short, up to the digest of the great one."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        super().__init__(in_json=False, leave=self.over.set, record=True, width=WIDTH, file=StringIO())
+        super().__init__(highlight=False, record=True, width=WIDTH, file=StringIO())
         self._burst = 0
         self.print(Text("$ aiodigest demo", "bold"))
 
@@ -53,7 +53,7 @@ class Picture(Display):
             if self._burst > SHOWN:
                 self.print(Text(f"                 ... {self._burst - SHOWN} more events", "dim"))
             self._burst = 0
-        super().show(at, what, **facts)
+        show(self, False, at, what, **facts)
         if what == "digest" and len(facts["texts"]) > 40:
             self.over.set()
 
@@ -63,7 +63,7 @@ async def draw() -> None:
     logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # the demo's failures are part of the show
     picture = Picture()
     with TemporaryDirectory(prefix="aiodigest-demo-") as folder:
-        demo = asyncio.create_task(Demo(f"embedded://{folder}", picture).play())
+        demo = asyncio.create_task(Demo(f"embedded://{folder}", picture.show).play())
         await picture.over.wait()
         demo.cancel()
         await asyncio.gather(demo, return_exceptions=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from commandline import in_process, no_process_is_left, running
 from engines import WatchedBackend, virtual_time
+from rich.console import Console
 
-from aiodigest.cli.demo.command import Demo
-from aiodigest.cli.demo.display import Display
-from aiodigest.cli.demo.story import Event
+from aiodigest.cli.demo import Demo, Event, show
 
 
 @pytest.mark.processes
@@ -39,7 +39,7 @@ def test_a_demo_that_is_left_leaves_nothing(way: str, tmp_path: Path, monkeypatc
 async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    demo = Demo("redis://localhost/0", Display(in_json=False, leave=lambda: None))
+    demo = Demo("redis://localhost/0", partial(show, Console(highlight=False), False))
     demo._engine.backend = WatchedBackend()
     await demo.play()
     text, errors = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_a_demo_that_has_come_to_its_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("aiodigest.cli.demo.command.story", lambda: [Event(0, "#builds", "build 1")])
+    monkeypatch.setattr("aiodigest.cli.demo.story", lambda: [Event(0, "#builds", "build 1")])
     code, output, errors = in_process(monkeypatch, capfd)("demo")
     assert (code, errors) == (0, "")
     assert re.search(r"records in +1\n +digests out +1, with 1 record\n", output)

@@ -14,7 +14,7 @@ import typer
 from aiodigest import AiodigestError, __version__
 from aiodigest.cli.bench import bench
 from aiodigest.cli.dead import dead
-from aiodigest.cli.demo.command import demo
+from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
 from aiodigest.cli.exit_codes import FAILED, INTERRUPTED, exit_code
 from aiodigest.cli.options import help_without_command

@@ -1,0 +1,215 @@
+"""``aiodigest demo``: a story that it plays on an engine, and each event and each digest as it is shown.
+
+The story is a bad quarter of an hour at a small company, in fourteen seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiodigest import DecorrelatedJitter, Delivery, Digest, DigestEngine, Policy, RetryPolicy
+from aiodigest.cli.exit_codes import FAILED
+from aiodigest.cli.options import AsJson
+from aiodigest.cli.rendering import as_json, count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+POLICY = Policy(minimum_delay=4, increment_delay=0.25, maximum_delay=6)
+RETRY = RetryPolicy(max_attempts=6, backoff=DecorrelatedJitter(base=0.5, cap=1.5))
+FAILURES = 2  # of the shop's receiver, before it recovers
+LAST_WAIT = 10.0  # seconds for what waits after the last event
+SHOWN = 3  # records of a digest
+
+CI, SHOP, ON_CALL = "#builds", "#shop", "#on-call"
+
+
+class Event(NamedTuple):
+    """An event; it happens ``at`` seconds from the start, in a person's or team's ``channel``."""
+
+    at: float
+    channel: str
+    text: str
+
+
+class Remark(NamedTuple):
+    """A hint for the reader, on what to look at now."""
+
+    at: float
+    text: str
+
+
+SUITES = ("unit", "integration", "browser", "migrations")
+BRANCHES = ("main", "release/2.4", "fix/rounding")
+NODES = ("web-1", "web-2", "web-3", "db-1", "cache-1")
+SYMPTOMS = ("p99 latency above 2 s", "5xx rate above 1 %", "connections above 90 %", "queue older than 60 s")
+ORDERS = (("A-1042", "59.90"), ("A-1043", "12.00"), ("A-1044", "249.00"), ("A-1045", "8.50"), ("A-1047", "33.20"))
+
+
+def story() -> list[Event | Remark]:
+    """Return all of it, in order."""
+    return sorted(_all(), key=lambda scene: scene.at)
+
+
+def _all() -> Iterator[Event | Remark]:
+    yield Remark(0.2, "One event is sent at once.")
+    yield Event(0.3, CI, "build 4711 failed on main: test_checkout_total")
+    yield Event(1.8, ON_CALL, "db-1: disk 91 % full")
+
+    yield Remark(2.9, "A burst: one message is out already, so the rest waits and comes as one more.")
+    for index in range(44):
+        node, symptom = NODES[index % len(NODES)], SYMPTOMS[index // 3 % len(SYMPTOMS)]
+        yield Event(3.0 + index * 0.06, ON_CALL, f"{node}: {symptom}")
+    for index in range(9):
+        branch, suite = BRANCHES[index % len(BRANCHES)], SUITES[index % len(SUITES)]
+        yield Event(3.5 + index * 0.2, CI, f"build {4712 + index} failed on {branch}: {suite} tests")
+
+    yield Remark(7.4, "The shop's receiver fails: it gets its digest again, with what has come since.")
+    for index, (order, amount) in enumerate(ORDERS):
+        yield Event(7.5 + index * 0.45, SHOP, f"payment of {order} ({amount} EUR) declined: timeout")
+
+    for index, node in enumerate(NODES):
+        yield Event(10.5 + index * 0.3, ON_CALL, f"{node}: recovered")
+    yield Event(11.2, SHOP, "gateway is back: retrying 5 payments")
+    yield Event(12.4, CI, "build 4721 passed on main")
+    yield Remark(13.0, "No more events: what waits is sent when it is due.")
+
+
+def demo(in_json: AsJson = False) -> int:
+    """Watch a stream of events become digests.
+
+    It takes a quarter of a minute, on a server of its own, and leaves nothing behind.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with TemporaryDirectory(prefix="aiodigest-demo-") as folder:
+        if not in_json:
+            console.print("Starting a server in a temporary folder ...", style="dim")
+        try:
+            asyncio.run(Demo(f"embedded://{folder}", partial(show, console, in_json)).play())
+        except asyncio.CancelledError:
+            return FAILED  # nobody is watching any more
+    return 0
+
+
+def show(console: Console, in_json: bool, at: float, what: str, **facts: Any) -> None:
+    """Show what happened ``at`` seconds from the start: a coloured line for people, or JSON for programs."""
+    if in_json:
+        console.out(as_json({"at": round(at, 3), "what": what, **facts}), highlight=False)
+    else:
+        console.print(_text(at, what, facts))
+
+
+def _text(at: float, what: str, facts: dict[str, Any]) -> Text:
+    from rich.text import Text
+
+    def line(word: str, style: str, text: str, text_style: str) -> Text:
+        time, channel = (f"{at:5.1f} s ", "dim"), (f"{facts['channel']:<9} ", "cyan")
+        return Text.assemble(time, (f"{word} ", style), channel, (text, text_style))
+
+    match what:
+        case "remark":
+            return Text(f"\n{facts['text']}", "bold yellow")
+        case "event":
+            return line("event ", "dim", facts["text"], "dim")
+        case "digest":
+            texts = facts["texts"]
+            more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+            head = line("DIGEST", "bold green", count(len(texts), "event"), "bold")
+            return head.append("".join(f"\n                 | {text}" for text in texts[:SHOWN] + more), "green")
+        case "failure":
+            return line("FAILED", "bold red", f"attempt {facts['attempt']}: 503, to be retried soon", "red")
+        case _:
+            median, worst = facts["median_lateness"] * 1000, facts["worst_lateness"] * 1000
+            return Text.assemble(
+                ("\nWhat happened", "bold"),
+                f"\n  records in            {facts['added']}",
+                f"\n  digests out           {facts['digests']}, with {count(facts['delivered'], 'record')}",
+                f"\n  deliveries failed     {facts['failed']}, and {count(facts['retried'], 'digest')}",
+                " delivered by a retry",
+                f"\n  lateness              median {median:.0f} ms, worst {worst:.0f} ms",
+                ("\n\nYour own stream: aiodigest pipe --help", "dim"),
+            )
+
+
+class Demo:
+    """Plays the story on an engine and shows what happens."""
+
+    def __init__(self, url: str, show: Callable[..., None]) -> None:
+        self._show = show
+        self._engine = DigestEngine(url, namespace="demo", value_type=str, policy=POLICY, retry=RETRY)
+        self._engine.deliver(self._receive)
+        self._engine.observe(self._on_attempt)
+        self._attempts: list[Delivery] = []
+        self._added = 0
+        self._failures = 0
+        self._started = 0.0
+        self._viewer: asyncio.Task[Any] | None = None
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() - self._started
+
+    def _tell(self, what: str, **facts: Any) -> None:
+        try:
+            self._show(self._now, what, **facts)
+        except SystemExit:  # rich raises it, once, when the reader of standard output has gone
+            if self._viewer is not None:
+                self._viewer.cancel()
+
+    async def play(self) -> None:
+        """Play the whole demo. Raises CancelledError if nobody is watching any more."""
+        self._viewer = asyncio.current_task()
+        async with self._engine.delivering():
+            self._started = asyncio.get_running_loop().time()
+            for scene in story():
+                await asyncio.sleep(scene.at - self._now)
+                if isinstance(scene, Remark):
+                    self._tell("remark", text=scene.text)
+                    continue
+                self._added += 1
+                self._tell("event", channel=scene.channel, text=scene.text)
+                await self._engine.add(scene.channel, scene.text)
+            await self._wait_for_the_rest()
+        self._tell("end", **self._totals())
+
+    async def _wait_for_the_rest(self) -> None:
+        """Wait until nothing is held. A very slow machine may run out of time, and the totals then show it."""
+        last = self._now + LAST_WAIT
+        while self._now < last:
+            stats = await self._engine.stats()
+            if stats.waiting + stats.ready + stats.leased == 0:
+                break
+            await asyncio.sleep(0.1)
+
+    async def _receive(self, digest: Digest[str]) -> None:
+        if digest.key == SHOP and self._failures < FAILURES:
+            self._failures += 1
+            raise ConnectionError("503 Service Unavailable")
+        texts = [record.value for record in digest.records]
+        self._tell("digest", channel=digest.key, texts=texts)
+
+    def _on_attempt(self, delivery: Delivery) -> None:
+        self._attempts.append(delivery)
+        if delivery.result == "failed":
+            self._tell("failure", channel=delivery.key, attempt=delivery.attempt)
+
+    def _totals(self) -> dict[str, float]:
+        delivered = [attempt for attempt in self._attempts if attempt.result == "delivered"]
+        lateness = [attempt.lateness for attempt in self._attempts] or [0.0]
+        return {
+            "added": self._added,
+            "digests": len(delivered),
+            "delivered": sum(attempt.records for attempt in delivered),
+            "failed": sum(attempt.result == "failed" for attempt in self._attempts),
+            "retried": sum(attempt.attempt > 1 for attempt in delivered),
+            "median_lateness": round(median(lateness), 6),
+            "worst_lateness": round(max(lateness), 6),
+        }

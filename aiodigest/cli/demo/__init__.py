@@ -1,1 +1,0 @@
-"""``aiodigest demo``: the player (``command``), the events that it plays (``story``), and how they are shown."""
