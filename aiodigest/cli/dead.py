@@ -16,16 +16,7 @@ import typer
 from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, InvalidState, LimitExceeded
 from aiodigest.cli.event_loop import stopped_by
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, help_without_command
-from aiodigest.cli.output import (
-    confirm,
-    console,
-    is_terminal,
-    print_json,
-    print_result,
-    print_table,
-    progress_bar,
-    say,
-)
+from aiodigest.cli.output import confirm, console, is_terminal, print_json, print_result, print_table, progress_bar, say
 from aiodigest.cli.rendering import count, dead_letter_json, printable, readable_time, record_rows, shortened
 from aiodigest.cli.timelines import ERROR_WIDTH, Yes
 
@@ -85,21 +76,7 @@ def dead_replay(
     A timeline whose digest is being delivered or waits for a retry cannot take any. With --all its dead letters are
     tried again for some seconds; any then left are reported. Ctrl-C takes effect between two dead letters.
     """
-    location = Location(url, namespace, timeout)
-    if (chosen := _chosen(id, every)) is None:
-        _work_through(location, "Replay", "replayed", _replay, yes, in_json)
-        return
-
-    async def replayed(engine: DigestEngine) -> tuple[Summary, dict[str, Any] | None]:
-        letter = Summary.of(await _find(engine, chosen))
-        return letter, await _replay(engine, letter)
-
-    letter, facts = location.ask(replayed)
-    if facts is None:
-        raise InvalidState(_is_gone(letter))
-    outcome = "is due now" if facts["ready"] else "waits"
-    text = f"{count(letter.size, 'record')} put back into {printable(letter.key)}, which {outcome}"
-    print_result(facts, text, in_json)
+    _work_on(Location(url, namespace, timeout), id, every, "replay", _replay, yes, in_json)
 
 
 @dead.command("discard")
@@ -111,24 +88,7 @@ def dead_discard(
 
     On a terminal it asks first.
     """
-    location = Location(url, namespace, timeout)
-    if (chosen := _chosen(id, every)) is None:
-        _work_through(location, "Discard", "discarded", _discard, yes, in_json)
-        return
-    letter = Summary.of(location.ask(lambda engine: _find(engine, chosen)))
-    records = f"{count(letter.size, 'record')} of {printable(letter.key)}"
-    confirm(yes, f"Discard dead letter {letter.id} of {namespace} ({records})?")
-    facts = location.ask(lambda engine: _discard(engine, letter))
-    failure = _is_gone(letter) if facts is None else ""
-    facts = facts or {"id": letter.id, "key": letter.key, "discarded": False}
-    print_result(facts, f"{letter.id} is discarded", in_json, failure=failure)
-
-
-def _chosen(id: str | None, every: bool) -> str | None:
-    """Return the id of a dead letter, or None for all of them."""
-    if every == (id is not None):
-        raise typer.BadParameter("give the ID of a dead letter, or --all")
-    return id
+    _work_on(Location(url, namespace, timeout), id, every, "discard", _discard, yes, in_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +108,39 @@ class Summary:
 Act: TypeAlias = Callable[[DigestEngine, Summary], Awaitable[dict[str, Any] | None]]
 
 
+def _facts(letter: Summary, verb: str, *, done: bool = True) -> dict[str, Any]:
+    return {"id": letter.id, "key": letter.key, f"{verb}ed": done}
+
+
 async def _replay(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
     try:
-        ready = await engine.replay(letter.id)
+        return {**_facts(letter, "replay"), "ready": await engine.replay(letter.id)}
     except InvalidState:
         if await engine.dead_letter(letter.id) is None:
             return None
         raise
-    return {"id": letter.id, "key": letter.key, "replayed": True, "ready": ready}
 
 
 async def _discard(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
-    gone = await engine.discard(letter.id)
-    return {"id": letter.id, "key": letter.key, "discarded": True} if gone else None
+    return _facts(letter, "discard") if await engine.discard(letter.id) else None
 
 
-def _is_gone(letter: Summary) -> str:
-    return f"there is no dead letter {letter.id!r} any more"
+def _work_on(location: Location, id: str | None, every: bool, verb: str, act: Act, yes: bool, in_json: bool) -> None:
+    """Replay or discard (``verb``) the dead letter of that id, or all of them."""
+    if every == (id is not None):
+        raise typer.BadParameter("give the ID of a dead letter, or --all")
+    if id is None:
+        _work_through(location, verb, act, yes, in_json)
+        return
+    letter = Summary.of(location.ask(lambda engine: _find(engine, id)))
+    records, key, text = count(letter.size, "record"), printable(letter.key), f"{letter.id} is discarded"
+    if verb == "discard":
+        confirm(yes, f"Discard dead letter {letter.id} of {location.namespace} ({records} of {key})?")
+    facts = location.ask(lambda engine: act(engine, letter))
+    if facts and verb == "replay":
+        text = f"{records} put back into {key}, which {'is due now' if facts['ready'] else 'waits'}"
+    failure = "" if facts else f"there is no dead letter {letter.id!r} any more"
+    print_result(facts or _facts(letter, verb, done=False), text, in_json, failure=failure)
 
 
 async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
@@ -184,9 +160,11 @@ async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
 # All of them
 
 
-def _work_through(location: Location, verb: str, participle: str, act: Act, yes: bool, in_json: bool) -> None:
-    """Do something with all dead letters, and say how many were ``participle``, such as "replayed"."""
-    letters = location.ask(_newest_first)
+def _work_through(location: Location, verb: str, act: Act, yes: bool, in_json: bool) -> None:
+    """Replay or discard all dead letters, and say how many were."""
+    participle = f"{verb}ed"
+    found = location.ask(lambda engine: collect(Summary.of(letter) async for letter in engine.dead_letters()))
+    letters = sorted(found, key=lambda letter: letter.buried_at, reverse=True)
     if not letters:
         say(f"namespace {location.namespace!r} has no dead letters")
         return
@@ -194,7 +172,7 @@ def _work_through(location: Location, verb: str, participle: str, act: Act, yes:
     if not yes and not is_terminal(sys.stdin):
         raise typer.BadParameter(f"{number} would be {participle}: give --yes, since there is no terminal to ask on")
     records = count(sum(letter.size for letter in letters), "record")
-    confirm(yes, f"{verb} {number} of {location.namespace} ({records})?")
+    confirm(yes, f"{verb.title()} {number} of {location.namespace} ({records})?")
     work = BulkWork(letters, act, in_json)
     # on a terminal the lines of JSON show the progress
     hidden = in_json and is_terminal(sys.stdout)
@@ -212,16 +190,11 @@ def _work_through(location: Location, verb: str, participle: str, act: Act, yes:
         say(f"interrupted: {work.done:,} of {number} were {participle}, the others are unchanged")
         raise KeyboardInterrupt
     if in_json:
-        print_json(*({"id": letter.id, "key": letter.key, participle: False} for letter in work.left))
+        print_json(*(_facts(letter, verb, done=False) for letter in work.left))
     else:
         print(f"{count(work.done, 'dead letter')} {participle}, with {count(work.records, 'record')}")
     if work.left:
         raise InvalidState(f"{len(work.left):,} of {number} could not be {participle}: {work.reason}")
-
-
-async def _newest_first(engine: DigestEngine) -> list[Summary]:
-    found = [Summary.of(letter) async for letter in engine.dead_letters()]
-    return sorted(found, key=lambda letter: letter.buried_at, reverse=True)
 
 
 class BulkWork:
