@@ -19,8 +19,7 @@ from terminals import on_terminal
 
 from aiodigest import JSON, Digest, DigestEngine, Health, Policy, Reject, State, Stats, Timeline
 from aiodigest.cli.top import look as looks
-from aiodigest.cli.top.look import Look, due_in_words, look_at, rates, server_time, span
-from aiodigest.cli.top.screen import fitting, frame
+from aiodigest.cli.top.look import Look, due_in_words, fitting, frame, look_at, rates, server_time, span
 
 NOON = datetime(2024, 5, 6, 12, tzinfo=UTC)
 HOSTILE = "\x1b[31mred\x07\r\n\u202e[bold]"

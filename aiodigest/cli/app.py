@@ -16,9 +16,8 @@ from aiodigest.cli.bench import bench
 from aiodigest.cli.dead import dead
 from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
-from aiodigest.cli.exit_codes import FAILED, INTERRUPTED, exit_code
 from aiodigest.cli.options import help_without_command
-from aiodigest.cli.output import say
+from aiodigest.cli.output import FAILED, INTERRUPTED, exit_code, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines

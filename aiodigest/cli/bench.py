@@ -14,9 +14,8 @@ import typer
 
 from aiodigest import AiodigestError, BackendUnavailable, Digest, DigestEngine, Entry, Policy, RetryPolicy
 from aiodigest.cli.event_loop import run_service, run_until, stopped_by
-from aiodigest.cli.exit_codes import INTERRUPTED
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url
-from aiodigest.cli.output import print_json, print_table, progress_bar, say
+from aiodigest.cli.output import INTERRUPTED, print_json, print_table, progress_bar, say
 
 POLICY = Policy(minimum_delay=0, increment_delay=0, ttl=3600)  # a run that is killed leaves its records for two hours
 SHARDS = 16  # on a cluster

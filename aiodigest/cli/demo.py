@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiodigest import DecorrelatedJitter, Delivery, Digest, DigestEngine, Policy, RetryPolicy
-from aiodigest.cli.exit_codes import FAILED
 from aiodigest.cli.options import AsJson
+from aiodigest.cli.output import FAILED
 from aiodigest.cli.rendering import as_json, count
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aiodigest import Finding
-from aiodigest.cli.exit_codes import FAILED
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
-from aiodigest.cli.output import console, print_json
+from aiodigest.cli.output import FAILED, console, print_json
 from aiodigest.cli.rendering import count, printable
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""What commands print: answers as tables or JSON on standard output; messages, questions and bars on standard error."""
+"""What commands print: answers as tables or JSON on standard output; messages, questions and bars on standard error.
+
+The last thing that a command tells is its exit code.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,27 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from aiodigest import AiodigestError, InvalidState
+from aiodigest import AiodigestError, BackendUnavailable, ConfigurationError, InvalidArgument, InvalidState
 from aiodigest.cli.rendering import as_json, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+FAILED, USAGE, UNAVAILABLE, INTERRUPTED = EXIT_CODES = 1, 2, 69, 130
 PIPE_WIDTH = 250  # columns, where there is no terminal that has a width
 PROGRESS_INTERVAL = 0.2  # seconds
 UNFOLDED = {"due", "timestamp"}  # columns of a table
+
+
+def exit_code(error: AiodigestError) -> int:
+    """Return the exit code for an error."""
+    match error:
+        case BackendUnavailable():
+            return UNAVAILABLE
+        case ConfigurationError() | InvalidArgument():
+            return USAGE
+        case _:
+            return FAILED
 
 
 def say(text: str) -> None:

@@ -19,10 +19,9 @@ import typer
 
 from aiodigest import AiodigestError, BackendUnavailable, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
 from aiodigest.cli.event_loop import freeze_garbage, run_service
-from aiodigest.cli.exit_codes import FAILED, USAGE
 from aiodigest.cli.logs import log_warnings
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
-from aiodigest.cli.output import progress_bar, say
+from aiodigest.cli.output import FAILED, USAGE, progress_bar, say
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.backpressure import Backpressure
 from aiodigest.cli.pipe.feeder import Feeder

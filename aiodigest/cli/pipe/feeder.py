@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Entry, PartialAdd
 from aiodigest.cli.event_loop import run_until
-from aiodigest.cli.exit_codes import FAILED
 from aiodigest.cli.options import collect
-from aiodigest.cli.output import say
+from aiodigest.cli.output import FAILED, say
 from aiodigest.cli.pipe.backpressure import Backpressure, retry
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
 from aiodigest.cli.pipe.reader import Line, Reader

@@ -44,8 +44,14 @@ def parse_address(text: str) -> Address:
 
 @contextmanager
 def listening(where: Address) -> Generator[Sockets, None, None]:
-    """Open sockets that listen at an address. Raises ConfigurationError if one cannot."""
-    check_extra()
+    """Open sockets that listen at an address. Raises ConfigurationError if one cannot, or a package is missing."""
+    try:
+        for module in ("opentelemetry.exporter.prometheus", "starlette", "uvicorn"):
+            import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("opentelemetry", "prometheus_client", "starlette", "uvicorn"):
+            raise
+        raise ConfigurationError(f"--http needs more: pip install 'aiodigest[http]' ({error})") from error
     sockets: list[socket.socket] = []
     try:
         try:
@@ -57,17 +63,6 @@ def listening(where: Address) -> Generator[Sockets, None, None]:
     finally:
         for one in sockets:
             one.close()
-
-
-def check_extra() -> None:
-    """Raise ConfigurationError if a package that this module needs is missing."""
-    try:
-        for module in ("opentelemetry.exporter.prometheus", "starlette", "uvicorn"):
-            import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("opentelemetry", "prometheus_client", "starlette", "uvicorn"):
-            raise
-        raise ConfigurationError(f"--http needs more: pip install 'aiodigest[http]' ({error})") from error
 
 
 def _listen(where: Address, sockets: list[socket.socket]) -> None:
@@ -97,6 +92,7 @@ def url_of(sockets: Sockets) -> str:
 @asynccontextmanager
 async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> AsyncGenerator[None, None]:
     """Serve ``/livez``, ``/healthz`` and ``/metrics`` of engines that have not been entered yet."""
+    import uvicorn
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
@@ -106,12 +102,21 @@ async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> Asy
     from aiodigest.integrations.opentelemetry import measure
     from aiodigest.integrations.starlette import health_routes
 
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return nullcontext()  # they are for the engines, and it ends after them
+
     ours = CollectorRegistry()
     provider = MeterProvider([PrometheusMetricReader(registry=ours)], shutdown_on_exit=False)
     routes = [*health_routes(*engines), Route("/metrics", _Metrics(ours).answer)]
     for engine in engines:
         measure(engine, meter_provider=provider)
-    server = _server(Starlette(routes=routes))
+    server = Server(
+        uvicorn.Config(
+            Starlette(routes=routes), lifespan="off", ws="none", access_log=False, log_config=None,
+            log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+        )
+    )  # fmt: skip
     task = asyncio.create_task(server.serve(list(sockets)))
     try:
         yield
@@ -119,21 +124,6 @@ async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> Asy
         server.should_exit = True
         await task
         provider.shutdown()
-
-
-def _server(app: Any) -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def capture_signals(self) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return nullcontext()  # they are for the engines, and it ends after them
-
-    return Server(
-        uvicorn.Config(
-            app, lifespan="off", ws="none", access_log=False, log_config=None, log_level="warning",
-            server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
-        )
-    )  # fmt: skip
 
 
 class _Metrics:

@@ -1,1 +1,1 @@
-"""``aiodigest top``: options and loop (``command``), one look at a namespace, and its picture (``screen``)."""
+"""``aiodigest top``: options, screen and end (``command``), and looks at a namespace (``look``)."""

@@ -1,4 +1,4 @@
-"""The command ``aiodigest top``: one look at a namespace after the other."""
+"""The command ``aiodigest top``: its options, its screen, and what ends it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from aiodigest import AiodigestError, BackendUnavailable
 from aiodigest.cli.event_loop import run_until, stopped_by
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, duration, parsed_option
-from aiodigest.cli.output import console, is_terminal, print_json
-from aiodigest.cli.top.look import Look, failed_look, look_at, look_json, rates
+from aiodigest.cli.output import console, is_terminal
+
+if TYPE_CHECKING:
+    from aiodigest.cli.top.look import Show
 
 SHORTEST = 0.1  # seconds between two looks: each is a few calls to the server
-
-Show: TypeAlias = Callable[[Look, dict[str, float] | None, str], None]
 
 
 def interval_of(text: str) -> float:
@@ -56,42 +55,13 @@ def top(
 
 async def _run(location: Location, interval: float, looks: int | None, live: bool, in_json: bool) -> None:
     """Watch until the last look is shown, or q, Ctrl-C or SIGTERM."""
+    from aiodigest.cli.top.look import show_json, watch
+
     with stopped_by(signal.SIGINT, signal.SIGTERM) as stop, ExitStack() as stack:
-        show = _show_json if in_json else stack.enter_context(_screen(live))
+        show = show_json if in_json else stack.enter_context(_screen(live))
         if live:
             stack.enter_context(_ended_by_q(stop))
-        await run_until(stop, _watch(location, interval, looks, show))
-
-
-async def _watch(location: Location, interval: float, looks: int | None, show: Show) -> None:
-    """Show a look every ``interval`` seconds, ``looks`` times or (None) until cancelled.
-
-    While the server is away (or, having answered before, refuses) it shows that, and goes on; but a single look
-    raises its error.
-    """
-    loop = asyncio.get_running_loop()
-    last: Look | None = None  # the last that reached a server
-    seen = 0
-    async with location.engine() as engine:
-        title = f"{engine.namespace} on {engine.url}"
-        while True:
-            began = loop.time()
-            try:
-                look = await look_at(engine)
-            except AiodigestError as error:
-                if looks == 1 or (last is None and not isinstance(error, BackendUnavailable)):
-                    raise
-                look = failed_look(error)
-            show(look, rates(last, look), title)
-            last = look if look.stats is not None else last
-            seen += 1
-            if seen == looks:
-                break
-            await asyncio.sleep(began + interval - loop.time())
-
-
-def _show_json(look: Look, per_second: dict[str, float] | None, title: str) -> None:
-    print_json(look_json(look, per_second))
+        await run_until(stop, watch(location, interval, looks, show))
 
 
 @contextmanager
@@ -99,7 +69,7 @@ def _screen(live: bool) -> Generator[Show, None, None]:
     """Show each look in place of the last, on a screen that is gone at the end; or one below the other."""
     from rich.live import Live
 
-    from aiodigest.cli.top.screen import frame
+    from aiodigest.cli.top.look import frame
 
     out = console()
     if not live or not out.is_interactive:

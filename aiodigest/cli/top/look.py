@@ -1,20 +1,30 @@
-"""One look at a namespace, and the rates between two looks. Nothing here draws or prints."""
+"""Looks at a namespace, one after the other, the rates between two of them, and how rich draws one."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, get_args
+from itertools import zip_longest
+from typing import TypeAlias, get_args
 
-from aiodigest import JSON, AiodigestError, DigestEngine, Health, State, Stats, Timeline
-from aiodigest.cli.rendering import json_time, stats_json, timeline_json
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Health, State, Stats, Timeline
+from aiodigest.cli.options import Location
+from aiodigest.cli.output import print_json
+from aiodigest.cli.rendering import count, json_time, printable, stats_json, timeline_json
 
 STATES: tuple[State, ...] = get_args(State)
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
+HEAD = 10  # lines above the first timeline
+STYLES = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -30,6 +40,36 @@ class Look:
     health: Health
     stats: Stats | None = None
     timelines: tuple[Timeline[JSON], ...] = ()
+
+
+Show: TypeAlias = Callable[[Look, dict[str, float] | None, str], None]
+
+
+async def watch(location: Location, interval: float, looks: int | None, show: Show) -> None:
+    """Show a look every ``interval`` seconds, ``looks`` times or (None) until cancelled.
+
+    While the server is away (or, having answered before, refuses) it shows that, and goes on; but a single look
+    raises its error.
+    """
+    loop = asyncio.get_running_loop()
+    last: Look | None = None  # the last that reached a server
+    seen = 0
+    async with location.engine() as engine:
+        title = f"{engine.namespace} on {engine.url}"
+        while True:
+            began = loop.time()
+            try:
+                look = await look_at(engine)
+            except AiodigestError as error:
+                if looks == 1 or (last is None and not isinstance(error, BackendUnavailable)):
+                    raise
+                look = failed_look(error)
+            show(look, rates(last, look), title)
+            last = look if look.stats is not None else last
+            seen += 1
+            if seen == looks:
+                break
+            await asyncio.sleep(began + interval - loop.time())
 
 
 async def look_at(engine: DigestEngine) -> Look:
@@ -100,9 +140,9 @@ def span(seconds: float) -> str:
     return f"{left} s"
 
 
-def look_json(look: Look, per_second: dict[str, float] | None) -> dict[str, Any]:
-    """Return a look for programs."""
-    return {
+def show_json(look: Look, per_second: dict[str, float] | None, title: str) -> None:
+    """Print a look for programs."""
+    facts = {
         "time": json_time(look.time),
         "ok": look.health.ok,
         "reason": look.health.reason,
@@ -110,3 +150,76 @@ def look_json(look: Look, per_second: dict[str, float] | None) -> dict[str, Any]
         "per_second": per_second,
         "timelines": [timeline_json(timeline) for timeline in look.timelines],
     }
+    print_json(facts)
+
+
+def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: int | None, hint: str = "") -> Group:
+    """Draw a look in at most so many lines; all of it, if None."""
+    head = _line().append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
+    if hint:
+        head.append(f"  {hint}", "dim")
+    if look.stats is None:
+        return Group(head, Text(printable(look.health.reason), "bold red"), Text("trying again", "dim"))
+    found = look.timelines if lines is None else fitting(look.timelines, lines - HEAD)
+    parts: list[RenderableType] = [head, _health(look), Text(), _contents(look.stats), Text()]
+    table = [Text(), _timelines(found, server_time(look))] if found else []
+    return Group(*parts, _counters(look.stats, per_second), *table)
+
+
+def _health(look: Look) -> Text:
+    if look.health.ok:
+        return Text("healthy", "green")
+    return Text(f"not healthy: {printable(look.health.reason)}", "bold red")
+
+
+def _contents(stats: Stats) -> Text:
+    text = _line(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
+    text.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
+    return text.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
+
+
+def _counters(stats: Stats, per_second: dict[str, float] | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for name in COUNTERS:
+        table.add_column(name, no_wrap=True, justify="right")
+    if per_second is not None:
+        table.add_row("a second", *(f"{per_second[name]:,.1f}" for name in COUNTERS))
+    table.add_row("in all", *(f"{getattr(stats, name):,}" for name in COUNTERS))
+    return table
+
+
+def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
+    """Draw timelines. Keys and errors are text from strangers: no markup, no control characters, and cut to fit."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("key", min_width=8)
+    for name in ("state", "due"):
+        table.add_column(name, no_wrap=True)
+    for name in ("records", "attempt"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column(_line("last error"))
+    for state, style in STYLES.items():
+        for one in timelines:
+            if one.state == state:
+                due = due_in_words(one, now)
+                table.add_row(
+                    _line(printable(one.key)),
+                    Text(state, style),
+                    Text(due, "red" if due.startswith("overdue") else ""),
+                    f"{one.size:,}",
+                    str(one.attempt or ""),
+                    _line(printable(one.last_error or "")),
+                )
+    return table
+
+
+def _line(text: str = "") -> Text:
+    """Make text that is cut to fit."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def fitting(timelines: Sequence[Timeline[JSON]], lines: int) -> list[Timeline[JSON]]:
+    """Pick at most so many timelines, an equal number of each state while there are enough."""
+    columns = [[one for one in timelines if one.state == state] for state in STYLES]
+    rows = zip_longest(*columns)
+    return [one for row in rows for one in row if one is not None][: max(lines, 0)]
