@@ -17,7 +17,7 @@ import typer.main
 from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
-from aiodigest.cli.logs import JSONLines, log_json
+from aiodigest.cli.logs import JSONLines, log_everything
 from aiodigest.cli.options import duration
 from aiodigest.cli.pipe.command import lock_path
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
@@ -371,7 +371,7 @@ def test_all_that_a_process_logs_is_json(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
     monkeypatch.setattr(logging.Logger, "root", logging.root)
     monkeypatch.setattr(logging.Logger, "manager", logging.Manager(logging.root))
-    log_json()
+    log_everything(in_json=True)
     logging.getLogger("theirs").info("hello", extra={"user": 1})
     [line] = capfd.readouterr().err.splitlines()
     told = json.loads(line)

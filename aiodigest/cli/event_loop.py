@@ -6,7 +6,7 @@ import asyncio
 import gc
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,16 +14,13 @@ T = TypeVar("T")
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
     """Run a service until it ends, as ``asyncio.run`` does, on uvloop where that is installed."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(work)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ImportError):
         import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
 
 
 def freeze_garbage() -> None:

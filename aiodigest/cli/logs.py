@@ -68,17 +68,8 @@ def log_warnings() -> None:
     logger.propagate = False
 
 
-def log_everything() -> None:
-    """Show everything the process logs from INFO on, on standard error, with times and tracebacks."""
-    _log(PlainText("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-
-
-def log_json() -> None:
-    """Show everything the process logs from INFO on, on standard error, as JSON."""
-    _log(JSONLines())
-
-
-def _log(formatter: logging.Formatter) -> None:
+def log_everything(*, in_json: bool = False) -> None:
+    """Show everything the process logs from INFO on, on standard error, with times and tracebacks, or as JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(JSONLines() if in_json else PlainText("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

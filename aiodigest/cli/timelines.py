@@ -9,15 +9,7 @@ import typer
 from aiodigest import InvalidState, State
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
-from aiodigest.cli.rendering import (
-    count,
-    printable,
-    readable_time,
-    record_rows,
-    shortened,
-    stats_json,
-    timeline_json,
-)
+from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, stats_json, timeline_json
 
 ERROR_WIDTH = 80  # characters
 STATES: tuple[State, ...] = get_args(State)

@@ -19,7 +19,7 @@ from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.cli.event_loop import freeze_garbage, run_service
-from aiodigest.cli.logs import log_everything, log_json
+from aiodigest.cli.logs import log_everything
 from aiodigest.cli.options import AsJson, parsed_option
 from aiodigest.cli.output import say
 from aiodigest.cli.run.http import Address, Sockets, listening, parse_address, serving, url_of
@@ -65,12 +65,8 @@ def run(
     contextlib.asynccontextmanager.
     """
     sys.path.insert(0, os.getcwd())
-    announce: Announce = say
-    if in_json:
-        log_json()
-        announce = logging.getLogger("aiodigest.cli.run").info
-    else:
-        log_everything()
+    log_everything(in_json=in_json)
+    announce: Announce = logging.getLogger("aiodigest.cli.run").info if in_json else say
     with nullcontext(()) if http is None else listening(http) as sockets:
         run_service(_serve([(name, find(name)) for name in engines], shards, sockets, announce))
 
