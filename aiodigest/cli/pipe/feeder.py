@@ -65,19 +65,16 @@ class Feeder:
     async def _feed_and_flush(self) -> None:
         unreadable: OSError | None = None
         try:
-            await self._feed()
+            async for lines in self._reader.batches():
+                await self._add(self._entries(lines))
+                if self._strict and self._malformed:
+                    self._reader.stop()
+                    break
         except OSError as error:
             unreadable = error
         await self._flush_all()
         if unreadable is not None:
             raise unreadable
-
-    async def _feed(self) -> None:
-        async for lines in self._reader.batches():
-            await self._add(self._entries(lines))
-            if self._strict and self._malformed:
-                self._reader.stop()
-                break
 
     # Adding
 
@@ -122,7 +119,15 @@ class Feeder:
             try:
                 await self._engine.add_many([entry for _, entry in left])
             except PartialAdd as error:
-                left, away = self._sort_out(left, error.results)
+                again: list[tuple[Line, Entry[JSON]]] = []
+                away = None
+                for one, result in zip(left, error.results, strict=True):
+                    if isinstance(result, BackendUnavailable):
+                        again.append(one)
+                        away = away or result
+                    elif isinstance(result, AiodigestError):
+                        self._report(one[0], result)
+                left = again
                 if away is not None:
                     raise away from None
 
@@ -130,20 +135,6 @@ class Feeder:
             await retry(attempt)
         except BackendUnavailable as error:
             raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not added") from error
-
-    def _sort_out(
-        self, entries: list[tuple[Line, Entry[JSON]]], results: Sequence[bool | AiodigestError]
-    ) -> tuple[list[tuple[Line, Entry[JSON]]], BackendUnavailable | None]:
-        """Report the entries that were refused; return those to add again, and why."""
-        again: list[tuple[Line, Entry[JSON]]] = []
-        away = None
-        for (line, entry), result in zip(entries, results, strict=True):
-            if isinstance(result, BackendUnavailable):
-                again.append((line, entry))
-                away = away or result
-            elif isinstance(result, AiodigestError):
-                self._report(line, result)
-        return again, away
 
     # The end
 
