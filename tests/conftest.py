@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from clusters import running_cluster
+from commandline import Command, in_process
 from embedded_users import NewUser, data_folder, users_of
 from hypothesis import Phase, settings
 from replicas import watched
 from servers import PASSWORD, USER, Server, running_server, server_version, tls_binary
 from stores import Place, Store
 from storestate import check_invariants, forget, redis_state
+from userland import data_folder as user_folder
 
 from aiodigest.backends.embedded import server as embedded
 from aiodigest.backends.memory.backend import ReferenceBackend
@@ -115,6 +117,19 @@ def folder() -> Iterator[Path]:
     """The data folder of an embedded server; nothing may be left of it."""
     with data_folder() as folder:
         yield folder
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    """A folder in which a user's programs run, short enough for the sockets of an embedded server."""
+    with user_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, output and errors."""
+    return in_process(monkeypatch, capfd)
 
 
 @pytest.fixture

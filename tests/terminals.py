@@ -38,9 +38,16 @@ class OnTerminal:
     ``shown`` is all that it has written to the terminal so far.
     """
 
-    def __init__(self, command: Sequence[str], variables: dict[str, str], streams: Sequence[str], cwd: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: dict[str, str],
+        cwd: Path,
+        streams: Sequence[str] = STREAMS,
+        columns: int = COLUMNS,
+    ) -> None:
         self._terminal, own_end = pty.openpty()
-        fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
         self.settings = termios.tcgetattr(self._terminal)
         self.shown = b""
         settings = {name: value for name, value in variables.items() if name not in KEPT_OUT}
@@ -107,11 +114,11 @@ def plain(shown: bytes) -> bytes:
 
 @contextmanager
 def on_terminal(
-    data: Path, *arguments: str, streams: Sequence[str] = STREAMS, **variables: str
+    data: Path, *arguments: str, streams: Sequence[str] = STREAMS, columns: int = COLUMNS, **variables: str
 ) -> Generator[OnTerminal, None, None]:
     """``aiodigest`` on a terminal, gone when the test is over."""
     command = [sys.executable, "-m", "aiodigest", *arguments]
-    running = OnTerminal(command, {**environment(data), "TERM": "xterm-256color", **variables}, streams, data)
+    running = OnTerminal(command, {**environment(data), "TERM": "xterm-256color", **variables}, data, streams, columns)
     try:
         yield running
     finally:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import typer.main
 from commandline import in_process
-from terminals import STREAMS, OnTerminal, plain
-from userland import DEADLINE, data_folder, environment
+from terminals import OnTerminal, plain
+from userland import DEADLINE, environment
 
 from aiodigest.cli import app
 
@@ -23,16 +23,10 @@ BASH = shutil.which("bash") or "bash"
 COMMANDS: dict[str, object] = vars(typer.main.get_command(app.app))["commands"]
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
-
-
-def run(home: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command of a user at home there."""
-    settings = {**environment(home), "HOME": str(home), **variables}
-    return subprocess.run(command, env=settings, cwd=home, capture_output=True, text=True, timeout=DEADLINE)
+def run(data: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command of a user whose home is there."""
+    settings = {**environment(data), "HOME": str(data), **variables}
+    return subprocess.run(command, env=settings, cwd=data, capture_output=True, text=True, timeout=DEADLINE)
 
 
 @pytest.fixture
@@ -89,10 +83,10 @@ def test_no_server_is_asked_for_the_names_of_timelines(completed: Completed, mon
 
 
 @pytest.mark.processes
-def test_a_shell_that_shows_its_script_completes_by_the_tab_key(home: Path) -> None:
-    (home / "events.ndjson").touch()
-    variables = {**environment(home), "HOME": str(home), "TERM": "xterm", "PS1": "> ", "INPUTRC": "/dev/null"}
-    bash = OnTerminal([BASH, "--norc", "--noprofile", "-i"], variables, STREAMS, home)
+def test_a_shell_that_shows_its_script_completes_by_the_tab_key(data: Path) -> None:
+    (data / "events.ndjson").touch()
+    variables = {**environment(data), "HOME": str(data), "TERM": "xterm", "PS1": "> ", "INPUTRC": "/dev/null"}
+    bash = OnTerminal([BASH, "--norc", "--noprofile", "-i"], variables, data)
     try:
         bash.until("> ")
         bash.type(b'eval "$(aiodigest --show-completion)"; echo it is $?\n')
@@ -109,11 +103,11 @@ def test_a_shell_that_shows_its_script_completes_by_the_tab_key(home: Path) -> N
 
 
 @pytest.mark.processes
-def test_it_is_installed_for_the_shell_that_asks(home: Path) -> None:
-    done = run(home, BASH, "-c", "aiodigest --install-completion; echo $?")
+def test_it_is_installed_for_the_shell_that_asks(data: Path) -> None:
+    done = run(data, BASH, "-c", "aiodigest --install-completion; echo $?")
     assert done.stdout.splitlines()[-1] == "0", done
-    [line] = [line for line in (home / ".bashrc").read_text().splitlines() if line]
-    words = run(home, BASH, "-c", f"{line}; complete -p aiodigest").stdout
+    [line] = [line for line in (data / ".bashrc").read_text().splitlines() if line]
+    words = run(data, BASH, "-c", f"{line}; complete -p aiodigest").stdout
     assert words == "complete -o default -F _aiodigest_completion aiodigest\n"
 
 

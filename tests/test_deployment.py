@@ -6,7 +6,6 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import yaml
 from pages import blocks_of
 from ports import free_port
-from userland import DEADLINE, ROOT, data_folder, running
+from userland import DEADLINE, ROOT, running
 
 from aiodigest import DigestEngine
 
@@ -52,12 +51,6 @@ def docker_command() -> list[str]:
     instructions = dict(line.split(" ", 1) for line in dockerfile.splitlines())
     assert list(instructions) == ["FROM", "RUN", "WORKDIR", "COPY", "USER", "CMD"]
     return json.loads(instructions["CMD"])
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 def test_systemd_docker_and_kubernetes_run_the_same_command() -> None:

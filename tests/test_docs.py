@@ -29,7 +29,7 @@ import pytest
 import typer.main
 import yaml
 from pages import DOCUMENTS, Block, blocks_of, prose_of, title
-from userland import DEADLINE, ROOT, data_folder, environment
+from userland import DEADLINE, ROOT, environment
 
 from aiodigest import DigestEngine, Policy
 from aiodigest.cli.app import app
@@ -95,12 +95,6 @@ def run(*command: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
         timeout=DEADLINE,
         check=False,
     )
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 # Code

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from engines import WatchedBackend, virtual_time
 from pydantic import BaseModel
-from userland import DEADLINE, ROOT, Program, data_folder, running
+from userland import DEADLINE, ROOT, Program, running
 
 from aiodigest import DigestEngine, Entry
 from aiodigest.testing import TestEngine
@@ -31,12 +31,6 @@ class Build(BaseModel):
     repo: str
     number: int
     status: str
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import pytest
 from engines import Inbox, WatchedBackend, engine_on, forever, now, settle, virtual_time
 from fastapi import Depends, FastAPI, WebSocket
 from servers import Server, running_server
-from userland import DEADLINE, Program, data_folder, running
+from userland import DEADLINE, Program, running
 
 from aiodigest import (
     JSON,
@@ -462,12 +462,6 @@ class Told:
 
     def go_on(self) -> None:
         (self.folder / "hold").unlink(missing_ok=True)
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 @asynccontextmanager

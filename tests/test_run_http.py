@@ -18,7 +18,7 @@ from textwrap import dedent
 
 import httpx2
 import pytest
-from commandline import DEADLINE, Command, Running, aiodigest, in_process, no_process_is_left, running
+from commandline import DEADLINE, Command, Running, aiodigest, no_process_is_left, running
 from engines import WatchedBackend, engine_on
 from ports import free_port
 from prometheus_client import Metric
@@ -74,11 +74,6 @@ SERVICE = """
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "services.py").write_text(dedent(SERVICE))
     return tmp_path
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    return in_process(monkeypatch, capfd)
 
 
 @contextmanager

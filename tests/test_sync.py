@@ -21,7 +21,7 @@ from ports import free_port
 from processes import PROGRAMS
 from replicas import freeze, thaw
 from servers import PASSWORD, USER, Server, running_server
-from userland import DEADLINE, data_folder, environment
+from userland import DEADLINE, environment
 
 from aiodigest import (
     BackendUnavailable,
@@ -40,12 +40,6 @@ from aiodigest.session import sync
 @pytest.fixture
 def engine(server: Server, namespace: str) -> DigestEngine[int]:
     return DigestEngine(server.url, namespace=namespace, value_type=int)
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 def stored(url: str, namespace: str, key: str = "k") -> list[str]:

@@ -5,26 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 from ports import free_port
 from servers import running_server
-from userland import DEADLINE, ROOT, data_folder, running
+from userland import DEADLINE, ROOT, running
 
 from aiodigest import DigestEngine
 
 pytestmark = pytest.mark.docs
 
 EXAMPLES = ROOT / "examples"
-
-
-@pytest.fixture
-def data() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
 
 
 async def test_threads_of_forked_django_workers_add_and_a_worker_of_its_own_delivers(data: Path) -> None:

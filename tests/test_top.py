@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Command, in_process, running
+from commandline import Command, running
 from rich.console import Console
 from servers import Server, running_server
 from terminals import on_terminal
@@ -26,11 +26,6 @@ HOSTILE = "\x1b[31mred\x07\r\n\u202e[bold]"
 ESCAPED = "\\x1b[31mred\\x07\\r\\n\\u202e[bold]"
 OPTIONS = "--namespace", "mail"
 NOTHING: dict[str, float] = dict.fromkeys(looks.COUNTERS, 0.0)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    return in_process(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")

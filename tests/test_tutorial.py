@@ -20,7 +20,7 @@ import pytest
 from pages import blocks_of, commands_of, matches
 from ports import free_port
 from servers import running_server
-from userland import DEADLINE, ROOT, data_folder, environment
+from userland import DEADLINE, ROOT, environment
 
 pytestmark = pytest.mark.docs
 
@@ -153,12 +153,6 @@ async def ended(process: asyncio.subprocess.Process) -> str:
 
 
 @pytest.fixture
-def home() -> Iterator[Path]:
-    with data_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
 def page() -> Iterator[Page]:
     """Return the tutorial, with free ports and the URL of a real server."""
     web, smtp = str(free_port()), str(free_port())
@@ -171,8 +165,8 @@ def page() -> Iterator[Page]:
         yield Page(settled)
 
 
-async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, home: Path) -> None:
-    reader = Reader(home)
+async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path) -> None:
+    reader = Reader(data)
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         # 1 to 3: install, a mail server, the app
         check_installing(page)
