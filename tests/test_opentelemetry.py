@@ -157,13 +157,29 @@ def facts_of(span: ReadableSpan) -> Mapping[str, Any]:
     return span.attributes or {}
 
 
+def measured(
+    prometheus: Prometheus, *replies: Any, store: WatchedBackend | None = None, **options: Any
+) -> tuple[DigestEngine[JSON], Inbox]:
+    """An engine whose metrics are collected, and a callback that is told what to do."""
+    engine, inbox = engine_on(store or WatchedBackend(), **{"policy": policy(), **options}), Inbox(*replies)
+    instrument(engine, meter_provider=prometheus.provider)
+    engine.observe(inbox.observe)
+    return engine, inbox
+
+
+def traced_by(traced: Traced, *replies: Any, **options: Any) -> tuple[DigestEngine[JSON], Inbox]:
+    """An engine whose deliveries are traced, and a callback that is told what to do."""
+    engine, inbox = engine_on(WatchedBackend(), policy=policy(), **options), Inbox(*replies)
+    instrument(engine, tracer_provider=traced.provider)
+    engine.observe(inbox.observe)
+    return engine, inbox
+
+
 # Metrics
 
 
 async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key(prometheus: Prometheus) -> None:
-    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox(RuntimeError(KEY))
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = measured(prometheus, RuntimeError(KEY))
     async with engine.delivering(inbox):
         await engine.add(KEY, 1, record_id="one")
         await inbox.outcome()
@@ -173,11 +189,13 @@ async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key
     assert not any(KEY in name or "one" in name for name in figures)
     labels = {label for name in figures for label in re.findall(r"(\w+)=", name)}
     assert labels == {"namespace", "reason", "state", "le"}
+    for name in ("duration", "lateness"):
+        found = [float(bound) for one in figures for bound in re.findall(rf"{name}_seconds_bucket{{le=([\d.]+)", one)]
+        assert tuple(found) == BUCKETS
 
 
 async def test_adds_are_counted_where_they_are_counted_anyway(prometheus: Prometheus) -> None:
-    engine = engine_on(WatchedBackend())
-    instrument(engine, meter_provider=prometheus.provider)
+    engine, _ = measured(prometheus)
     async with engine:
         await engine.add(KEY, 1)
         await engine.add_many([Entry(KEY, 2), Entry("b", 3)])
@@ -189,6 +207,7 @@ async def test_adds_are_counted_where_they_are_counted_anyway(prometheus: Promet
     ("reply", "reason"),
     [
         (RuntimeError(), "failed"),
+        (RuntimeError(), "buried"),  # the last attempt
         (RetryAfter(3600), "deferred"),
         (Reject(), "rejected"),
         (PartialFailure(["1"]), "partial"),
@@ -200,10 +219,8 @@ async def test_each_attempt_is_counted_as_what_came_of_it(
     reply: BaseException | None, reason: str | None, prometheus: Prometheus
 ) -> None:
     timeout = 0.05 if reason == "timeout" else 300  # of the others none may end by it
-    engine = engine_on(WatchedBackend(), policy=policy(), delivery_timeout=timeout)
-    inbox = Inbox(reply)
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
+    attempts = RetryPolicy(max_attempts=1 if reason == "buried" else 2)
+    engine, inbox = measured(prometheus, reply, retry=attempts, delivery_timeout=timeout)
     async with engine:
         await engine.add_many([Entry(KEY, 1, "1"), Entry(KEY, 2, "2")])
     async with engine.delivering(inbox):
@@ -216,41 +233,12 @@ async def test_each_attempt_is_counted_as_what_came_of_it(
     assert figures["aiodigest_deliveries_total{namespace=test}"] == (reason is None)
     assert figures["aiodigest_delivery_duration_seconds_count{namespace=test}"] == 1
     assert figures["aiodigest_delivery_lateness_seconds_count{namespace=test}"] == 1
-
-
-async def test_the_last_attempt_is_counted_as_buried_and_its_records_too(prometheus: Prometheus) -> None:
-    engine = engine_on(WatchedBackend(), policy=policy(), retry=RetryPolicy(max_attempts=1))
-    inbox = Inbox(RuntimeError())
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
-    async with engine:
-        await engine.add_many([Entry(KEY, 1), Entry(KEY, 2)])
-    async with engine.delivering(inbox):
-        await inbox.outcome()
-        figures = await prometheus.scrape()
-    assert figures["aiodigest_delivery_failures_total{namespace=test,reason=buried}"] == 1
-    assert figures["aiodigest_records_buried_total{namespace=test}"] == 2
+    assert figures["aiodigest_records_buried_total{namespace=test}"] == (2 if reason in ("buried", "rejected") else 0)
     assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 0
 
 
-async def test_durations_fall_into_buckets_from_5_ms_to_5_minutes(prometheus: Prometheus) -> None:
-    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
-    async with engine.delivering(inbox):
-        await engine.add(KEY, 1)
-        await inbox.outcome()
-        figures = await prometheus.scrape()
-    for name in ("duration", "lateness"):
-        found = [float(bound) for one in figures for bound in re.findall(rf"{name}_seconds_bucket{{le=([\d.]+)", one)]
-        assert tuple(found) == BUCKETS
-    assert (BUCKETS[0], BUCKETS[-1]) == (0.005, 300)
-
-
 async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection(prometheus: Prometheus) -> None:
-    store = CountedBackend()
-    engine = engine_on(store, policy=policy(capacity=2))
-    instrument(engine, meter_provider=prometheus.provider)
+    engine, _ = measured(prometheus, policy=policy(capacity=2))
     async with engine:
         await engine.add_many(Entry(KEY, number) for number in range(3))
         figures = await prometheus.scrape()
@@ -265,9 +253,7 @@ async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection
 
 async def test_a_collection_is_one_call_to_the_server_and_nothing_else_makes_any(prometheus: Prometheus) -> None:
     store, other = CountedBackend(), InMemoryMetricReader()
-    engine, inbox = engine_on(store, policy=policy()), Inbox()
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = measured(prometheus, store=store)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         await inbox.outcome()
@@ -284,8 +270,7 @@ async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_d
     prometheus: Prometheus,
 ) -> None:
     store = CountedBackend()
-    engine = engine_on(store, policy=policy())
-    instrument(engine, meter_provider=prometheus.provider)
+    engine, _ = measured(prometheus, store=store)
     async with engine:
         first = prometheus.scraped()
         assert not any(name.startswith(tuple(FROM_THE_SERVER)) for name in first)
@@ -300,8 +285,7 @@ async def test_while_the_server_is_away_only_the_figures_of_the_process_are_give
     prometheus: Prometheus, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CountedBackend()
-    engine = engine_on(store, policy=policy())
-    instrument(engine, meter_provider=prometheus.provider)
+    engine, _ = measured(prometheus, store=store)
     expected = {name for name, kind in NAMES.items() if kind != "histogram"} - FROM_THE_SERVER
     assert await asyncio.to_thread(prometheus.types) == {name: NAMES[name] for name in expected}  # not entered
     async with engine:
@@ -350,9 +334,7 @@ async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_en
 
 async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometheus) -> None:
     store = WatchedBackend()
-    engine, inbox = engine_on(store, policy=policy()), Inbox(*(RuntimeError() for _ in range(5)))
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = measured(prometheus, *[RuntimeError()] * 5, store=store)
     async with engine.delivering(inbox):
         await engine.add_many(Entry(f"user:{number}", 1) for number in range(5))
         await inbox.outcome(5)
@@ -427,12 +409,12 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
 
 
 async def test_with_the_api_alone_an_engine_works_and_tells_nobody() -> None:
-    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
+    inbox = Inbox()
+    engine = engine_on(WatchedBackend(), policy=policy())
     instrument(engine)
-    engine.observe(inbox.observe)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
-        assert (await inbox.outcome()).result == "delivered"
+        await inbox.digest()
 
 
 @pytest.mark.processes
@@ -461,8 +443,7 @@ async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheu
 
 
 async def test_an_engine_can_be_measured_by_a_second_provider(prometheus: Prometheus) -> None:
-    engine, second = engine_on(WatchedBackend()), Prometheus()
-    instrument(engine, meter_provider=prometheus.provider)
+    (engine, _), second = measured(prometheus), Prometheus()
     measure(engine, meter_provider=second.provider)
     async with engine:
         await engine.add(KEY, 1)
@@ -477,15 +458,19 @@ def metrics_in(text: str) -> set[str]:
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\baiodigest_\w+", text)}
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
-    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+@pytest.fixture
+def dashboard() -> Any:
+    return json.loads((ROOT / "docs" / "grafana.json").read_text())
+
+
+def test_the_dashboard_and_the_page_of_alerts_ask_for_metrics_that_there_are_and_for_all(dashboard: Any) -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert {name for query in queries for name in metrics_in(query)} == NAMES.keys()
     assert all('namespace=~"$namespace"' in query for query in queries)
+    assert metrics_in((ROOT / "docs" / "howto" / "alert-on-lateness.md").read_text()) == NAMES.keys()
 
 
-def test_the_dashboard_can_be_imported_anywhere() -> None:
-    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+def test_the_dashboard_can_be_imported_anywhere(dashboard: Any) -> None:
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
     assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
     assert metrics_in(json.dumps(variables["namespace"])) <= NAMES.keys()
@@ -495,10 +480,6 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     for panel in dashboard["panels"]:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-
-
-def test_the_page_of_alerts_names_metrics_that_there_are_and_all_of_them() -> None:
-    assert metrics_in((ROOT / "docs" / "howto" / "alert-on-lateness.md").read_text()) == NAMES.keys()
 
 
 # Traces
@@ -625,9 +606,7 @@ async def deliver_one(
     traced: Traced, reply: Any = None, *, options: Mapping[str, Any] | None = None, adds: int = 1
 ) -> tuple[ReadableSpan, Inbox]:
     """The span of the first attempt to deliver a digest."""
-    engine, inbox = engine_on(WatchedBackend(), policy=policy(), **(options or {})), Inbox(reply)
-    instrument(engine, tracer_provider=traced.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = traced_by(traced, reply, **(options or {}))
     async with engine:
         for number in range(adds):
             with traced.tracer.start_as_current_span(f"add {number}"):
@@ -665,6 +644,11 @@ async def rewording(digest: Digest[JSON]) -> None:
         raise ConnectionResetError from None
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 SIGNAL = "aiodigest.errors"
 LATE = "no outcome within 0.05 s"
 AWAY = "OSError: mail server away"
@@ -693,6 +677,7 @@ AWAY = "OSError: mail server away"
         (forever, 2, "timeout", "TimeoutError", LATE),
         (forever, 1, "buried", "TimeoutError", LATE),
         (rewording, 2, "timeout", "ConnectionResetError", LATE),
+        (Mute(), 2, "failed", f"{__name__}.Mute", "Mute: a Mute"),  # which has no text
     ],
 )
 async def test_a_span_says_what_observers_are_told_but_no_key_and_only_a_failure_is_an_error(
@@ -714,30 +699,15 @@ async def test_a_span_says_what_observers_are_told_but_no_key_and_only_a_failure
 
 
 async def test_a_span_has_ended_before_the_store_answers(traced: Traced) -> None:
-    engine = engine_on(WatchedBackend(), policy=policy())
-    inbox = Inbox(lambda digest: engine.delete(digest.key))
-    instrument(engine, tracer_provider=traced.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = traced_by(traced, lambda digest: engine.delete(digest.key))
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "deleted"
     assert facts_of(traced.spans()[0])["aiodigest.outcome"] == "delivered"
 
 
-async def test_an_error_without_a_text_ends_its_span_too(traced: Traced) -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    span, inbox = await deliver_one(traced, Mute())
-    assert inbox.results == ["failed"]
-    assert facts_of(span)["aiodigest.outcome"] == "failed"
-    assert span.status.description == "Mute: a Mute"
-
-
 async def test_an_attempt_that_is_cut_short_is_no_error(traced: Traced) -> None:
-    engine, inbox = engine_on(WatchedBackend(), policy=policy(), drain_timeout=0), Inbox(forever)
-    instrument(engine, tracer_provider=traced.provider)
+    engine, inbox = traced_by(traced, forever, drain_timeout=0)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         await inbox.digest()
@@ -748,8 +718,7 @@ async def test_an_attempt_that_is_cut_short_is_no_error(traced: Traced) -> None:
 
 @pytest.mark.parametrize("how", ["none", "not sampled", "invalid"])
 async def test_a_span_that_nobody_records_is_not_taken_along(how: str, traced: Traced) -> None:
-    engine = engine_on(WatchedBackend())
-    instrument(engine, tracer_provider=traced.provider)
+    engine, _ = traced_by(traced)
     off = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     current = {
         "none": nullcontext,
@@ -776,10 +745,8 @@ async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
             raise RuntimeError("the processor is broken")
 
     monkeypatch.setattr(Broken, method, fail)
-    engine, inbox = engine_on(WatchedBackend(), policy=policy()), Inbox()
     traced.provider.add_span_processor(Broken())
-    instrument(engine, tracer_provider=traced.provider)
-    engine.observe(inbox.observe)
+    engine, inbox = traced_by(traced)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "delivered"
@@ -795,8 +762,7 @@ async def test_a_span_that_cannot_be_read_keeps_no_record_from_being_stored(
         def get_span_context(self) -> SpanContext:
             raise RuntimeError("the tracer is broken")
 
-    engine = engine_on(WatchedBackend(), policy=policy())
-    instrument(engine, tracer_provider=traced.provider)
+    engine, _ = traced_by(traced)
     async with engine:
         with use_span(Broken(INVALID_SPAN_CONTEXT)):
             assert await engine.add(KEY, 1)
