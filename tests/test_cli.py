@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
-from commandline import DEADLINE, Command, environment, in_process, no_process_is_left, running
+from commandline import DEADLINE, Command, environment, no_process_is_left, running
 
 from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
 from aiodigest.cli import output as cli_output
@@ -32,11 +30,11 @@ class RawCodec:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in this process, on a server in a folder of its own: exit code, output and errors."""
+def command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs the command in this process, on a server in a folder of its own."""
     monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
     monkeypatch.setenv("AIODIGEST_NAMESPACE", "mail")
-    return in_process(monkeypatch, capfd)
+    return command
 
 
 async def fill(data: Path) -> None:
@@ -110,20 +108,15 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, co
     assert (code, replayed) == (0, "1 record put back into user:1, which waits\n")
     assert '"dead":0' in command("stats", "--json")[1]
     assert "has no dead letters" in command("dead", "list")[2]
+    asyncio.run(bury(tmp_path))
+    letter = json.loads(command("dead", "list", "--json")[1])
+    assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is discarded\n")
+    assert ["dead", "0"] in [line.split() for line in command("stats")[1].splitlines()]
     for action in ("show", "replay", "discard"):
         code, _, error = command("dead", action, letter["id"])
         assert code == 1
         assert "there is no dead letter" in error
         assert "aiodigest dead list --namespace mail" in error
-
-
-def test_a_dead_letter_is_discarded(tmp_path: Path, command: Command) -> None:
-    asyncio.run(bury(tmp_path))
-    letter = json.loads(command("dead", "list", "--json")[1])
-    assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is discarded\n")
-    code, counted, _ = command("stats")
-    assert code == 0
-    assert ["dead", "0"] in [line.split() for line in counted.splitlines()]
 
 
 def test_the_id_and_time_of_a_dead_letter_are_whole_where_its_reason_is_cut(
@@ -210,7 +203,7 @@ def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monke
     assert command("delete", HOSTILE)[0] == 0
 
 
-@pytest.mark.parametrize("arguments", [["stats", "--namespace", "n"], ["pipe", "--group-by", "key"]])
+@pytest.mark.parametrize("arguments", [["pipe", "--group-by", "key"], *([name] for name in ("stats", "doctor", "top"))])
 def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], command: Command) -> None:
     code, output, error = command(*arguments, "--url", "redis://user:secret@127.0.0.1:1/0")
     assert (code, output) == (69, "")
@@ -219,41 +212,39 @@ def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], com
     assert "secret" not in error
 
 
+CLOSED = "standard output is closed"
+FULL = "standard output cannot be written: [Errno 28] No space left on device"
+
+
 @pytest.mark.processes
-def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("timelines >&-", CLOSED),
+        ("top >&-", CLOSED),
+        ("stats >/dev/full", FULL),
+        ("doctor --json >/dev/full", FULL),
+        ("top >/dev/full", FULL),
+        ("--help >/dev/full", FULL),
+    ],
+)
+def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(arguments: str, told: str, tmp_path: Path) -> None:
     settings = {**environment(tmp_path), "AIODIGEST_NAMESPACE": "mail"}
-    for name in ("timelines", "top"):
-        shell = f"{sys.executable} -m aiodigest {name} >&-"
-        done = subprocess.run(["sh", "-c", shell], env=settings, capture_output=True, timeout=DEADLINE, check=False)
-        assert done.returncode == 1
-        assert done.stderr.endswith(b"aiodigest: standard output is closed\n")
-        assert b"Traceback" not in done.stderr
+    shell = f'exec "{sys.executable}" -m aiodigest {arguments}'
+    done = subprocess.run(["sh", "-c", shell], env=settings, capture_output=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().endswith(f"aiodigest: {told}\n")
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.processes
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
-    command = (
-        sys.executable,
-        "-m",
-        "aiodigest",
-        "top",
-        "--namespace",
-        "mail",
-        "--json",
-        "--count",
-        "9",
-        "--interval",
-        "0.1",
-    )
-    with subprocess.Popen(
-        command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
+    options = "--namespace", "mail", "--json", "--count", "9", "--interval", "0.1"
+    with running(tmp_path, "top", *options, read=False) as top:
+        assert top.process.stdout is not None
+        assert top.process.stdout.readline()
+        top.process.stdout.close()
+        assert (top.end(), top.errors) == (1, b"")
 
 
 def test_the_version_is_printed(command: Command) -> None:
@@ -269,144 +260,3 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str, tmp_pa
     )
     told = b"aiodigest: the command line is not installed: pip install 'aiodigest[standard]'\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, b"", told)
-
-
-# Services
-
-SERVICE = """
-    import asyncio
-    from contextlib import asynccontextmanager
-    from pathlib import Path
-    from aiodigest import DigestEngine
-
-    first = DigestEngine(namespace="first", drain_timeout=600)
-    bare = DigestEngine(namespace="bare")
-
-    @first.deliver
-    async def slowly(digest):
-        print("began", digest.key, flush=True)
-        while not Path("go").exists():
-            await asyncio.sleep(0.01)
-        print("ended", digest.key, flush=True)
-
-    @asynccontextmanager
-    async def second():
-        engine = DigestEngine(namespace="second", drain_timeout=600)
-        engine.deliver(slowly)
-        print("opened", flush=True)
-        yield engine
-        print("closed", flush=True)
-
-    @asynccontextmanager
-    async def broken():
-        raise OSError("no database")
-        yield
-
-    @asynccontextmanager
-    async def strange():
-        yield 3
-"""
-
-
-@pytest.fixture
-def services(tmp_path: Path) -> Path:
-    (tmp_path / "services.py").write_text(dedent(SERVICE))
-    return tmp_path
-
-
-async def add(data: Path, namespace: str, key: str) -> None:
-    async with DigestEngine(f"embedded://{data}", namespace=namespace) as engine:
-        await engine.add(key, 1)
-
-
-@pytest.mark.processes
-def test_sigterm_lets_deliveries_end_and_closes_what_was_opened(services: Path) -> None:
-    data = services / "data"
-    with running(data, "run", "services:first", "services:second", cwd=services) as service:
-        assert service.read_line() == b"opened\n"
-        lines = {service.error_line(), service.error_line()}
-        assert lines == {
-            f"aiodigest: services:{name}: delivering namespace {name} on embedded://\n".encode()
-            for name in ("first", "second")
-        }
-        asyncio.run(add(data, "first", "one"))
-        asyncio.run(add(data, "second", "two"))
-        began = {service.read_line(), service.read_line()}
-        assert b"began two\n" in began
-        service.process.send_signal(signal.SIGTERM)
-        (services / "go").touch()
-        assert service.end() == 0
-    output = service.output.decode().splitlines()
-    assert sorted(output) == ["began one", "began two", "closed", "ended one", "ended two", "opened"]
-    assert output[-1] == "closed"
-    stopped = sorted(service.errors.splitlines()[2:])
-    assert stopped == [f"aiodigest: services:{name}: stopped".encode() for name in ("first", "second")]
-    assert no_process_is_left(data)
-
-
-@pytest.mark.processes
-def test_what_a_service_has_loaded_is_not_looked_at_by_every_collection_of_garbage(tmp_path: Path) -> None:
-    (tmp_path / "service.py").write_text(
-        dedent(
-            """
-            import gc
-            from aiodigest import DigestEngine
-
-            engine = DigestEngine(namespace="frozen")
-
-            @engine.deliver
-            async def deliver(digest):
-                print(gc.get_freeze_count() > 10_000, flush=True)
-            """
-        )
-    )
-    data = tmp_path / "data"
-    with running(data, "run", "service:engine", cwd=tmp_path) as service:
-        service.error_line()
-        asyncio.run(add(data, "frozen", "one"))
-        assert service.read_line() == b"True\n"
-
-
-@pytest.mark.processes
-def test_a_second_signal_stops_a_service_at_once(services: Path) -> None:
-    data = services / "data"
-    with running(data, "run", "services:first", cwd=services) as service:
-        service.error_line()
-        asyncio.run(add(data, "first", "one"))
-        assert service.read_line() == b"began one\n"
-        service.process.send_signal(signal.SIGTERM)
-        assert service.interrupt() == 0  # long before the drain has had its time
-    assert b"ended" not in service.output
-
-
-@pytest.mark.parametrize(
-    ("name", "told", "expected"),
-    [
-        ("bare", "has no callback", 2),
-        ("broken", "'services:broken' cannot be opened: OSError: no database (", 1),
-        ("strange", "opens a int", 2),
-        ("asyncio", "is a module", 2),
-    ],
-)
-def test_a_service_that_is_none_is_one_line(
-    name: str, told: str, expected: int, services: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(services)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "services", raising=False)
-    code, output, error = command("run", f"services:{name}")
-    assert (code, output) == (expected, "")
-    [line] = error.splitlines()
-    assert told in line
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("arguments", ["stats", "doctor --json", "top", "--help"])
-def test_output_that_cannot_be_written_is_one_line(tmp_path: Path, arguments: str) -> None:
-    named = "" if arguments == "--help" else "--namespace mail"
-    command = f'exec "{sys.executable}" -m aiodigest {arguments} {named} >/dev/full'
-    done = subprocess.run(["sh", "-c", command], env=environment(tmp_path), capture_output=True, timeout=DEADLINE)
-    assert done.returncode == 1
-    told = done.stderr.splitlines()[-1]
-    assert told == b"aiodigest: standard output cannot be written: [Errno 28] No space left on device"
-    assert b"Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from commandline import Command
 
 from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
@@ -27,11 +28,6 @@ from aiodigest.cli.rendering import digest_json, digest_text, printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["aiodigest", *arguments])
-    return app.run()
 
 
 # Fields
@@ -72,9 +68,23 @@ def test_a_template_that_is_none_is_refused(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}", b'{"key": null}', b'{"key": []}', b'{"key": {}}', b"[]", b"3", b"{", b"\xff", b"{}{}"]
+    "line",
+    [
+        b"{}",
+        b'{"key": null}',
+        b"[]",
+        b"3",
+        b"{",
+        b"\xff",
+        b"{}{}",
+        b'{"key": NaN}',
+        b'{"key": "k", "n": ' + b"9" * 5000 + b"}",
+        b'{"key":' + b"[" * 100_000,
+        b" " * (LONGEST_LINE + 1),
+    ],
+    ids=lambda line: line[:20],
 )
-def test_a_line_without_a_key_is_malformed(line: bytes) -> None:
+def test_a_line_without_a_key_or_that_is_no_json_is_malformed(line: bytes) -> None:
     with pytest.raises(Malformed):
         Shape(Template.parse("key")).entry(line)
 
@@ -92,21 +102,6 @@ def test_a_field_that_is_of_no_use_is_told_with_what_it_is(value: JSON, told: st
     with pytest.raises(Unusable) as caught:
         Template.parse("key").fill(value)
     assert str(caught.value) == told
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"key": NaN}',
-        b'{"key": "k", "n": ' + b"9" * 5000 + b"}",
-        b'{"key":' + b"[" * 100_000,
-        b" " * (LONGEST_LINE + 1),
-    ],
-    ids=["nan", "a huge number", "deep", "long"],
-)
-def test_json_that_cannot_be_kept_is_malformed(line: bytes) -> None:
-    with pytest.raises(Malformed):
-        Shape(Template.parse("key")).entry(line)
 
 
 def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_under() -> None:
@@ -239,6 +234,14 @@ def test_the_lock_of_a_pipe_is_in_the_data_folder_under_the_name_of_its_namespac
         (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"),
         (["run"], "MODULE:ENGINE"),
         (["stats"], "--namespace"),
+        (["top", "--namespace", "n", "--interval", "10ms"], "at least 100ms"),
+        (["top", "--namespace", "n", "--interval", "soon"], "is not a duration"),
+        (["top", "--namespace", "n", "--count", "0"], "--count"),
+        *(
+            (["dead", action, "--namespace", "n", *chosen], "give the ID of a dead letter, or --all")
+            for action in ("replay", "discard")
+            for chosen in ((), ("some-id", "--all"))
+        ),
         (["timelines", "--namespace", "n", "--state", "late"], "is not a state"),
         (["stats", "--namespace", "not a name"], "namespace"),
         (["stats", "--namespace", "n", "--shards", "2"], "No such option: --shards"),
@@ -251,46 +254,33 @@ def test_the_lock_of_a_pipe_is_in_the_data_folder_under_the_name_of_its_namespac
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_2(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: File
+    arguments: list[str], told: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: File
 ) -> None:
     monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
     monkeypatch.delenv("AIODIGEST_NAMESPACE", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert run(monkeypatch, *arguments) == 2
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    [line] = printed.err.splitlines()
+    code, output, errors = command(*arguments)
+    assert (code, output) == (2, "")
+    [line] = errors.splitlines()
     assert line.startswith("aiodigest: ")
     assert told in line
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["dead"], ["pipe", "--help"], ["run", "-h"]])
-def test_help_is_printed(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments) == 0
-    assert "Usage: aiodigest" in capsys.readouterr().out
-
-
-def test_no_help_is_cut_or_wider_than_a_small_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_help_is_cut_or_wider_than_a_small_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     root: Any = typer.main.get_command(app.app)
-    groups = [[], ["dead"]]
     commands = [[name] for name in root.commands] + [["dead", name] for name in root.commands["dead"].commands]
-    for command in groups + commands:
-        assert run(monkeypatch, *command, "--help") == 0
-        for line in capsys.readouterr().out.splitlines():
+    for asked in ([], ["dead"], ["--help"], ["run", "-h"], *([*names, "--help"] for names in commands)):
+        code, output, _ = command(*asked)
+        assert code == 0
+        assert "Usage: aiodigest" in output
+        for line in output.splitlines():
             assert len(line) <= 80, line
             assert not line.endswith(("...", "…")) or line.startswith("Usage: "), line
 
 
-def test_the_help_of_pipe_says_what_surprises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "pipe", "--help") == 0
-    told = " ".join(capsys.readouterr().out.split())
+def test_the_help_of_pipe_says_what_surprises(command: Command) -> None:
+    told = " ".join(command("pipe", "--help")[1].split())
     for words in (
         "after another run of the same command, once --minimum-delay",
         "[default: 500; none with --capacity]",

@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +240,15 @@ async def test_an_endpoint_gets_the_engine_and_a_test_may_put_another_in_its_pla
         assert [[timeline.key async for timeline in each.timelines()] for each in (engine, other)] == [["ann"], ["bob"]]
 
 
+def told_to_come_again(answer: httpx2.Response) -> tuple[str, str | None]:
+    """What an answer that tells to come again says of the record."""
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    body = answer.json()
+    assert body.pop("detail") == "the service is unavailable at the moment: come again later"
+    assert body.keys() == {"stored", "record_id"}
+    return body["stored"], body["record_id"]
+
+
 @pytest.mark.parametrize("stored", ["no", "unknown"])
 @virtual_time
 async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_known_of_its_record(
@@ -254,12 +262,7 @@ async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_
         else:
             backend.lost["add"] = 1
         answer = await client.post("/ann")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert answer.json() == {
-        "detail": "the service is unavailable at the moment: come again later",
-        "stored": stored,
-        "record_id": "first",
-    }
+    assert told_to_come_again(answer) == (stored, "first")
     reason = {"no": "connection to redis.internal refused", "unknown": "connection reset"}[stored]
     assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
         ("WARNING", f"the server is unavailable: {reason}"),
@@ -287,31 +290,27 @@ async def test_entries_that_found_no_server_are_answered_as_one_would_be(
 
     async with client_of(app) as client:
         answer = await client.post("/")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert answer.json() == {
-        "detail": "the service is unavailable at the moment: come again later",
-        "stored": stored,
-        "record_id": None,
-    }
+    assert told_to_come_again(answer) == (stored, None)
     [line] = caplog.records
     assert line.getMessage().startswith("POST /: ")
 
 
+REQUEST: Any = None
+WEBSOCKET: Any = WebSocket({"type": "websocket"}, REQUEST, REQUEST)
+
+
 @pytest.mark.parametrize(
-    "error", [KeyError("ann"), PartialAdd([BackendUnavailable("away"), LimitExceeded("too large")])]
+    ("request_", "error"),
+    [
+        (REQUEST, KeyError("ann")),
+        (REQUEST, PartialAdd([BackendUnavailable("away"), LimitExceeded("too large")])),
+        (WEBSOCKET, BackendUnavailable("away")),
+    ],
 )
-async def test_the_answer_is_for_nothing_else(error: Exception) -> None:
-    request: Any = None
+async def test_the_answer_is_for_nothing_else_and_for_no_websocket(request_: Any, error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
-        await answer_unavailable(request, error)
+        await answer_unavailable(request_, error)
     assert raised.value is error
-
-
-async def test_a_websocket_hears_of_the_error_itself() -> None:
-    whole: Any = None
-    request: Any = WebSocket({"type": "websocket"}, whole, whole)
-    with pytest.raises(BackendUnavailable):
-        await answer_unavailable(request, BackendUnavailable("away"))
 
 
 # Lifespans
@@ -357,37 +356,28 @@ async def test_an_app_that_stops_waits_for_its_deliveries_for_the_drain_timeout(
 
 
 @pytest.mark.parametrize(
-    ("module", "missing", "extra"),
+    ("module", "library", "extra"),
     [
         ("fastapi", "fastapi", "fastapi"),
         ("starlette", "starlette.requests", "fastapi"),
         ("opentelemetry", "opentelemetry.metrics", "otel"),
     ],
 )
-def test_without_the_extra_the_import_names_it(
-    module: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}", raising=False)
-    with pytest.raises(ConfigurationError, match=rf"pip install 'aiodigest\[{extra}\]'"):
-        importlib.import_module(f"aiodigest.integrations.{module}")
-
-
-@pytest.mark.parametrize(
-    ("module", "library"),
-    [("fastapi", "fastapi"), ("starlette", "starlette.requests"), ("opentelemetry", "opentelemetry.metrics")],
-)
-def test_what_a_library_itself_lacks_is_not_mended_by_the_extra(
-    module: str, library: str, monkeypatch: pytest.MonkeyPatch
+def test_without_the_extra_the_import_names_it_and_what_a_library_itself_lacks_is_not_mended_by_it(
+    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
             if name == library:
                 raise ModuleNotFoundError("No module named 'of_the_library'", name="of_the_library")
 
+    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, library, None)
+        with pytest.raises(ConfigurationError, match=rf"pip install 'aiodigest\[{extra}\]'"):
+            importlib.import_module(f"aiodigest.integrations.{module}")
     for name in [name for name in sys.modules if name == library or name.startswith(f"{library}.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, f"aiodigest.integrations.{module}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(ModuleNotFoundError, match="of_the_library"):
         importlib.import_module(f"aiodigest.integrations.{module}")
@@ -410,68 +400,21 @@ async def until(reached: Callable[[], bool]) -> None:
     """Wait for what another process does."""
     async with asyncio.timeout(DEADLINE):
         while not reached():  # noqa: ASYNC110  (no event tells it)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
 
-@dataclass
-class Told:
-    """What the deliveries of comments_app.py have told so far."""
-
-    folder: Path
-    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    _read: int = 0
-
-    def look(self) -> list[dict[str, Any]]:
-        """The lines that came since the last look."""
-        path = self.folder / "told"
-        text = path.read_bytes()[self._read :] if path.exists() else b""
-        text = text[: text.rfind(b"\n") + 1]
-        self._read += len(text)
-        new = [json.loads(line) for line in text.splitlines()]
-        self.lines += new
-        return new
-
-    async def next(self) -> dict[str, Any]:
-        """A line that comes from now on."""
-        before = len(self.lines)
-        await until(lambda: bool(self.look()))
-        return self.lines[before]
-
-    async def all_of(self, texts: set[str]) -> None:
-        """Wait until all of these were delivered."""
-        left = texts.difference(*(line["texts"] for line in self.lines))
-
-        def none_is_left() -> bool:
-            left.difference_update(*(line["texts"] for line in self.look()))
-            return not left
-
-        await until(none_is_left)
-
-    async def again(self, line: dict[str, Any]) -> None:
-        """Wait until the digest of a line is delivered again."""
-
-        def has_come() -> bool:
-            self.look()
-            return sum(each["id"] == line["id"] for each in self.lines) > 1
-
-        await until(has_come)
-
-    def hold(self) -> None:
-        """Let no delivery end from now on."""
-        (self.folder / "hold").touch()
-
-    def go_on(self) -> None:
-        (self.folder / "hold").unlink(missing_ok=True)
+def told(data: Path) -> list[dict[str, Any]]:
+    """What comments_app.py has told of its deliveries so far; none ends while there is a file ``hold``."""
+    path = data / "told"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 @asynccontextmanager
-async def serving(
-    data: Path, workers: int = 1, url: str = "embedded://"
-) -> AsyncGenerator[tuple[Program, str, Told], None]:
-    """comments_app.py under uvicorn: the program, its URL, and what it delivers. Drained at the end, if not before."""
+async def serving(data: Path, workers: int = 1, url: str = "embedded://") -> AsyncGenerator[tuple[Program, str], None]:
+    """comments_app.py under uvicorn: the program, and its URL. Drained at the end, if not before."""
     settings = "env", f"COMMENTS={data}", f"COMMENTS_URL={url}"
     options = "--app-dir", str(PROGRAMS), "--port", "0", "--no-access-log", "--workers", str(workers)
-    told = Told(data)
     async with running(*settings, sys.executable, "-m", "uvicorn", *options, "comments_app:app", data=data) as program:
         found = re.search(r"http://\S+", await program.until("Uvicorn running on")) if workers > 1 else None
         try:
@@ -479,36 +422,36 @@ async def serving(
                 await program.until("Application startup complete")
             found = found or re.search(r"http://\S+", await program.until("Uvicorn running on"))
             assert found is not None
-            yield program, found[0], told
+            yield program, found[0]
         finally:
-            told.go_on()
+            (data / "hold").unlink(missing_ok=True)
             with suppress(ProcessLookupError):
                 await program.terminate()
 
 
 @pytest.mark.processes
 async def test_a_delivery_under_way_ends_before_the_servers_do(data: Path) -> None:
-    async with serving(data, workers=3) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
-        told.hold()
+    async with serving(data, workers=3) as (program, url), httpx2.AsyncClient(base_url=url) as client:
+        (data / "hold").touch()
         answer = await client.post("/users/bob/comments", json={"author": "ann", "text": "hello"})
         assert (answer.status_code, answer.json()) == (202, {"due_now": True})
-        await told.next()
+        await until(lambda: bool(told(data)))
         program._process.terminate()
         for _ in range(3):
             await program.until("Waiting for application shutdown")
-        told.go_on()
+        (data / "hold").unlink()
         assert await program.ended() == 0
         assert sum("Application shutdown complete" in line for line in program.lines) == 3
     async with DigestEngine(f"embedded://{data / 'data'}", namespace="comments") as engine:
         stats = await engine.stats()
         assert (stats.delivered, stats.ready, stats.leased) == (1, 0, 0)
-    assert [line["texts"] for line in told.lines] == [["hello"]]
+    assert [line["texts"] for line in told(data)] == [["hello"]]
 
 
 @pytest.mark.processes
 async def test_an_outage_takes_the_app_out_of_service_and_restarts_nothing(data: Path) -> None:
     with running_server() as server:
-        async with serving(data, url=server.url) as (program, url, told), httpx2.AsyncClient(base_url=url) as client:
+        async with serving(data, url=server.url) as (program, url), httpx2.AsyncClient(base_url=url) as client:
 
             async def ready(status: int) -> str:
                 async with asyncio.timeout(DEADLINE):
@@ -527,73 +470,49 @@ async def test_an_outage_takes_the_app_out_of_service_and_restarts_nothing(data:
             server.start()
             assert await ready(200) == ""
             assert (await client.post("/users/bob/comments", json=comment)).status_code == 202
-            await told.next()
+            await until(lambda: bool(told(data)))
             assert await program.terminate() == -signal.SIGTERM
 
 
-class Client:
-    """Posts numbered comments over one connection after another, and notes which of them were acknowledged."""
-
-    def __init__(self, url: str, numbers: Iterator[int], acknowledged: set[str]) -> None:
-        self._host, self._port = url.removeprefix("http://").split(":")
-        self._numbers = numbers
-        self._acknowledged = acknowledged
-
-    async def run(self) -> None:
-        """Until there are no more numbers."""
-        while (number := next(self._numbers, None)) is not None:
-            reader, writer = await asyncio.open_connection(self._host, self._port)
-            try:
-                while number is not None:
-                    await self._post(reader, writer, number)
-                    number = next(self._numbers, None)
-            except (OSError, asyncio.IncompleteReadError):
-                pass  # nobody knows whether the last one is stored
-            finally:
-                writer.close()
-                with suppress(OSError):
-                    await writer.wait_closed()
-
-    async def _post(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
-        body = json.dumps({"author": "ann", "text": str(number)})
-        writer.write(
-            f"POST /users/{number % 100}/comments HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = re.search(r"content-length: (\d+)", head)
-        assert length is not None
-        await reader.readexactly(int(length[1]))
-        assert head.split()[1] == "202"
-        self._acknowledged.add(str(number))
+async def post(client: httpx2.AsyncClient, numbers: Iterator[int], acknowledged: set[str]) -> None:
+    """Post numbered comments until there are no more numbers, and note which of them were acknowledged."""
+    for number in numbers:
+        with suppress(httpx2.TransportError):  # nobody knows whether it is stored
+            comment = {"author": "ann", "text": str(number)}
+            assert (await client.post(f"/users/{number % 100}/comments", json=comment)).status_code == 202
+            acknowledged.add(str(number))
 
 
 @pytest.mark.processes
 async def test_a_worker_that_is_killed_loses_nothing_and_repeats_only_what_it_held(data: Path) -> None:
-    async with serving(data, workers=3) as (program, url, told):
-        acknowledged, numbers = set[str](), iter(range(REQUESTS))
+    acknowledged, numbers = set[str](), iter(range(REQUESTS))
+    limits = httpx2.Limits(max_connections=50, max_keepalive_connections=50)
+    async with (
+        serving(data, workers=3) as (program, url),
+        httpx2.AsyncClient(base_url=url, limits=limits, timeout=4 * DEADLINE) as client,
+    ):
         async with asyncio.timeout(4 * DEADLINE), asyncio.TaskGroup() as group:
             for _ in range(50):
-                group.create_task(Client(url, numbers, acknowledged).run())
+                group.create_task(post(client, numbers, acknowledged))
             await until(lambda: len(acknowledged) >= REQUESTS / 2)
-            told.hold()
-            told.look()
-            held = await told.next()
-            killed = held["process"]
-            os.kill(killed, signal.SIGKILL)
-            told.go_on()
+            (data / "hold").touch()
+            before = len(told(data))
+            await until(lambda: len(told(data)) > before)
+            held = told(data)[before]
+            os.kill(held["process"], signal.SIGKILL)
+            (data / "hold").unlink()
         assert len(acknowledged) >= REQUESTS - 50
-        await told.all_of(acknowledged)
-        await told.again(held)
+        await until(lambda: acknowledged <= {text for line in told(data) for text in line["texts"]})
+        await until(lambda: sum(line["id"] == held["id"] for line in told(data)) > 1)
         assert await program.terminate() == 0
     deliveries = defaultdict[str, list[dict[str, Any]]](list)
-    for line in told.lines:
+    for line in told(data):
         for text in line["texts"]:
             deliveries[text].append(line)
     repeated = [lines for lines in deliveries.values() if len(lines) > 1]
     assert repeated
     for first, *others in repeated:
-        assert first["process"] == killed
+        assert first["process"] == held["process"]
         for other in others:
-            assert other["process"] != killed
+            assert other["process"] != held["process"]
             assert (other["id"], other["texts"]) == (first["id"], first["texts"])

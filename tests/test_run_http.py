@@ -30,6 +30,7 @@ from aiodigest.cli.run.http import Address, _Metrics, listening, parse_address, 
 LOCAL = "127.0.0.1:0"
 SERVICE = """
     import asyncio
+    import gc
     from contextlib import asynccontextmanager
     from pathlib import Path
 
@@ -45,7 +46,7 @@ SERVICE = """
 
     @mail.deliver
     async def send(digest):
-        print("began", digest.key, flush=True)
+        print("began", digest.key, gc.get_freeze_count() > 10_000, flush=True)
         while digest.key == "slow" and not Path("go").exists():
             await asyncio.sleep(0.01)
         sent.inc()
@@ -69,6 +70,23 @@ SERVICE = """
         print("closed", flush=True)
 """
 
+NO_SERVICES = """
+    import asyncio
+    from contextlib import asynccontextmanager
+    from aiodigest import DigestEngine
+
+    bare = DigestEngine(namespace="bare")
+
+    @asynccontextmanager
+    async def broken():
+        raise OSError("no database")
+        yield
+
+    @asynccontextmanager
+    async def strange():
+        yield 3
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -84,8 +102,9 @@ def service(folder: Path, *engines: str) -> Generator[tuple[Running, str], None,
         line = process.error_line().decode()
         told = re.fullmatch(r"aiodigest: answering /livez, /healthz and /metrics on (http://127\.0\.0\.1:\d+)\n", line)
         assert told is not None, line
-        for _ in engines:
-            assert b"delivering namespace" in process.error_line()
+        began = "aiodigest: {}: delivering namespace {} on embedded://\n"
+        lines = {process.error_line().decode() for _ in engines}
+        assert lines == {began.format(name, name.partition(":")[2]) for name in engines}
         yield process, told[1]
 
 
@@ -125,7 +144,7 @@ def samples(text: str) -> dict[str, float]:
 def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url):
         asyncio.run(add(folder, "quick"))
-        assert process.read_line() == b"began quick\n"
+        assert process.read_line() == b"began quick True\n"  # what is loaded is not looked at by the garbage collector
         assert process.read_line() == b"ended quick\n"
         for path in ("/livez", "/healthz"):
             answer = httpx2.get(url + path)
@@ -156,10 +175,11 @@ def test_a_service_answers_whether_it_lives_and_is_healthy_and_what_it_does(fold
 
 
 @pytest.mark.processes
-def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder: Path) -> None:
-    with service(folder, "services:mail") as (process, url):
-        asyncio.run(add(folder, "slow"))
-        assert process.read_line() == b"began slow\n"
+def test_sigterm_lets_deliveries_end_and_closes_what_was_opened_and_meanwhile_probes_are_answered(folder: Path) -> None:
+    with service(folder, "services:mail", "services:measured") as (process, url):
+        for namespace in ("mail", "measured"):
+            asyncio.run(add(folder, "slow", namespace))
+            assert process.read_line() == b"began slow True\n"
         process.process.send_signal(signal.SIGTERM)
         with httpx2.Client(base_url=url) as client:
             for _ in range(50):
@@ -169,15 +189,17 @@ def test_probes_are_answered_while_a_delivery_is_waited_for_after_sigterm(folder
         assert process.process.poll() is None
         (folder / "go").touch()
         assert process.end() == 0
-    assert process.output.endswith(b"ended slow\n")
-    assert b"Traceback" not in process.errors
+    assert process.output.count(b"ended slow\n") == 2
+    assert process.output.endswith(b"closing\nclosed\n")
+    stopped = sorted(process.errors.splitlines()[3:])
+    assert stopped == [f"aiodigest: services:{name}: stopped".encode() for name in ("mail", "measured")]
 
 
 @pytest.mark.processes
 def test_a_second_signal_stops_a_service_at_once_although_it_answers(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url):
         asyncio.run(add(folder, "slow"))
-        assert process.read_line() == b"began slow\n"
+        assert process.read_line() == b"began slow True\n"
         process.process.send_signal(signal.SIGINT)
         assert httpx2.get(url + "/livez").status_code == 200
         assert process.interrupt(signal.SIGINT) == 0  # long before the drain has had its time
@@ -215,6 +237,28 @@ def test_a_port_that_is_taken_is_one_line_before_anything_is_delivered(folder: P
         done = aiodigest(folder / "data", "run", "services:mail", "--http", where, cwd=folder)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.decode() == f"aiodigest: --http cannot listen on {where}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "expected"),
+    [
+        ("bare", "has no callback", 2),
+        ("broken", "'no_services:broken' cannot be opened: OSError: no database (", 1),
+        ("strange", "opens a int", 2),
+        ("asyncio", "is a module", 2),
+    ],
+)
+def test_a_service_that_is_none_is_one_line(
+    name: str, told: str, expected: int, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_services.py").write_text(dedent(NO_SERVICES))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "no_services", raising=False)
+    code, output, error = command("run", f"no_services:{name}")
+    assert (code, output) == (expected, "")
+    [line] = error.splitlines()
+    assert told in line
 
 
 @pytest.mark.parametrize(
