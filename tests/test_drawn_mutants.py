@@ -37,15 +37,11 @@ def changes_of(file: str, text: str) -> list[str]:
     return [f"{change.old.strip()} → {change.new}" for change in find_changes(file, text)]
 
 
-def test_a_seed_draws_the_same_changes_and_of_more_the_same_at_first() -> None:
+def test_a_seed_draws_the_same_changes_half_of_them_to_scripts_and_of_more_the_same_at_first() -> None:
     drawn = draw(ROOT, 7, 40)
     assert draw(ROOT, 7, 40) == drawn
     assert draw(ROOT, 8, 40) != drawn
     assert [*drawn[:5], *drawn[20:25]] == draw(ROOT, 7, 10)
-
-
-def test_half_of_the_changes_are_to_scripts_and_half_to_the_modules() -> None:
-    drawn = draw(ROOT, 7, 40)
     assert [change.file.endswith(".lua") for change in drawn] == [True] * 20 + [False] * 20
     assert len(set(drawn)) == 40
 
@@ -67,14 +63,9 @@ def test_every_change_to_the_scripts_compiles(own: Server) -> None:
         assert len(pipeline.execute()) == len(possible)
 
 
-def test_of_python_what_is_done_is_changed_and_no_text_or_type() -> None:
+def test_what_is_done_is_changed_and_no_text_or_type() -> None:
     assert changes_of("some.py", PYTHON) == ["4 → 5", "not in → in", "not → ", "<= → <", "<= → >", "6 → 7"]
-
-
-def test_of_lua_what_is_done_is_changed_and_no_text() -> None:
-    assert changes_of("some.lua", LUA) == [
-        "7 → 8", "- → +", "not → ", "~= → ==", "and → or", "true → false",
-    ]  # fmt: skip
+    assert changes_of("some.lua", LUA) == ["7 → 8", "- → +", "not → ", "~= → ==", "and → or", "true → false"]
 
 
 @pytest.mark.parametrize(
@@ -112,15 +103,11 @@ def test_what_changes_nothing_is_told_by_a_line_and_what_it_becomes(tmp_path: Pa
     assert [*same.values()] == ["it is the same"]
 
 
-def test_an_entry_for_several_lines_says_how_many(tmp_path: Path) -> None:
+def test_an_entry_says_how_many_lines_it_is_for_and_one_that_matches_no_more_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text("x = 1\n" * 2)
     assert len(read_equivalents(tmp_path, listing("x = 1", "x = 2", "times = 2"))) == 2
     with pytest.raises(ValueError, match="in 2 lines, not in 1"):
         read_equivalents(tmp_path, listing("x = 1", "x = 2"))
-
-
-def test_an_entry_that_matches_nothing_any_more_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "some.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"'y = 1' → 'y = 2' is possible in 0 lines"):
         read_equivalents(tmp_path, listing("y = 1", "y = 2"))
 

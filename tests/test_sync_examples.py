@@ -47,7 +47,7 @@ async def test_threads_of_forked_django_workers_add_and_a_worker_of_its_own_deli
 async def test_forked_celery_workers_add_and_a_worker_of_its_own_delivers(data: Path) -> None:
     port = free_port()
     settings = ("env", "PYTHONWARNINGS=default", f"REDIS_URL=redis://127.0.0.1:{port}/0")
-    options = (
+    options = [
         "--pool",
         "prefork",
         "--concurrency",
@@ -57,7 +57,7 @@ async def test_forked_celery_workers_add_and_a_worker_of_its_own_delivers(data: 
         "--loglevel",
         "INFO",
         "--without-mingle",
-    )
+    ]
     celery = (*settings, sys.executable, "-m", "celery", "--app", "celery_app")
     pictures = [f"{number}.jpg" for number in range(8)]
     send = f"from celery_app import resize; [resize.delay('ann@example.org', picture) for picture in {pictures}]"

@@ -6,21 +6,18 @@ ones, the delays of the first version of the app are shorter, and nothing is ins
 
 from __future__ import annotations
 
-import asyncio
 import shlex
-import signal
 import tomllib
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Self
 
 import pytest
 from pages import blocks_of, commands_of, matches
 from ports import free_port
 from servers import running_server
-from userland import DEADLINE, ROOT, environment
+from userland import ROOT, Program, running
 
 pytestmark = pytest.mark.docs
 
@@ -63,38 +60,6 @@ class Page:
         return text
 
 
-class Terminal:
-    """A program in a terminal of its own. Every wait has a deadline."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._lines: list[str] = []
-
-    async def shows(self, lines: str) -> Self:
-        """Wait until it has shown these lines, in this order, perhaps with others between them."""
-        for line in lines.splitlines():
-            while line != "..." and not matches(await self._line(line), line):
-                pass
-        return self
-
-    async def ctrl_c(self, lines: str = "") -> None:
-        """Interrupt it, and wait until it has shown these lines and ended."""
-        self._process.send_signal(signal.SIGINT)
-        await self.shows(lines)
-        await ended(self._process)
-
-    async def _line(self, wanted: str) -> str:
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(DEADLINE):
-                line = (await self._process.stdout.readline()).decode()
-        except TimeoutError:
-            line = ""
-        assert line, f"no line {wanted!r} follows these:\n" + "\n".join(self._lines)
-        self._lines.append(line.rstrip("\n"))
-        return line
-
-
 class Reader:
     """A reader with terminals in one folder."""
 
@@ -105,15 +70,15 @@ class Reader:
         (self._folder / file).write_text(text)
 
     @asynccontextmanager
-    async def starts(self, command: tuple[str, str]) -> AsyncGenerator[Terminal]:
+    async def starts(self, command: tuple[str, str]) -> AsyncGenerator[Program]:
         """Open a terminal with a command that keeps running; it is interrupted at the end, at the latest."""
-        process = await self._run(command[0])
-        try:
-            yield await Terminal(process).shows(command[1])
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGINT)
-            await ended(process)
+        async with self._running(command[0]) as program:
+            await shows(program, command[1])
+            try:
+                yield program
+            finally:
+                program.interrupt()
+                await program.ended()
 
     async def runs(self, command: tuple[str, str]) -> None:
         """Run a command to its end; it must show exactly what it is said to show.
@@ -122,34 +87,33 @@ class Reader:
         """
         told = ""
         for _ in range(5):
-            told = await ended(await self._run(command[0]))
+            async with self._running(command[0]) as program:
+                await program.ended()
+            told = "".join(f"{line}\n" for line in program.lines)
             if matches(told, command[1]) or "is under way" not in told:
                 break
         assert matches(told, command[1]), f"{command[0]}\n{told}"
 
-    async def _run(self, command: str) -> asyncio.subprocess.Process:
-        variables = environment(self._folder) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a reader has none
+    def _running(self, command: str) -> AbstractAsyncContextManager[Program]:
+        settings = ["PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"]  # a reader has none
         if "aiosmtpd" in command:  # whose warnings are not ours
-            del variables["PYTHONWARNINGS"]
-        return await asyncio.create_subprocess_exec(
-            "bash", "-c", command.replace("curl ", "curl -sS "),  # which shows its progress where there is no terminal
-            cwd=self._folder,
-            env=variables,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
+            settings = ["-u", "PYTHONWARNINGS", *settings]
+        shown = command.replace("curl ", "curl -sS ")  # which shows its progress where there is no terminal
+        return running("env", *settings, "bash", "-c", shown, data=self._folder, folder=self._folder)
 
 
-async def ended(process: asyncio.subprocess.Process) -> str:
-    """Return what a process still prints until it has ended; kill it if that takes too long."""
-    try:
-        async with asyncio.timeout(DEADLINE):
-            told, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        raise
-    return told.decode()
+async def shows(program: Program, lines: str) -> None:
+    """Wait until a program has shown these lines, in this order, perhaps with others between them."""
+    for line in lines.splitlines():
+        while line != "..." and not matches(await program.until(""), line):
+            pass
+
+
+async def ctrl_c(program: Program, lines: str = "") -> None:
+    """Interrupt a program, and wait until it has shown these lines and ended."""
+    program.interrupt()
+    await shows(program, lines)
+    await program.ended()
 
 
 @pytest.fixture
@@ -178,26 +142,26 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
         # 4: one mail, then one for a burst
         web = await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
-        await smtp.shows(page.listing())
+        await shows(smtp, page.listing())
         await reader.runs(page.command())
-        await smtp.shows(page.listing())
+        await shows(smtp, page.listing())
 
         # 5: the mail server is down
-        await smtp.ctrl_c()
+        await ctrl_c(smtp)
         await reader.runs(page.command())
-        await web.shows(page.listing())
+        await shows(web, page.listing())
         for command in page.commands():
             await reader.runs(command)
 
         # 6: the app is down too
-        await web.ctrl_c(page.listing())
+        await ctrl_c(web, page.listing())
         smtp = await first.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
         web = await second.enter_async_context(reader.starts(page.command()))
-        await smtp.shows(page.listing())
+        await shows(smtp, page.listing())
 
         # 7: ready for others
-        await web.ctrl_c()
+        await ctrl_c(web)
         reader.writes("app.py", page.code())
         web = await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
@@ -209,7 +173,7 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
         await reader.runs(test)
 
         # 9: on another server
-        await web.ctrl_c()
+        await ctrl_c(web)
         await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
         assert page.is_over

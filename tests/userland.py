@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from servers import server_binary
@@ -65,6 +66,11 @@ class Program:
             if text in line:
                 return line
         raise AssertionError(f"it ended without a line that holds {text!r}:\n" + "\n".join(self.lines))
+
+    def interrupt(self) -> None:
+        """Send it SIGINT, if it has not ended."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
 
     async def terminate(self) -> int:
         """Its exit code after SIGTERM."""
