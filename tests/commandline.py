@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import IO, Any, TypeAlias, TypedDict
 
 import pytest
 
+from aiodigest import Delivery, DigestEngine, Entry
 from aiodigest.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,22 @@ def ids(output: bytes) -> list[str]:
 def ndjson(objects: Iterable[object]) -> bytes:
     """Objects as lines."""
     return b"".join(json.dumps(one).encode() + b"\n" for one in objects)
+
+
+async def attempt(url: str, *entries: Entry[Any], error: Exception | None = None, **options: Any) -> None:
+    """Add entries to the namespace ``mail``, and try once to deliver each timeline, to a callback that may fail."""
+    attempts: asyncio.Queue[Delivery] = asyncio.Queue()
+
+    async def deliver(digest: object) -> None:
+        if error is not None:
+            raise error
+
+    engine: DigestEngine[Any] = DigestEngine(url, namespace="mail", **options)
+    engine.observe(attempts.put_nowait)
+    async with engine.delivering(deliver):
+        await engine.add_many(entries)
+        for _ in {entry.key for entry in entries}:
+            await attempts.get()
 
 
 class Running:

@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commandline import DEADLINE, Command, environment, no_process_is_left, running
+from commandline import DEADLINE, Command, attempt, environment, no_process_is_left, running
 
-from aiodigest import Digest, DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
+from aiodigest import DigestEngine, Entry, Policy, Reject, RetryPolicy, __version__
 from aiodigest.cli import output as cli_output
 
 HOSTILE = "\x1b[31mred\x07\r\nnext\u202e[bold]"
@@ -46,18 +45,9 @@ async def fill(data: Path) -> None:
         await raw.add(HOSTILE, b"\x00\x1b", record_id="raw", timestamp=1)
 
 
-async def bury(data: Path, reason: str = "no such address") -> None:
+async def bury(data: Path, reason: str = "no such address", key: str = "user:1") -> None:
     """One dead letter."""
-    buried = asyncio.Event()
-
-    async def refuse(digest: Digest[Any]) -> None:
-        raise Reject(reason)
-
-    async with DigestEngine(f"embedded://{data}", namespace="mail") as engine:
-        await engine.add("user:1", {"text": "hello"}, record_id="one", timestamp=0)
-    engine.observe(lambda delivery: buried.set())
-    async with engine.delivering(refuse):
-        await buried.wait()
+    await attempt(f"embedded://{data}", Entry(key, {"text": "hello"}, "one", 0), error=Reject(reason))
 
 
 def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_path: Path, command: Command) -> None:
@@ -108,7 +98,7 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, co
     assert (code, replayed) == (0, "1 record put back into user:1, which waits\n")
     assert '"dead":0' in command("stats", "--json")[1]
     assert "has no dead letters" in command("dead", "list")[2]
-    asyncio.run(bury(tmp_path))
+    asyncio.run(bury(tmp_path, key="user:2"))
     letter = json.loads(command("dead", "list", "--json")[1])
     assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is discarded\n")
     assert ["dead", "0"] in [line.split() for line in command("stats")[1].splitlines()]
@@ -158,19 +148,8 @@ def test_the_beginning_of_an_id_must_mean_one_dead_letter(tmp_path: Path, comman
 def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_attempt_and_error(
     tmp_path: Path, command: Command
 ) -> None:
-    async def fail() -> None:
-        failed = asyncio.Event()
-
-        async def refuse(digest: Digest[Any]) -> None:
-            raise ConnectionError("503")
-
-        engine = DigestEngine(f"embedded://{tmp_path}", namespace="mail", retry=RetryPolicy(backoff=lambda _: 60.0))
-        engine.observe(lambda delivery: failed.set())
-        async with engine.delivering(refuse):
-            await engine.add("user:1", 1)
-            await failed.wait()
-
-    asyncio.run(fail())
+    retry, error = RetryPolicy(backoff=lambda _: 60.0), ConnectionError("503")
+    asyncio.run(attempt(f"embedded://{tmp_path}", Entry("user:1", 1), error=error, retry=retry))
     shown = command("show", "user:1")[1]
     assert "1 record, attempt 1 was made, last error: ConnectionError: 503\n" in shown
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import DEADLINE, Command, environment, running
+from commandline import DEADLINE, Command, attempt, environment, running
 from servers import Server
 from terminals import on_terminal, plain
 
-from aiodigest import Digest, DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
+from aiodigest import DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
 from aiodigest.cli import dead as command_module
 from aiodigest.cli.dead import Act, BulkWork, Summary
 
@@ -33,32 +33,9 @@ def command(command: Command, own: Server, monkeypatch: pytest.MonkeyPatch) -> C
     return command
 
 
-def bury(server: Server, *digests: list[Entry[Any]]) -> None:
-    """A dead letter for each timeline of these entries, one after the other."""
-
-    async def work() -> None:
-        left = 0
-        buried = asyncio.Event()
-
-        async def refuse(digest: Digest[Any]) -> None:
-            raise Reject("no such address")
-
-        def attempted(_: object) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                buried.set()
-
-        engine = DigestEngine(server.url, namespace="mail", policy=AT_ONCE)
-        engine.observe(attempted)
-        async with engine.delivering(refuse):
-            for entries in digests:
-                left = len({entry.key for entry in entries})
-                buried.clear()
-                await engine.add_many(entries)
-                await buried.wait()
-
-    asyncio.run(work())
+def bury(server: Server, *entries: Entry[Any]) -> None:
+    """A dead letter for each timeline of these entries."""
+    asyncio.run(attempt(server.url, *entries, error=Reject("no such address"), policy=AT_ONCE))
 
 
 def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
@@ -75,15 +52,15 @@ def dead(server: Server) -> int:
 
 def many(server: Server) -> None:
     """Two hundred dead letters, of which JSON tells more than a pipe takes: so it waits for who reads it."""
-    bury(server, [Entry(f"{number:03}{'k' * 900}", 1) for number in range(200)])
+    bury(server, *(Entry(f"{number:03}{'k' * 900}", 1) for number in range(200)))
 
 
 def test_all_dead_letters_are_replayed_and_of_a_record_in_several_the_newest_value_wins(
     own: Server, command: Command
 ) -> None:
     for value in ("old", "newer", "newest"):
-        bury(own, [Entry("user:1", value, "one")])
-    bury(own, [Entry("user:2", 1), Entry("user:2", 2)])
+        bury(own, Entry("user:1", value, "one"))
+    bury(own, Entry("user:2", 1), Entry("user:2", 2))
     code, output, errors = command("dead", "replay", "--all", "--yes")
     assert (code, output, errors) == (0, "4 dead letters replayed, with 5 records\n", "")
     assert dead(own) == 0
@@ -92,7 +69,7 @@ def test_all_dead_letters_are_replayed_and_of_a_record_in_several_the_newest_val
 
 
 def test_in_json_each_letter_is_an_object(own: Server, command: Command) -> None:
-    bury(own, [Entry("user:1", 1), Entry("user:2", 1)])
+    bury(own, Entry("user:1", 1), Entry("user:2", 1))
     ids = {letter["id"]: letter["key"] for letter in map(json.loads, command("dead", "list", "--json")[1].splitlines())}
     code, output, errors = command("dead", "replay", "--all", "--yes", "--json")
     assert (code, errors) == (0, "")
@@ -102,7 +79,7 @@ def test_in_json_each_letter_is_an_object(own: Server, command: Command) -> None
 
 
 def test_all_dead_letters_are_discarded(own: Server, command: Command) -> None:
-    bury(own, [Entry("user:1", 1), Entry("user:2", 1)])
+    bury(own, Entry("user:1", 1), Entry("user:2", 1))
     code, output, _ = command("dead", "discard", "--all", "--yes")
     assert (code, output) == (0, "2 dead letters discarded, with 2 records\n")
     assert dead(own) == 0
@@ -113,7 +90,7 @@ def test_all_dead_letters_are_discarded(own: Server, command: Command) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("action", ["replay", "discard"])
 def test_where_nobody_can_be_asked_all_needs_a_yes(action: str, own: Server, tmp_path: Path) -> None:
-    bury(own, [Entry("user:1", 1)])
+    bury(own, Entry("user:1", 1))
     with running(tmp_path, "dead", action, "--all", *OPTIONS, "--url", own.url) as process:
         assert process.end() == 2
         assert b"give --yes, since there is no terminal to ask on" in process.errors
@@ -123,7 +100,7 @@ def test_where_nobody_can_be_asked_all_needs_a_yes(action: str, own: Server, tmp
 
 @pytest.mark.processes
 def test_on_a_terminal_it_asks_first_and_shows_how_far_it_is(own: Server, tmp_path: Path) -> None:
-    bury(own, [Entry("user:1", 1), Entry("user:1", 2), Entry("user:2", 1)])
+    bury(own, Entry("user:1", 1), Entry("user:1", 2), Entry("user:2", 1))
     arguments = "dead", "replay", "--all", *OPTIONS, "--url", own.url
     for answer, ends in ((b"n", 1), (b"y", 0)):
         with on_terminal(tmp_path, *arguments) as terminal:
@@ -138,7 +115,7 @@ def test_on_a_terminal_it_asks_first_and_shows_how_far_it_is(own: Server, tmp_pa
 
 @pytest.mark.processes
 def test_a_bar_on_a_terminal_keeps_nothing_from_standard_output(own: Server, tmp_path: Path) -> None:
-    bury(own, [Entry("user:1", 1)])
+    bury(own, Entry("user:1", 1))
     arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", own.url
     with on_terminal(tmp_path, *arguments, streams=["stdin", "stderr"]) as terminal:
         code, output = terminal.end()
@@ -150,20 +127,9 @@ def test_a_bar_on_a_terminal_keeps_nothing_from_standard_output(own: Server, tmp
 def test_a_letter_whose_timeline_cannot_take_it_stays_and_is_told(
     own: Server, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(engine: DigestEngine) -> None:
-        failed = asyncio.Event()
-
-        async def refuse(digest: Digest[Any]) -> None:
-            raise ConnectionError("503")
-
-        worker = DigestEngine(own.url, namespace="mail", policy=AT_ONCE, retry=RetryPolicy(backoff=lambda _: 60.0))
-        worker.observe(lambda _: failed.set())
-        async with worker.delivering(refuse):
-            await worker.add("user:1", 1)
-            await failed.wait()
-
-    bury(own, [Entry("user:1", 1), Entry("user:2", 1)])
-    manage(own, fail)
+    bury(own, Entry("user:1", 1), Entry("user:2", 1))
+    retry, error = RetryPolicy(backoff=lambda _: 60.0), ConnectionError("503")
+    asyncio.run(attempt(own.url, Entry("user:1", 1), error=error, policy=AT_ONCE, retry=retry))
     monkeypatch.setattr(command_module, "QUIET", 0)
     code, output, errors = command("dead", "replay", "--all", "--yes")
     assert (code, output) == (1, "1 dead letter replayed, with 1 record\n")

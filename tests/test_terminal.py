@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commandline import aiodigest, digests
+from commandline import aiodigest, attempt, digests, ndjson
 from servers import Server, running_server
 from terminals import COLOUR, on_terminal, plain
 
-from aiodigest import Delivery, Digest, DigestEngine, Reject
+from aiodigest import DigestEngine, Entry, Reject
 
 pytestmark = pytest.mark.processes
 
-EVENTS = b"".join(json.dumps({"key": "k", "n": n}).encode() + b"\n" for n in range(3))
+EVENTS = ndjson({"key": "k", "n": n} for n in range(3))
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +23,8 @@ def place() -> Iterator[Server]:
     """A server with a namespace ``mail`` that has a dead letter and a timeline that is due."""
 
     async def fill(url: str) -> None:
-        async def refuse(digest: Digest) -> None:
-            raise Reject("no such address")
-
-        engine = DigestEngine(url, namespace="mail")
-        attempts: asyncio.Queue[Delivery] = asyncio.Queue()
-        engine.observe(attempts.put_nowait)
-        async with engine.delivering(refuse):
-            await engine.add("buried", 1)
-            await attempts.get()
-        async with engine:
+        await attempt(url, Entry("buried", 1), error=Reject("no such address"))
+        async with DigestEngine(url, namespace="mail") as engine:
             await engine.add("due", 1)
 
     with running_server() as server:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Command, running
+from commandline import Command, attempt, running
 from rich.console import Console
 from servers import Server, running_server
 from terminals import on_terminal
 
-from aiodigest import JSON, Digest, DigestEngine, Health, Policy, Reject, State, Stats, Timeline
+from aiodigest import JSON, DigestEngine, Entry, Health, Policy, Reject, State, Stats, Timeline
 from aiodigest.cli.top import look as looks
 from aiodigest.cli.top.look import Look, due_in_words, fitting, frame, look_at, rates, server_time, span
 
@@ -45,25 +45,8 @@ def place(filled: Server) -> Server:
 
 
 async def fill(url: str) -> None:
-    attempts = 0
-    both = asyncio.Event()
-
-    async def deliver(digest: Digest[Any]) -> None:
-        if digest.key == "refused":
-            raise Reject("no such address")
-
-    def attempted(_: object) -> None:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 2:
-            both.set()
-
-    engine = DigestEngine(url, namespace="mail")
-    engine.observe(attempted)
-    async with engine.delivering(deliver):
-        await engine.add("delivered", 1)
-        await engine.add("refused", 1)
-        await both.wait()
+    await attempt(url, Entry("delivered", 1))
+    await attempt(url, Entry("refused", 1), error=Reject("no such address"))
     async with DigestEngine(url, namespace="mail") as engine:
         await engine.add(HOSTILE, 1)
     async with DigestEngine(url, namespace="mail", policy=Policy(initial_delay=600)) as engine:
