@@ -8,12 +8,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from textwrap import dedent
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from engines import Inbox, WatchedBackend, engine_on, forever, policy
@@ -54,6 +54,8 @@ from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.integrations._metrics import BUCKETS
 from aiodigest.integrations.opentelemetry import instrument, measure
 from aiodigest.records.entries import pack, unpack
+
+Reply: TypeAlias = BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None
 
 KEY = "ann@example.org"
 NAMES = {
@@ -158,7 +160,7 @@ def facts_of(span: ReadableSpan) -> Mapping[str, Any]:
 
 
 def measured(
-    prometheus: Prometheus, *replies: Any, store: WatchedBackend | None = None, **options: Any
+    prometheus: Prometheus, *replies: Reply, store: WatchedBackend | None = None, **options: Any
 ) -> tuple[DigestEngine[JSON], Inbox]:
     """An engine whose metrics are collected, and a callback that is told what to do."""
     engine, inbox = engine_on(store or WatchedBackend(), **{"policy": policy(), **options}), Inbox(*replies)
@@ -167,7 +169,7 @@ def measured(
     return engine, inbox
 
 
-def traced_by(traced: Traced, *replies: Any, **options: Any) -> tuple[DigestEngine[JSON], Inbox]:
+def traced_by(traced: Traced, *replies: Reply, **options: Any) -> tuple[DigestEngine[JSON], Inbox]:
     """An engine whose deliveries are traced, and a callback that is told what to do."""
     engine, inbox = engine_on(WatchedBackend(), policy=policy(), **options), Inbox(*replies)
     instrument(engine, tracer_provider=traced.provider)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import aiodigest, attempt, digests, ndjson
@@ -88,7 +89,8 @@ def test_colours_are_for_terminals_and_for_those_who_want_them(name: str, place:
 
 
 def test_a_demo_is_in_colours_unless_they_are_unwanted(tmp_path: Path) -> None:
-    for variables, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+    wishes: list[tuple[dict[str, Any], bool]] = [({}, True), ({"NO_COLOR": "1"}, False)]
+    for variables, coloured in wishes:
         with on_terminal(tmp_path, "demo", **variables) as demo:
             demo.until("DIGEST")
             demo.type(b"\x03")

@@ -158,8 +158,9 @@ async def test_a_span_that_is_none_is_refused(span: list[Any], options: dict[str
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_used_is_refused(options: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"engine": engine(), **options}
     with pytest.raises(InvalidArgument, match=f"{next(iter(options))} must be "):
-        TestEngine(**{"engine": engine(), **options})
+        TestEngine(**arguments)
 
 
 # Taking over, and giving back
