@@ -115,7 +115,7 @@ NO_EVICTION = "CONFIG SET maxmemory-policy noeviction"
         ("persistence", persistence("0", save="3600 1"), "note", "the last one (7 changes now)", "CONFIG SET"),
         ("persistence", persistence("0"), "note", "whether it saves was not told", "CONFIG SET"),
         ("persistence", persistence("1", save="", appendfsync="always"), "ok", "on the disk before the answer", ""),
-        ("persistence", persistence("1", save="", appendfsync="everysec"), "note", "a cut may lose a second", "CONFIG"),
+        ("persistence", persistence("1", save="", appendfsync="everysec"), "note", "cut may lose a second", "CONFIG"),
         ("persistence", persistence("1", save="", appendfsync="no"), "note", "half a minute or more", "CONFIG SET"),
         ("persistence", persistence("1"), "ok", "how often it is synced was not told", ""),
         ("disk", info(aof_last_write_status="err"), "problem", "", ""),

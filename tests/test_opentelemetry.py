@@ -196,15 +196,6 @@ async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key
         assert tuple(found) == BUCKETS
 
 
-async def test_adds_are_counted_where_they_are_counted_anyway(prometheus: Prometheus) -> None:
-    engine, _ = measured(prometheus)
-    async with engine:
-        await engine.add(KEY, 1)
-        await engine.add_many([Entry(KEY, 2), Entry("b", 3)])
-        assert (await prometheus.scrape())["aiodigest_adds_total{namespace=test}"] == 3
-    assert (await prometheus.scrape())["aiodigest_adds_total{namespace=test}"] == 3
-
-
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
@@ -359,7 +350,7 @@ async def test_engines_of_one_process_have_their_own_series_and_those_of_one_nam
         instrument(engine, meter_provider=prometheus.provider)
     async with engines[0], engines[1], engines[2]:
         for engine in engines:
-            await engine.add(KEY, 1)
+            await engine.add_many([Entry(KEY, 1)])
         figures = await prometheus.scrape()
         assert (shared.asked, other.asked) == (1, 1)
     assert figures["aiodigest_adds_total{namespace=test}"] == 2
