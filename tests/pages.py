@@ -7,8 +7,10 @@ anything in a line, and alone in a line for any number of lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 
@@ -67,6 +69,15 @@ def commands_of(transcript: str) -> Iterator[tuple[str, str]]:
     for told in commands:
         command, _, written = told.partition("\n")
         yield command, written
+
+
+def check_installed(requirements: Iterable[str]) -> None:
+    """Check that what a reader is told to install is here, and that the extras exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in requirements:
+        name, _, chosen = requirement.strip("'\"]").partition("[")
+        assert version(name)
+        assert not chosen or extras.keys() >= set(chosen.split(",")), f"{requirement} names an extra that there is not"
 
 
 def matches(shown: str, written: str) -> bool:

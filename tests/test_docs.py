@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from pages import DOCUMENTS, Block, blocks_of, prose_of, title
+from pages import DOCUMENTS, Block, blocks_of, check_installed, prose_of, title
 from userland import DEADLINE, ROOT, environment
 
 from aiodigest import DigestEngine, Policy
@@ -152,8 +152,7 @@ def test_a_shell_block_runs_or_names_what_is_there(block: Block, data: Path) -> 
             case [".venv/bin/pytest", *files]:  # run by the suite itself
                 assert all((ROOT / file).is_file() for file in files), f"{block}: {files}"
             case ["pip", "install", *requirements]:
-                for requirement in requirements:
-                    assert_can_be_installed(requirement)
+                check_installed(requirements)
             case [name, *_] if name in COMMANDS:
                 done = run("bash", "-euo", "pipefail", "-c", command, data=data)
                 assert done.returncode == 0, f"{block}: {command}{done.stdout}{done.stderr}"
@@ -171,15 +170,6 @@ def test_configuration_can_be_read() -> None:
 def assert_target_exists(*targets: str) -> None:
     done = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def assert_can_be_installed(requirement: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = re.fullmatch(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement)
-    assert parts is not None, requirement
-    assert parts[1] == project["name"], f"{requirement} is another project's"
-    extras = set(parts[2].split(",")) if parts[2] else set[str]()
-    assert extras <= project["optional-dependencies"].keys(), f"{requirement} names an extra that there is not"
 
 
 def test_every_make_target_that_is_named_exists() -> None:
