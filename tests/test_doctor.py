@@ -260,6 +260,14 @@ async def test_each_place_is_examined(place: Place, namespace: str) -> None:
         assert of(findings, "namespace").message == held
 
 
+def test_a_server_that_is_frozen_is_one_line_and_exit_code_69(own: Server, command: Command) -> None:
+    freeze(own)
+    code, output, errors = command("doctor", *OPTIONS, "--url", own.url, "--timeout", "300ms")
+    thaw(own)
+    assert (code, output, errors.count("\n")) == (69, "", 1)
+    assert "is unavailable" in errors or "no connection within" in errors
+
+
 def test_a_server_that_freezes_meanwhile_is_unavailable(own: Server) -> None:
     async def examine() -> None:
         async with DigestEngine(own.url, namespace="mail", timeout=0.3) as engine:
