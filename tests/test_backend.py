@@ -39,6 +39,7 @@ from aiodigest import (
 from aiodigest.backend import Add, Claims, Lease, Retired, ShardMap
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.policy import Limits
 from aiodigest.testing import TestEngine
 
 WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -47,7 +48,7 @@ WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
 @pytest.mark.parametrize("given", [{"url": "redis://localhost"}, {"shards": 2}, {"wait_replicas": 1}])
 def test_a_backend_and_what_only_a_url_needs_are_not_given_together(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="a backend, which has its own"):
-        DigestEngine[JSON](**{"namespace": "test", "backend": ReferenceBackend(), **given})
+        DigestEngine[JSON](namespace="test", backend=ReferenceBackend(), **given)
 
 
 def test_an_engine_in_a_second_loop_is_woken_as_in_the_first() -> None:
@@ -124,9 +125,9 @@ class Moving(WatchedBackend):
         self._shard_map = ShardMap(1, range(1))
         self.has_moved = False
 
-    async def claim(self, shard: int, *args: Any) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
         await self._check(shard)
-        return await super().claim(shard, *args)
+        return await super().claim(shard, count, lease_ms, limits)
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
         await self._check(shard)
