@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
+from inspect import iscoroutinefunction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest_asyncio
 from clusters import running_cluster
 from commandline import Command, in_process
 from embedded_users import NewUser, data_folder, users_of
+from engines import virtual_time
 from hypothesis import Phase, settings
 from replicas import watched
 from servers import PASSWORD, USER, Server, running_server, server_version, tls_binary
@@ -67,6 +69,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--quick") and collection_path.suffix == ".py":
         return bool(SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> None:
+    """Run each async test of a module that is marked so in virtual time."""
+    if name.startswith("test_") and iscoroutinefunction(obj) and collector.get_closest_marker("virtual_time"):
+        setattr(collector.obj, name, virtual_time(obj))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

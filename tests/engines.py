@@ -244,6 +244,19 @@ def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
     return DigestEngine[JSON](namespace="test", backend=backend, **options)
 
 
+async def holding(*values: JSON, shards: int = 1, policy: Policy = Policy()) -> WatchedBackend:
+    """A store whose timeline "key" holds these values."""
+    backend = WatchedBackend(shards)
+    await backend.put("key", *values, policy=policy)
+    return backend
+
+
+async def state_of(backend: WatchedBackend, key: str) -> tuple[str, int] | None:
+    """A timeline's state and the attempts charged to it."""
+    window = await backend.operations.look(key)
+    return None if window is None else (window.state, window.attempt)
+
+
 class Inbox:
     """A delivery callback: keeps each digest and when it came, and then does what it was told, one reply a digest.
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -17,29 +17,76 @@ from engines import (
     delivering,
     engine_on,
     forever,
+    holding,
     lasting,
     now,
     policy,
     settle,
-    virtual_time,
+    state_of,
 )
 
-from aiodigest import JSON, BackoffMode, Delivery, Digest, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest import (
+    JSON,
+    BackendUnavailable,
+    BackoffMode,
+    Delivery,
+    Digest,
+    Entry,
+    PartialFailure,
+    Policy,
+    Reject,
+    RetryAfter,
+    RetryPolicy,
+)
 from aiodigest.backend import Claims, Lease, Retired, ShardMap
-from aiodigest.errors import BackendUnavailable, ConfigurationError
+from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
 from aiodigest.worker import delivery as dispatch
 from aiodigest.worker.logs import FEW
 from aiodigest.worker.shard import CLAIM
 
+pytestmark = pytest.mark.virtual_time
+
 LEASE = 60.0
 MINUTE = 60.0
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
+SELDOM = RetryPolicy(backoff=lambda attempt: 500.0)
+LARGE = policy(capacity=3000)
+CALLS = ("read", "close", "retry")  # after a claim, and without which nothing is lost
 
 
 def lines(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
     """What was logged with all of these words in it."""
     return [text for text in caplog.messages if all(word in text for word in words)]
+
+
+def noting(ends: list[float]) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    """A callback that takes long, and notes when it is cut short."""
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ends.append(now())
+
+    return callback
+
+
+async def deaf(digest: Digest[JSON]) -> None:
+    """A callback that ignores the first attempt to cut it short, and ends then."""
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(1000)
+
+
+def deaf_until(free: asyncio.Event) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    """A callback that ignores every attempt to cut it short until it is free to end."""
+
+    async def callback(digest: Digest[JSON]) -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+
+    return callback
 
 
 def keys_in(backend: WatchedBackend, shard: int, count: int = 1) -> list[str]:
@@ -49,7 +96,6 @@ def keys_in(backend: WatchedBackend, shard: int, count: int = 1) -> list[str]:
 # idling and waking
 
 
-@virtual_time
 async def test_an_idle_worker_claims_three_times_a_minute() -> None:
     async with delivering(Inbox()) as (_, backend):
         await asyncio.sleep(10 * MINUTE)
@@ -57,7 +103,6 @@ async def test_an_idle_worker_claims_three_times_a_minute() -> None:
     assert backend.count("renew") == backend.count("close") == 0
 
 
-@virtual_time
 async def test_a_worker_that_waits_for_a_due_time_does_not_poll_for_it() -> None:
     inbox = Inbox()
     async with delivering(inbox) as (_, backend):
@@ -67,7 +112,6 @@ async def test_a_worker_that_waits_for_a_due_time_does_not_poll_for_it() -> None
     assert backend.count("claim") <= 15 * 3 + 5
 
 
-@virtual_time
 async def test_another_process_s_add_wakes_a_sleeping_worker_at_once() -> None:
     inbox = Inbox()
     async with delivering(inbox) as (_, backend):
@@ -77,7 +121,6 @@ async def test_another_process_s_add_wakes_a_sleeping_worker_at_once() -> None:
         assert now() == pytest.approx(1, abs=0.001)
 
 
-@virtual_time
 async def test_an_add_that_makes_the_next_due_time_earlier_wakes_a_sleeping_worker() -> None:
     inbox = Inbox()
     async with delivering(inbox) as (_, backend):
@@ -88,18 +131,17 @@ async def test_an_add_that_makes_the_next_due_time_earlier_wakes_a_sleeping_work
         assert (inbox.digests[0].key, now()) == ("soon", pytest.approx(2, abs=0.01))
 
 
-@virtual_time
-async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_wake_up_stream_is_silent() -> None:
+@pytest.mark.parametrize("many", [False, True])
+async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_wake_up_stream_is_silent(many: bool) -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.gates["wait"] = asyncio.Event()
     async with delivering(inbox, backend) as (engine, _):
         await asyncio.sleep(1)
-        await engine.add("key", 1)
+        await (engine.add_many([Entry("key", 1)]) if many else engine.add("key", 1))
         await inbox.digest()
         assert now() == pytest.approx(1, abs=0.001)
 
 
-@virtual_time
 async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_wake_up_stream_tells_of_it_too() -> None:
     inbox = Inbox()
     async with delivering(inbox) as (engine, backend):
@@ -111,7 +153,6 @@ async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_wak
         assert backend.count("claim") == claims + 1
 
 
-@virtual_time
 async def test_an_add_during_a_claim_is_not_missed() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     async with delivering(inbox, backend):
@@ -124,7 +165,6 @@ async def test_an_add_during_a_claim_is_not_missed() -> None:
         assert now() == pytest.approx(LEASE / 3, abs=0.01)
 
 
-@virtual_time
 async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> None:
     backend = WatchedBackend()
     backend.take_down("wait", error=ZeroDivisionError("a fault"))
@@ -133,7 +173,6 @@ async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> 
     assert 600 < backend.count("claim") < 3 * 600
 
 
-@virtual_time
 async def test_a_wake_up_stream_that_broke_once_is_listened_to_again() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.take_down("wait")
@@ -149,7 +188,6 @@ async def test_a_wake_up_stream_that_broke_once_is_listened_to_again() -> None:
         assert inbox.values == [[1]]
 
 
-@virtual_time
 async def test_a_report_that_gets_through_does_not_stand_for_the_renewal_of_other_leases() -> None:
     inbox, backend = Inbox(lasting(15), lasting(50)), WatchedBackend()
     await backend.put("one", 1)
@@ -169,7 +207,6 @@ async def test_a_report_that_gets_through_does_not_stand_for_the_renewal_of_othe
         assert backend.count("claim") > claims
 
 
-@virtual_time
 async def test_a_worker_that_stood_still_past_its_lease_does_not_begin_what_another_may_have_delivered() -> None:
     async def block(digest: Digest[JSON]) -> None:
         loop = asyncio.get_running_loop()
@@ -188,7 +225,6 @@ async def test_a_worker_that_stood_still_past_its_lease_does_not_begin_what_anot
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@virtual_time
 async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back_as_it_was(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,8 +237,7 @@ async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back
         return await read(*arguments)
 
     monkeypatch.setattr(dispatch, "read", read_slowly)
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     async with delivering(inbox, backend, drain_timeout=5):
         await reading.wait()
         if ends:
@@ -215,7 +250,6 @@ async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back
     assert (inbox.values, digest.attempt) == ([[1, 2]], 1)
 
 
-@virtual_time
 async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_listened_to_again() -> None:
     """A connection into a black hole looks like one on which nothing happens."""
     inbox, backend = Inbox(), WatchedBackend()
@@ -237,7 +271,6 @@ async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_li
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-@virtual_time
 async def test_no_more_than_concurrency_deliveries_are_under_way(shards: int) -> None:
     under_way, most = 0, 0
 
@@ -256,18 +289,6 @@ async def test_no_more_than_concurrency_deliveries_are_under_way(shards: int) ->
     assert most == 3
 
 
-@virtual_time
-async def test_the_oldest_due_time_is_served_first() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    for number, delay in enumerate((3, 1, 2)):
-        await backend.put(f"key-{number}", 1, policy=policy(initial_delay=delay))
-    await asyncio.sleep(5)
-    async with delivering(inbox, backend, concurrency=1):
-        await inbox.outcome(3)
-    assert [digest.key for digest in inbox.digests] == ["key-1", "key-2", "key-0"]
-
-
-@virtual_time
 async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> None:
     inbox, backend = Inbox(*[lasting(1)] * 1000), WatchedBackend()
     async with delivering(inbox, backend, concurrency=1, policy=policy()) as (engine, _):
@@ -282,7 +303,6 @@ async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> No
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
-@virtual_time
 async def test_every_shard_is_served_though_there_are_more_of_them_than_concurrency_allows_deliveries(
     shard: int,
 ) -> None:
@@ -294,7 +314,6 @@ async def test_every_shard_is_served_though_there_are_more_of_them_than_concurre
         assert now() == pytest.approx(1, abs=0.01)
 
 
-@virtual_time
 async def test_a_shard_with_a_backlog_leaves_room_for_the_others() -> None:
     inbox, backend = Inbox(*[lasting(1)] * 100), WatchedBackend(shards=2)
     for key in keys_in(backend, 0, 40):
@@ -320,7 +339,6 @@ class Relocated(WatchedBackend):
         return await super().claim(shard, count, lease_ms, limits)
 
 
-@virtual_time
 async def test_a_worker_whose_shards_are_gone_serves_those_that_took_their_place() -> None:
     inbox, backend = Inbox(), Relocated()
     await backend.put("key", 1)
@@ -337,7 +355,6 @@ def hanging(shard: int) -> WatchedBackend:
     return backend
 
 
-@virtual_time
 async def test_claims_that_hang_at_one_shard_leave_room_for_the_others() -> None:
     inbox, backend = Inbox(), hanging(0)
     async with delivering(inbox, backend, concurrency=1):
@@ -347,7 +364,6 @@ async def test_claims_that_hang_at_one_shard_leave_room_for_the_others() -> None
         backend.gates["claim"].set()
 
 
-@virtual_time
 async def test_digests_of_a_slow_claim_keep_to_the_concurrency() -> None:
     inbox, backend = Inbox(*[lasting(10)] * 2), hanging(0)
     await backend.put(keys_in(backend, 0)[0], "slow")
@@ -362,7 +378,6 @@ async def test_digests_of_a_slow_claim_keep_to_the_concurrency() -> None:
         assert 10 <= now() < 11
 
 
-@virtual_time
 async def test_after_a_claim_that_failed_the_next_is_for_one_digest() -> None:
     backend = WatchedBackend()
     backend.take_down("claim")
@@ -378,19 +393,9 @@ async def test_after_a_claim_that_failed_the_next_is_for_one_digest() -> None:
     assert set(others[failed:]) == {CLAIM}
 
 
-@virtual_time
-async def test_a_huge_concurrency_is_allowed() -> None:
-    inbox, backend = Inbox(), WatchedBackend(shards=2)
-    for number in range(300):
-        await backend.put(f"key-{number}", number)
-    async with delivering(inbox, backend, concurrency=1_000_000):
-        await inbox.outcome(300)
-
-
 # the store is away
 
 
-@virtual_time
 async def test_an_outage_is_no_hot_loop() -> None:
     backend = WatchedBackend()
     async with delivering(Inbox(), backend):
@@ -405,7 +410,6 @@ async def test_an_outage_is_no_hot_loop() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-@virtual_time
 async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(
     shards: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -421,10 +425,8 @@ async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(
     assert len(caplog.messages) == 2
 
 
-@virtual_time
 async def test_claims_that_fail_while_renewals_work_are_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, backend = Inbox(lasting(1000)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(1000)), await holding(1)
     async with delivering(inbox, backend, drain_timeout=0):
         await inbox.digest()
         backend.take_down("claim")
@@ -435,7 +437,6 @@ async def test_claims_that_fail_while_renewals_work_are_one_outage(caplog: pytes
     assert len(lines(caplog, "unavailable")) == len(lines(caplog, "available again")) == 1
 
 
-@virtual_time
 async def test_renewals_that_fail_while_claims_work_are_one_outage(caplog: pytest.LogCaptureFixture) -> None:
     inbox, backend = Inbox(*[lasting(50)] * 3), WatchedBackend()
     async with delivering(inbox, backend, policy=policy(), drain_timeout=0) as (engine, _):
@@ -451,7 +452,6 @@ async def test_renewals_that_fail_while_claims_work_are_one_outage(caplog: pytes
     assert len(lines(caplog, "unavailable")) == len(lines(caplog, "available again")) == 1
 
 
-@virtual_time
 async def test_an_error_that_nobody_foresaw_is_an_outage_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     inbox, backend = Inbox(), WatchedBackend()
     async with delivering(inbox, backend):
@@ -464,7 +464,6 @@ async def test_an_error_that_nobody_foresaw_is_an_outage_with_a_traceback(caplog
     assert record.exc_info is not None
 
 
-@virtual_time
 async def test_one_shard_s_failure_does_not_stop_another() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)
     backend.take_down("claim", "renew", "wait", error=ZeroDivisionError("a fault"))
@@ -481,7 +480,6 @@ async def test_one_shard_s_failure_does_not_stop_another() -> None:
         assert inbox.values[10] == list(range(10))
 
 
-@virtual_time
 async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_room_for_others() -> None:
     inbox, backend = Inbox(), WatchedBackend(shards=2)
     backend.take_down("close")
@@ -499,32 +497,21 @@ async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_room_for
 # reports
 
 
-@virtual_time
-async def test_a_close_whose_reply_was_lost_is_repeated_and_nothing_is_delivered_twice() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    backend.lost["close"] = 3
-    await backend.put("key", 1)
-    async with delivering(inbox, backend):
-        await asyncio.sleep(5 * MINUTE)
-        assert backend.count("close") == 4
-        assert (await backend.counts())["digests"] == 1
-    assert inbox.values == [[1]]
-
-
-@virtual_time
-async def test_a_retry_whose_reply_was_lost_is_repeated_and_charged_once() -> None:
-    inbox, backend = Inbox(ValueError()), WatchedBackend()
-    backend.lost["retry"] = 3
-    await backend.put("key", 1)
+@pytest.mark.parametrize(("call", "reply", "attempts"), [("close", None, [1]), ("retry", ValueError(), [1, 2])])
+async def test_a_report_whose_reply_was_lost_is_repeated_and_counts_once(
+    call: str, reply: BaseException | None, attempts: list[int]
+) -> None:
+    inbox, backend = Inbox(reply), await holding(1)
+    backend.lost[call] = 3
     async with delivering(inbox, backend, retry=RETRY):
-        await inbox.digest(2)
-    assert [digest.attempt for digest in inbox.digests] == [1, 2]
+        await asyncio.sleep(5 * MINUTE)
+        assert backend.count(call) == 4
+        assert (await backend.counts())["digests"] == 1
+    assert [digest.attempt for digest in inbox.digests] == attempts
 
 
-@virtual_time
 async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_delivered_twice() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     async with delivering(inbox, backend):
         backend.take_down("close", "renew", "claim", "wait")
         backend.down.pop("claim")
@@ -538,16 +525,20 @@ async def test_an_outcome_is_reported_when_the_server_is_back_and_nothing_is_del
     assert (inbox.values, inbox.results) == ([[1]], ["delivered"])
 
 
-@pytest.mark.parametrize("call", ["read", "close", "retry"])
-@virtual_time
+@pytest.mark.parametrize(
+    ("call", "error", "line"),
+    [
+        *((call, ConfigurationError("no access"), "the server cannot be used: no access") for call in CALLS),
+        ("read", BackendUnavailable("no answer"), "the server is unavailable: no answer"),
+    ],
+)
 async def test_a_server_that_refuses_access_for_a_while_does_not_bring_a_digest_twice(
-    call: str, caplog: pytest.LogCaptureFixture
+    call: str, error: Exception, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox, backend = Inbox(ValueError("down") if call == "retry" else None), WatchedBackend()
-    large = policy(capacity=3000)
-    await backend.put("key", *range(1500), policy=large)
-    backend.take_down(call, "renew", error=ConfigurationError("the password is wrong"))
-    async with delivering(inbox, backend, policy=large, retry=RETRY):
+    await backend.put("key", *range(1500), policy=LARGE)  # more than a claim brings
+    backend.take_down(call, "renew", error=error)
+    async with delivering(inbox, backend, policy=LARGE, retry=RETRY):
         await asyncio.sleep(LEASE / 2)
         assert backend.count(call) > 2
         assert not inbox.seen
@@ -555,11 +546,10 @@ async def test_a_server_that_refuses_access_for_a_while_does_not_bring_a_digest_
         first = await inbox.outcome()
         assert (first.result, first.attempt) == ("failed" if call == "retry" else "delivered", 1)
         assert now() < LEASE / 2 + 2
-    assert len(inbox.digests) == 1
-    assert lines(caplog, "the server cannot be used: the password is wrong")
+    assert inbox.values == [list(range(1500))]
+    assert lines(caplog, line)
 
 
-@virtual_time
 async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_out_as_one_call() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     for number in range(2 * CLAIM):
@@ -570,11 +560,9 @@ async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_ou
     assert backend.items("close") == [CLAIM, CLAIM]
 
 
-@virtual_time
 async def test_a_claim_whose_reply_was_lost_costs_an_attempt_and_a_lease_and_no_more() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
+    inbox, backend = Inbox(), await holding(1)
     backend.lost["claim"] = 1
-    await backend.put("key", 1)
     async with delivering(inbox, backend):
         digest = await inbox.digest()
         assert (digest.attempt, now()) == (2, pytest.approx(LEASE, abs=1.1))
@@ -583,10 +571,8 @@ async def test_a_claim_whose_reply_was_lost_costs_an_attempt_and_a_lease_and_no_
 # leases
 
 
-@virtual_time
 async def test_a_long_delivery_keeps_its_lease() -> None:
-    inbox, backend = Inbox(lasting(290)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(290)), await holding(1)
     async with delivering(inbox, backend):
         await inbox.outcome()
         await settle()
@@ -595,19 +581,9 @@ async def test_a_long_delivery_keeps_its_lease() -> None:
     assert inbox.results == ["delivered"]
 
 
-@virtual_time
 async def test_a_lost_lease_cancels_the_callback(caplog: pytest.LogCaptureFixture) -> None:
     cancelled: list[float] = []
-
-    async def callback(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        except asyncio.CancelledError:
-            cancelled.append(now())
-            raise
-
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(noting(cancelled)), await holding(1)
     async with delivering(inbox, backend):
         await inbox.digest()
         await backend.delete("key")
@@ -619,18 +595,9 @@ async def test_a_lost_lease_cancels_the_callback(caplog: pytest.LogCaptureFixtur
     assert not inbox.results.count("failed")
 
 
-@virtual_time
 async def test_a_lease_that_ends_in_an_outage_cancels_the_callback_and_the_same_digest_comes_again() -> None:
     ended: list[float] = []
-
-    async def callback(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            ended.append(now())
-
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(noting(ended)), await holding(1)
     async with delivering(inbox, backend) as (engine, _):
         await inbox.digest()
         backend.take_down("renew", "claim", "wait")
@@ -644,12 +611,10 @@ async def test_a_lease_that_ends_in_an_outage_cancels_the_callback_and_the_same_
     assert [record.value for record in newer.records] == [2]
 
 
-@virtual_time
 async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    inbox, backend = Inbox(lasting(10)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(10)), await holding(1)
     async with delivering(inbox, backend, policy=policy()):
         await inbox.digest()
         machine = backend.machines[0]
@@ -665,7 +630,6 @@ async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is
     assert inbox.results == ["lost"]
 
 
-@virtual_time
 async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     async with delivering(inbox, backend):
@@ -677,7 +641,6 @@ async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
         assert (digest.id, digest.attempt) == (lease.digest_id, 2)
 
 
-@virtual_time
 async def test_a_worker_that_died_is_replaced_although_the_others_rest_for_longer_than_half_a_lease() -> None:
     rests = BackoffMode(threshold=1, multiplier=120, maximum=120)
     failing = Inbox(*[ValueError("receiver is away")] * 8)
@@ -693,18 +656,9 @@ async def test_a_worker_that_died_is_replaced_although_the_others_rest_for_longe
         assert "victim" in {digest.key for digest in failing.digests}
 
 
-@virtual_time
 async def test_a_worker_whose_renewal_hangs_cancels_its_delivery_when_the_lease_ends_and_no_later() -> None:
     ended: list[float] = []
-
-    async def callback(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            ended.append(now())
-
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(noting(ended)), await holding(1)
     async with delivering(inbox, backend, drain_timeout=0, timeout=1):
         await inbox.digest()
         backend.gates["renew"] = asyncio.Event()
@@ -713,15 +667,9 @@ async def test_a_worker_whose_renewal_hangs_cancels_its_delivery_when_the_lease_
         backend.gates.pop("renew").set()
 
 
-@virtual_time
 async def test_the_next_part_of_a_digest_is_not_begun_under_a_lease_that_was_lost_during_the_one_before() -> None:
-    async def deaf(digest: Digest[JSON]) -> None:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(1000)
-
     terms = policy(max_size=1)
-    inbox, backend = Inbox(deaf), WatchedBackend()
-    await backend.put("key", 1, 2, policy=terms)
+    inbox, backend = Inbox(deaf), await holding(1, 2, policy=terms)
     async with delivering(inbox, backend, policy=terms, timeout=1):
         await inbox.digest()
         backend.gates["renew"] = asyncio.Event()
@@ -732,7 +680,6 @@ async def test_the_next_part_of_a_digest_is_not_begun_under_a_lease_that_was_los
     assert inbox.values == [[1], [2]]
 
 
-@virtual_time
 async def test_a_callback_is_not_begun_under_a_lease_that_was_lost_while_its_policy_function_ignored_that() -> None:
     asked: list[str] = []
 
@@ -743,8 +690,7 @@ async def test_a_callback_is_not_begun_under_a_lease_that_was_lost_while_its_pol
                 await asyncio.sleep(1000)
         return policy()
 
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1, policy=policy())
+    inbox, backend = Inbox(), await holding(1, policy=policy())
     async with delivering(inbox, backend, policy=deaf, timeout=1):
         backend.gates["renew"] = asyncio.Event()
         await asyncio.sleep(LEASE + 1)
@@ -753,41 +699,25 @@ async def test_a_callback_is_not_begun_under_a_lease_that_was_lost_while_its_pol
     assert (inbox.values, asked) == ([[1]], ["key", "key"])
 
 
-@virtual_time
 async def test_the_next_part_of_a_digest_has_a_lease_of_full_length_though_the_one_before_ended_late() -> None:
-    async def deaf(digest: Digest[JSON]) -> None:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(1000)
+    async def late(digest: Digest[JSON]) -> None:
+        await deaf(digest)
         await asyncio.sleep(LEASE - 15)
 
-    async def busy(digest: Digest[JSON]) -> None:
-        await asyncio.sleep(9)
-
     terms = policy(max_size=1)
-    inbox, backend = Inbox(deaf, busy), WatchedBackend()
-    await backend.put("key", 1, 2, policy=terms)
+    inbox, backend = Inbox(late, lasting(9)), await holding(1, 2, policy=terms)
     async with delivering(inbox, backend, policy=terms, delivery_timeout=10):
         await inbox.digest(2)
         backend.gates["renew"] = asyncio.Event()
         await inbox.outcome(2)
         backend.gates.pop("renew").set()
-    assert [seen.result for seen in inbox.seen] == ["delivered", "delivered"]
-    assert inbox.values == [[1], [2]]
+    assert (inbox.results, inbox.values) == (["delivered"] * 2, [[1], [2]])
 
 
-@virtual_time
 async def test_the_next_part_of_a_digest_is_cut_a_lease_after_the_one_before_was_closed() -> None:
     cut: list[float] = []
-
-    async def late(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            cut.append(now())
-
     terms = policy(max_size=1)
-    inbox, backend = Inbox(lasting(10), late), WatchedBackend()
-    await backend.put("key", 1, 2, policy=terms)
+    inbox, backend = Inbox(lasting(10), noting(cut)), await holding(1, 2, policy=terms)
     async with delivering(inbox, backend, policy=terms, drain_timeout=0):
         await inbox.digest()
         backend.gates = {call: asyncio.Event() for call in ("claim", "renew")}  # by which it would hear of its end
@@ -798,10 +728,8 @@ async def test_the_next_part_of_a_digest_is_cut_a_lease_after_the_one_before_was
     assert cut[0] == pytest.approx(10 + LEASE, abs=1)
 
 
-@virtual_time
 async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_within_two_leases() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     [lease] = (await backend.claim(0, 1, 60_000, Policy().terms.limits)).leases
     await asyncio.sleep(10 * MINUTE)
     async with delivering(inbox, backend):
@@ -810,10 +738,8 @@ async def test_a_worker_that_died_ten_minutes_before_anybody_called_is_replaced_
         assert (digest.id, digest.attempt) == (lease.digest_id, 2)
 
 
-@virtual_time
 async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_buried_at_the_claim() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     backend.lost["claim"] = 3
     async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=3)):
         await inbox.outcome()
@@ -826,7 +752,6 @@ async def test_attempts_whose_leases_expired_are_charged_and_the_digest_is_burie
     assert "outcome" in letter.reason
 
 
-@virtual_time
 async def test_a_callback_that_never_returns_makes_room_for_others_and_the_same_digest_comes_again() -> None:
     inbox, backend = Inbox(forever), WatchedBackend()
     async with delivering(inbox, backend, concurrency=1, delivery_timeout=30, retry=RETRY, policy=policy()) as (
@@ -847,22 +772,20 @@ async def test_a_callback_that_never_returns_makes_room_for_others_and_the_same_
 
 
 @pytest.mark.parametrize("within_lease", [True, False])
-@virtual_time
 async def test_a_callback_that_ignores_its_delivery_timeout_loses_its_lease_to_another_worker(
     within_lease: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     free, calls = asyncio.Event(), 0
     timeout = 30 if within_lease else 5 * MINUTE
 
-    async def deaf(digest: Digest[JSON]) -> None:
+    async def counting(digest: Digest[JSON]) -> None:
         nonlocal calls
         while not free.is_set():
             with suppress(asyncio.CancelledError):
                 await free.wait()
             calls += 1
 
-    inbox, others, backend = Inbox(deaf), Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, others, backend = Inbox(counting), Inbox(), await holding(1)
     async with delivering(inbox, backend, concurrency=1, delivery_timeout=timeout):
         await inbox.digest()
         async with delivering(others, backend):
@@ -879,19 +802,11 @@ async def test_a_callback_that_ignores_its_delivery_timeout_loses_its_lease_to_a
     assert inbox.results == ["lost"]
 
 
-@virtual_time
 async def test_a_callback_that_ignores_that_its_lease_is_lost_is_told_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     free = asyncio.Event()
-
-    async def deaf(digest: Digest[JSON]) -> None:
-        while not free.is_set():
-            with suppress(asyncio.CancelledError):
-                await free.wait()
-
-    inbox, backend = Inbox(deaf), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(deaf_until(free)), await holding(1)
     async with delivering(inbox, backend):
         await inbox.digest()
         await backend.delete("key")
@@ -901,7 +816,6 @@ async def test_a_callback_that_ignores_that_its_lease_is_lost_is_told_of_once(
 
 
 @pytest.mark.parametrize("error", [None, TimeoutError("theirs")])
-@virtual_time
 async def test_a_callback_that_leaves_a_cancellation_of_its_own_behind_is_reported_all_the_same(
     error: BaseException | None,
 ) -> None:
@@ -912,8 +826,7 @@ async def test_a_callback_that_leaves_a_cancellation_of_its_own_behind_is_report
         if error is not None:
             raise error
 
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(callback), await holding(1)
     async with delivering(inbox, backend):
         await inbox.outcome()
         await settle()
@@ -921,7 +834,6 @@ async def test_a_callback_that_leaves_a_cancellation_of_its_own_behind_is_report
     assert inbox.results == ["delivered" if error is None else "failed"]
 
 
-@virtual_time
 async def test_a_delivery_that_somebody_else_cancels_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     async def callback(digest: Digest[JSON]) -> None:
         task = asyncio.current_task()
@@ -929,8 +841,7 @@ async def test_a_delivery_that_somebody_else_cancels_is_told_of(caplog: pytest.L
         task.cancel()
         await forever(digest)
 
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(callback), await holding(1)
     async with delivering(inbox, backend):
         await inbox.digest(2)
     assert lines(caplog, "the delivery of 'key' was cancelled, and not by its worker")
@@ -942,8 +853,7 @@ def test_a_keyboard_interrupt_of_a_callback_ends_the_loop_and_nobody_complains()
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        backend = WatchedBackend()
-        await backend.put("key", 1)
+        backend = await holding(1)
         async with delivering(Inbox(KeyboardInterrupt()), backend):
             await asyncio.sleep(MINUTE)
 
@@ -953,10 +863,8 @@ def test_a_keyboard_interrupt_of_a_callback_ends_the_loop_and_nobody_complains()
     assert not unseen
 
 
-@virtual_time
 async def test_an_attempt_whose_timeline_was_deleted_under_it_is_told_as_deleted() -> None:
-    inbox, backend = Inbox(lasting(10)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(10)), await holding(1)
     async with delivering(inbox, backend):
         await inbox.digest()
         await backend.delete("key")
@@ -967,38 +875,10 @@ async def test_an_attempt_whose_timeline_was_deleted_under_it_is_told_as_deleted
 # what a timeline holds
 
 
-@virtual_time
-async def test_a_digest_of_more_records_than_a_claim_brings_is_delivered_whole() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    large = policy(capacity=3000)
-    await backend.put("key", *range(2500), policy=large)
-    async with delivering(inbox, backend, policy=large):
-        await inbox.outcome()
-    assert inbox.values == [list(range(2500))]
-
-
-@virtual_time
-async def test_pages_that_cannot_be_read_now_are_read_later() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    large = policy(capacity=3000)
-    await backend.put("key", *range(1500), policy=large)
-    async with delivering(inbox, backend, policy=large):
-        backend.take_down("read")
-        await asyncio.sleep(10)
-        assert not inbox.digests
-        backend.bring_up()
-        await inbox.outcome()
-    assert len(inbox.values[0]) == 1500
-    assert [digest.attempt for digest in inbox.digests] == [1]
-
-
-@virtual_time
 async def test_a_lease_that_is_lost_while_its_pages_are_read_is_given_up() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    large = policy(capacity=3000)
-    await backend.put("key", *range(1500), policy=large)
+    inbox, backend = Inbox(), await holding(*range(1500), policy=LARGE)
     backend.gates["read"] = asyncio.Event()
-    async with delivering(inbox, backend, policy=large):
+    async with delivering(inbox, backend, policy=LARGE):
         await settle()
         await backend.delete("key")
         backend.gates["read"].set()
@@ -1009,15 +889,12 @@ async def test_a_lease_that_is_lost_while_its_pages_are_read_is_given_up() -> No
 
 
 @pytest.mark.parametrize(("error", "within"), [(None, 1.5), (ZeroDivisionError("a fault"), LEASE / 3 + 2)])
-@virtual_time
 async def test_an_outage_ends_although_the_call_that_failed_is_not_made_again(
     error: Exception | None, within: float
 ) -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    large = policy(capacity=3000)
-    await backend.put("key", *range(1500), policy=large)
+    inbox, backend = Inbox(), await holding(*range(1500), policy=LARGE)
     backend.take_down("read")
-    async with delivering(inbox, backend, policy=large) as (engine, _):
+    async with delivering(inbox, backend, policy=LARGE) as (engine, _):
         await settle()
         assert engine.activity.unavailable
         await backend.delete("key")  # upon which the call is answered by an error of ours
@@ -1028,33 +905,32 @@ async def test_an_outage_ends_although_the_call_that_failed_is_not_made_again(
         assert not engine.activity.unavailable
 
 
-@virtual_time
+class Reporting(WatchedBackend):
+    """A store whose claims tell of timelines with which something is wrong."""
+
+    def __init__(self, broken: Sequence[tuple[str, str]], expired: Sequence[tuple[str, int]]) -> None:
+        super().__init__()
+        self._wrong = {"broken": broken, "expired": expired}
+
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+        return replace(await super().claim(shard, count, lease_ms, limits), **self._wrong)
+
+
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Reporting(WatchedBackend):
-        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-            claims = await super().claim(shard, count, lease_ms, limits)
-            return replace(claims, broken=[("odd", "WRONGTYPE")], expired=[("gone", 7)])
-
-    async with delivering(Inbox(), Reporting()):
+    async with delivering(Inbox(), Reporting([("odd", "WRONGTYPE")], [("gone", 7)])):
         await settle()
     assert lines(caplog, "'odd'", "WRONGTYPE")
     assert lines(caplog, "'gone'", "7 records")
 
 
-@virtual_time
 async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_and_the_others_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Reporting(WatchedBackend):
-        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-            claims = await super().claim(shard, count, lease_ms, limits)
-            broken = [(f"odd-{number}", "WRONGTYPE") for number in range(500)]
-            gone = [(f"gone-{number}", number % 2) for number in range(500)]
-            return replace(claims, broken=broken, expired=gone)
-
-    async with delivering(Inbox(), Reporting()):
+    broken = [(f"odd-{number}", "WRONGTYPE") for number in range(500)]
+    gone = [(f"gone-{number}", number % 2) for number in range(500)]
+    async with delivering(Inbox(), Reporting(broken, gone)):
         await settle()
     assert len(lines(caplog, "'odd-")) == len(lines(caplog, "'gone-", "1 records are lost")) == FEW
     assert lines(caplog, f"{500 - FEW} more timelines cannot be read")
@@ -1063,13 +939,8 @@ async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_a
     assert len(caplog.messages) == 2 * FEW + 3
 
 
-@virtual_time
 async def test_a_timeline_without_records_is_no_loss_of_0_records(caplog: pytest.LogCaptureFixture) -> None:
-    class Reporting(WatchedBackend):
-        async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-            return replace(await super().claim(shard, count, lease_ms, limits), expired=[("ghost", 0)])
-
-    async with delivering(Inbox(), Reporting()):
+    async with delivering(Inbox(), Reporting([], [("ghost", 0)])):
         await settle()
     assert not lines(caplog, "0 records")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -1078,7 +949,6 @@ async def test_a_timeline_without_records_is_no_loss_of_0_records(caplog: pytest
 # isolation
 
 
-@virtual_time
 async def test_a_callback_that_fails_disturbs_no_other_timeline() -> None:
     async def picky(digest: Digest[JSON]) -> None:
         if digest.key == "bad":
@@ -1098,45 +968,31 @@ async def test_a_callback_that_fails_disturbs_no_other_timeline() -> None:
     assert (await backend.counts())["dead"] == 1
 
 
-@virtual_time
-async def test_an_observer_that_raises_changes_no_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    def observer(delivery: object) -> None:
-        raise ValueError("no metrics today")
-
-    inbox, backend = Inbox(), WatchedBackend()
-    inbox.observe = observer
-    await backend.put("key", 1)
-    async with delivering(inbox, backend):
-        await asyncio.sleep(5 * MINUTE)
-        assert await backend.operations.look("key") is None
-    assert inbox.values == [[1]]
-    assert lines(caplog, "observer")
-
-
-@virtual_time
-async def test_every_observer_is_told_also_one_that_came_after_entering_and_beside_one_that_raises() -> None:
+async def test_every_observer_is_told_also_one_that_came_after_entering_and_one_that_raises_changes_no_outcome(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     told: list[tuple[str, str]] = []
 
     def failing_observer(delivery: Delivery) -> None:
         raise ValueError("no metrics today")
 
-    backend = WatchedBackend()
+    inbox, backend = Inbox(), WatchedBackend()
     engine = engine_on(backend)
     engine.observe(failing_observer)
     engine.observe(lambda delivery: told.append(("before", delivery.result)))
-    inbox = Inbox()
     async with engine.delivering(inbox):
         engine.observe(lambda delivery: told.append(("later", delivery.result)))
         await engine.add("key", 1)
-        await inbox.digest()
+        await asyncio.sleep(5 * MINUTE)
     assert told == [("before", "delivered"), ("later", "delivered")]
+    assert (await state_of(backend, "key"), inbox.values) == (None, [[1]])
+    assert lines(caplog, "observer")
 
 
 class Odd(BaseException):
     """What no `except Exception` catches."""
 
 
-@virtual_time
 async def test_a_fault_that_is_no_exception_is_told_as_any_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1149,21 +1005,18 @@ async def test_a_fault_that_is_no_exception_is_told_as_any_other(
         return await read(*arguments)
 
     monkeypatch.setattr(dispatch, "read", read_at_last)
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     async with delivering(inbox, backend):
         await inbox.outcome()
     assert inbox.results == ["delivered"]
     assert lines(caplog, "a fault of aiodigest while delivering 'key'")
 
 
-@virtual_time
 async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    inbox, backend = Inbox(), WatchedBackend()
+    inbox, backend = Inbox(), await holding(1)
     backend.take_down("close", error=ZeroDivisionError("a fault"))
-    await backend.put("key", 1)
     async with delivering(inbox, backend):
         await inbox.digest()
         await settle()
@@ -1177,10 +1030,8 @@ async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_
 # leaving
 
 
-@virtual_time
 async def test_leaving_waits_for_deliveries_under_way_while_their_leases_are_renewed() -> None:
-    inbox, backend = Inbox(lasting(150)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(150)), await holding(1)
     async with delivering(inbox, backend, drain_timeout=200):
         await inbox.digest()
     assert now() == pytest.approx(150, abs=0.1)
@@ -1189,30 +1040,22 @@ async def test_leaving_waits_for_deliveries_under_way_while_their_leases_are_ren
     assert await backend.operations.look("key") is None
 
 
-@virtual_time
 async def test_leaving_claims_nothing_more() -> None:
-    inbox, backend = Inbox(lasting(10)), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(lasting(10)), await holding(1)
     async with delivering(inbox, backend, concurrency=1):
         await inbox.digest()
         await backend.put("other", 2)
     assert inbox.values == [[1]]
-    window = await backend.operations.look("other")
-    assert window is not None
-    assert window.state == "ready"
+    assert await state_of(backend, "other") == ("ready", 0)
 
 
-@virtual_time
 async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_charging_the_attempt() -> None:
-    inbox, backend = Inbox(forever), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(forever), await holding(1)
     async with delivering(inbox, backend, drain_timeout=20):
         await inbox.digest()
     assert now() == pytest.approx(20, abs=0.1)
     assert not inbox.seen
-    window = await backend.operations.look("key")
-    assert window is not None
-    assert (window.state, window.attempt) == ("ready", 0)
+    assert await state_of(backend, "key") == ("ready", 0)
     await backend.put("key", 2)
     async with delivering(inbox, backend, policy=policy()):
         await inbox.digest(3)
@@ -1222,7 +1065,6 @@ async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_cha
 
 
 @pytest.mark.parametrize("error", [ValueError("cut short"), SystemExit()])
-@virtual_time
 async def test_a_callback_that_fails_because_it_is_cut_short_is_not_charged(error: BaseException) -> None:
     async def callback(digest: Digest[JSON]) -> None:
         try:
@@ -1230,76 +1072,51 @@ async def test_a_callback_that_fails_because_it_is_cut_short_is_not_charged(erro
         except asyncio.CancelledError:
             raise error from None
 
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(callback), await holding(1)
     async with delivering(inbox, backend, drain_timeout=1):
         await inbox.digest()
-    window = await backend.operations.look("key")
-    assert window is not None
-    assert (window.state, window.attempt) == ("ready", 0)
+    assert await state_of(backend, "key") == ("ready", 0)
 
 
-@virtual_time
 async def test_a_callback_that_finishes_although_it_is_cut_short_has_delivered() -> None:
     async def callback(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        except asyncio.CancelledError:
-            await asyncio.sleep(1)
+        await deaf(digest)
+        await asyncio.sleep(1)
 
-    inbox, backend = Inbox(callback), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(callback), await holding(1)
     async with delivering(inbox, backend, drain_timeout=1):
         await inbox.digest()
     assert inbox.results == ["delivered"]
     assert await backend.operations.look("key") is None
 
 
-@virtual_time
 async def test_what_is_being_reported_when_the_drain_is_over_is_not_given_back() -> None:
     """A release that overtakes the report would have it answered as if the digest were closed."""
 
     async def end_at_last(digest: Digest[JSON]) -> None:
-        try:
-            await forever(digest)
-        except asyncio.CancelledError:
-            await asyncio.sleep(1)
+        await deaf(digest)
+        await asyncio.sleep(1)
 
-    inbox, backend = Inbox(end_at_last), WatchedBackend()
+    inbox, backend = Inbox(end_at_last), await holding(1)
     backend.gates["close"] = asyncio.Event()
-    await backend.put("key", 1)
     async with delivering(inbox, backend, drain_timeout=5, timeout=3):
         await inbox.digest()
     assert backend.count("close") == 1
     assert backend.count("release") == 0
 
 
-@virtual_time
 async def test_a_callback_that_ignores_its_end_does_not_keep_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     free = asyncio.Event()
-    ended = asyncio.Event()
-
-    async def deaf(digest: Digest[JSON]) -> None:
-        while not free.is_set():
-            with suppress(asyncio.CancelledError):
-                await free.wait()
-        ended.set()
-
-    inbox, backend = Inbox(deaf), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(deaf_until(free)), await holding(1)
     async with delivering(inbox, backend, drain_timeout=1, timeout=5):
         await inbox.digest()
     assert now() == pytest.approx(6, abs=0.1)
     assert lines(caplog, "1 deliveries under way, 1 of which ignore it")
-    window = await backend.operations.look("key")
-    assert window is not None
-    assert (window.state, window.attempt) == ("ready", 0)
+    assert await state_of(backend, "key") == ("ready", 0)
     free.set()
-    await ended.wait()
     await settle()
 
 
-@virtual_time
 async def test_a_claim_in_flight_is_not_cancelled_and_what_it_brings_is_given_back_unstarted() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     async with delivering(inbox, backend):
@@ -1309,16 +1126,13 @@ async def test_a_claim_in_flight_is_not_cancelled_and_what_it_brings_is_given_ba
         await settle()
         asyncio.get_running_loop().call_later(1, backend.gates["claim"].set)
     assert not inbox.digests
-    window = await backend.operations.look("key")
-    assert window is not None
-    assert (window.state, window.attempt) == ("ready", 0)
+    assert await state_of(backend, "key") == ("ready", 0)
     await backend.put("key", 2)
     async with delivering(inbox, backend):
         await inbox.digest()
     assert inbox.values == [[1, 2]]  # never begun, so what came since is in it
 
 
-@virtual_time
 async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.gates["close"] = asyncio.Event()
@@ -1334,7 +1148,6 @@ async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive(
     assert inbox.results == ["delivered"] * 2
 
 
-@virtual_time
 async def test_leaving_ends_although_the_server_is_away() -> None:
     inbox, backend = Inbox(None, forever), WatchedBackend()
     await backend.put("a", 1)
@@ -1347,7 +1160,6 @@ async def test_leaving_ends_although_the_server_is_away() -> None:
     assert now() < 20 + 2 * 5 + 1
 
 
-@virtual_time
 async def test_leaving_takes_no_longer_for_many_shards_whose_server_does_not_answer() -> None:
     class Silent(WatchedBackend):
         async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
@@ -1362,11 +1174,9 @@ async def test_leaving_takes_no_longer_for_many_shards_whose_server_does_not_ans
     assert now() < 1 + 5 + 0.1
 
 
-@virtual_time
 async def test_between_two_parts_a_worker_that_stops_gives_the_rest_back() -> None:
-    inbox, backend = Inbox(lasting(10)), WatchedBackend()
     parts = policy(max_size=2)
-    await backend.put("key", 1, 2, 3, policy=parts)
+    inbox, backend = Inbox(lasting(10)), await holding(1, 2, 3, policy=parts)
     async with delivering(inbox, backend, policy=parts):
         await inbox.digest()
     window = await backend.operations.look("key")
@@ -1378,11 +1188,9 @@ async def test_between_two_parts_a_worker_that_stops_gives_the_rest_back() -> No
     assert inbox.digests[1].attempt == 1
 
 
-@virtual_time
 async def test_leases_that_cannot_be_given_back_are_logged_and_end(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, backend = Inbox(forever), WatchedBackend()
+    inbox, backend = Inbox(forever), await holding(1)
     backend.take_down("release")
-    await backend.put("key", 1)
     async with delivering(inbox, backend, drain_timeout=1):
         await inbox.digest()
     assert lines(caplog, "1 leases could not be given back")
@@ -1392,12 +1200,11 @@ async def test_leases_that_cannot_be_given_back_are_logged_and_end(caplog: pytes
     assert inbox.digests[0].id == inbox.digests[1].id
 
 
-@virtual_time
 async def test_any_number_of_leases_is_renewed_and_given_back() -> None:
-    inbox, backend = Inbox(*[forever] * 600), WatchedBackend()
+    inbox, backend = Inbox(*[forever] * 600), WatchedBackend(shards=2)
     for number in range(600):
         await backend.put(f"key-{number}", 1)
-    async with delivering(inbox, backend, concurrency=600, drain_timeout=1):
+    async with delivering(inbox, backend, concurrency=1_000_000, drain_timeout=1):
         await inbox.digest(600)
         await asyncio.sleep(2 * LEASE)
     assert len(inbox.digests) == 600
@@ -1418,11 +1225,10 @@ async def fail_in_a_row(inbox: Inbox, backend: WatchedBackend, count: int) -> No
         await settle()
 
 
-@virtual_time
 async def test_failures_of_distinct_timelines_in_a_row_put_the_process_to_rest() -> None:
     inbox, backend = Inbox(*failing(5)), WatchedBackend()
     mode = BackoffMode(threshold=5, multiplier=10, maximum=120)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
         await fail_in_a_row(inbox, backend, 5)
         began, claims = now(), backend.count("claim")
         await backend.put("next", 1)
@@ -1431,26 +1237,19 @@ async def test_failures_of_distinct_timelines_in_a_row_put_the_process_to_rest()
         assert backend.count("claim") == claims + 1
 
 
-@virtual_time
-async def test_fewer_failures_in_a_row_or_of_one_timeline_do_not() -> None:
-    inbox, backend = Inbox(*failing(4), None, *failing(4)), WatchedBackend()
-    mode = BackoffMode(threshold=5, multiplier=100, maximum=120)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
-        await fail_in_a_row(inbox, backend, 9)
-        assert now() < 1
+async def test_failures_of_one_timeline_do_not() -> None:
     inbox, backend = Inbox(*failing(9)), WatchedBackend()
-    began = now()
+    mode = BackoffMode(threshold=5, multiplier=100, maximum=120)
     async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 1.0)):
         await backend.put("key", 1)
         await inbox.outcome(10)
-        assert now() - began < 10
+        assert now() < 10
 
 
-@virtual_time
 async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings_all_back() -> None:
     inbox, backend = Inbox(*failing(2), *[lasting(5)] * 20), WatchedBackend()
     mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
         await fail_in_a_row(inbox, backend, 2)
         for number in range(10):
             await backend.put(f"more-{number}", 1)
@@ -1462,13 +1261,12 @@ async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings
         assert len(inbox.digests) == 12
 
 
-@virtual_time
 async def test_each_failure_after_a_rest_makes_the_next_one_longer_up_to_the_maximum() -> None:
     inbox, backend = Inbox(*failing(10)), WatchedBackend()
     mode = BackoffMode(threshold=1, multiplier=1, maximum=8)
     for number in range(8):
         await backend.put(f"key-{number}", 1)
-    async with delivering(inbox, backend, concurrency=1, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+    async with delivering(inbox, backend, concurrency=1, backoff_mode=mode, retry=SELDOM):
         await inbox.outcome(8)
     rests = [later - earlier for earlier, later in pairwise(inbox.times)]
     for rest, longest in zip(rests, (2, 4, 8, 8, 8, 8, 8), strict=True):
@@ -1476,7 +1274,6 @@ async def test_each_failure_after_a_rest_makes_the_next_one_longer_up_to_the_max
 
 
 @pytest.mark.parametrize("signal", [Reject("no"), RetryAfter(500), PartialFailure({"nobody": "x"})])
-@virtual_time
 async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> None:
     inbox, backend = Inbox(*[signal] * 10), WatchedBackend()
     async with delivering(inbox, backend, backoff_mode=BackoffMode(threshold=1, multiplier=100)):
@@ -1484,11 +1281,10 @@ async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> Non
         assert now() < 1
 
 
-@virtual_time
 async def test_a_signal_from_the_delivery_that_was_let_through_lets_the_next_through() -> None:
     inbox, backend = Inbox(*failing(1), Reject("no"), Reject("no")), WatchedBackend()
     mode = BackoffMode(threshold=1, multiplier=5)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
+    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
         for number in range(4):
             await backend.put(f"key-{number}", 1)
             await settle()
@@ -1496,16 +1292,6 @@ async def test_a_signal_from_the_delivery_that_was_let_through_lets_the_next_thr
         assert inbox.times[3] - inbox.times[1] < 0.1
 
 
-@virtual_time
-async def test_a_maximum_of_zero_turns_backoff_mode_off() -> None:
-    inbox, backend = Inbox(*failing(50)), WatchedBackend()
-    mode = BackoffMode(threshold=1, maximum=0)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=RetryPolicy(backoff=lambda _: 500.0)):
-        await fail_in_a_row(inbox, backend, 50)
-        assert now() < 1
-
-
-@virtual_time
 async def test_a_pause_stops_all_claims_of_this_process_and_no_longer() -> None:
     inbox, backend = Inbox(RetryAfter(30, pause=True)), WatchedBackend(shards=2)
     async with delivering(inbox, backend):
@@ -1522,7 +1308,6 @@ async def test_a_pause_stops_all_claims_of_this_process_and_no_longer() -> None:
     assert [digest.attempt for digest in inbox.digests] == [1, 1, 1, 1]
 
 
-@virtual_time
 async def test_a_pause_does_not_keep_a_worker_from_stopping() -> None:
     inbox, backend = Inbox(RetryAfter(3000, pause=True)), WatchedBackend()
     async with delivering(inbox, backend):
@@ -1532,7 +1317,6 @@ async def test_a_pause_does_not_keep_a_worker_from_stopping() -> None:
     assert now() < 1
 
 
-@virtual_time
 async def test_deliveries_that_fail_are_spread_by_jitter() -> None:
     inbox, backend = Inbox(*failing(100)), WatchedBackend()
     for number in range(100):
@@ -1544,10 +1328,8 @@ async def test_deliveries_that_fail_are_spread_by_jitter() -> None:
     assert len({round(time, 2) for time in again}) > 50
 
 
-@virtual_time
 async def test_leases_are_logged_at_no_level_above_info_when_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    await backend.put("key", 1)
+    inbox, backend = Inbox(), await holding(1)
     async with delivering(inbox, backend):
         await inbox.outcome()
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
@@ -1558,7 +1340,6 @@ def test_leases_do_not_show_their_entries() -> None:
     assert "somebody's mail" not in repr(lease)
 
 
-@virtual_time
 async def test_an_outage_that_gets_another_reason_is_told_once_more(caplog: pytest.LogCaptureFixture) -> None:
     backend = WatchedBackend()
     async with delivering(Inbox(), backend):
@@ -1569,8 +1350,5 @@ async def test_an_outage_that_gets_another_reason_is_told_once_more(caplog: pyte
         backend.bring_up()
         await asyncio.sleep(2)
     told = [record.message for record in caplog.records if record.name == "aiodigest.worker.availability"]
-    assert [("refused" in line, "wrong password" in line, "available again" in line) for line in told] == [
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-    ]
+    assert ["refused" in told[0], "wrong password" in told[1], "available again" in told[2]] == [True] * 3
+    assert len(told) == 3
