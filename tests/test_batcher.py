@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
-from engines import now, settle, virtual_time
+from engines import now, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,41 +14,47 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, LimitExceeded
 from aiodigest.worker import batcher as batcher_module
 from aiodigest.worker.batcher import BATCH_BYTES, BATCH_ITEMS, QUEUE_ITEMS, Batcher, batches
 
+pytestmark = pytest.mark.virtual_time
+
 TIMEOUT = 5.0
 
 
 class Wire:
     """A call to the store: answers each item with its double, after ``pace`` seconds, or when ``gate`` is set."""
 
-    def __init__(self, pace: float = 0.0) -> None:
+    def __init__(self, pace: float, held: bool) -> None:
         self.sent: list[list[int]] = []
         self.pace = pace
-        self.gate: asyncio.Event | None = None
+        self.gate = asyncio.Event()
         self.error: Exception | None = None
+        self.lost = 0  # of its answers
+        if not held:
+            self.gate.set()
 
     async def __call__(self, items: Sequence[int]) -> Sequence[int | AiodigestError]:
         self.sent.append(list(items))
-        if self.gate is not None:
-            await self.gate.wait()
+        await self.gate.wait()
         await asyncio.sleep(self.pace)
         if self.error is not None:
             raise self.error
-        return [LimitExceeded(f"{item} is too large") if item < 0 else 2 * item for item in items]
+        answers = [LimitExceeded(f"{item} is too large") if item < 0 else 2 * item for item in items]
+        return answers[self.lost :]
 
 
 @asynccontextmanager
-async def batching(wire: Wire) -> AsyncGenerator[Batcher[int, int], None]:
+async def batching(pace: float = 0.0, *, held: bool = False) -> AsyncGenerator[tuple[Batcher[int, int], Wire]]:
+    wire = Wire(pace, held)
     batcher = Batcher[int, int](wire, TIMEOUT)
     running = asyncio.create_task(batcher.run())
     try:
-        yield batcher
+        yield batcher, wire
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
-async def submit_all(batcher: Batcher[int, int], items: Sequence[int], size: int = 0) -> list[int | BaseException]:
-    return await asyncio.gather(*(batcher.submit(item, size) for item in items), return_exceptions=True)
+async def submit_all(batcher: Batcher[int, int], items: Sequence[int]) -> list[int | BaseException]:
+    return await asyncio.gather(*(batcher.submit(item) for item in items), return_exceptions=True)
 
 
 def held(batcher: Batcher[int, int], items: Sequence[int]) -> list[asyncio.Task[int]]:
@@ -61,48 +67,34 @@ async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
     return caught.value
 
 
-@virtual_time
 async def test_what_is_submitted_in_one_turn_goes_out_as_one_call_in_order() -> None:
-    wire = Wire()
-    async with batching(wire) as batcher:
+    async with batching() as (batcher, wire):
         assert await submit_all(batcher, range(100)) == [2 * item for item in range(100)]
     assert wire.sent == [list(range(100))]
 
 
-@virtual_time
 async def test_what_comes_during_a_call_goes_out_together_with_the_next() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+    async with batching(1) as (batcher, wire):
         first = held(batcher, [1])
         await settle()
         await asyncio.gather(*first, *held(batcher, [2, 3]))
     assert wire.sent == [[1], [2, 3]]
 
 
-@virtual_time
-async def test_a_call_has_at_most_256_items() -> None:
-    wire = Wire()
-    async with batching(wire) as batcher:
-        await submit_all(batcher, range(600))
-    assert [len(call) for call in wire.sent] == [256, 256, 88]
-
-
-@virtual_time
-async def test_a_call_has_at_most_256_kib() -> None:
-    wire = Wire()
-    async with batching(wire) as batcher:
-        await submit_all(batcher, range(7), size=100 * 1024)
-        await submit_all(batcher, range(4), size=128 * 1024)
-        await submit_all(batcher, range(2), size=128 * 1024 + 1)
-    assert [len(call) for call in wire.sent] == [2, 2, 2, 1, 2, 2, 1, 1]
-
-
-@virtual_time
-async def test_an_item_of_more_than_256_kib_goes_alone() -> None:
-    wire = Wire()
-    async with batching(wire) as batcher:
-        await asyncio.gather(batcher.submit(1), batcher.submit(2, BATCH_BYTES + 1), batcher.submit(3))
-    assert wire.sent == [[1], [2], [3]]
+@pytest.mark.parametrize(
+    ("sizes", "calls"),
+    [
+        ([0] * 600, [256, 256, 88]),
+        ([100 * 1024] * 7, [2, 2, 2, 1]),
+        ([128 * 1024] * 4, [2, 2]),
+        ([128 * 1024 + 1] * 2, [1, 1]),
+        ([0, BATCH_BYTES + 1, 0], [1, 1, 1]),
+    ],
+)
+async def test_a_call_has_at_most_256_items_and_256_kib_or_one_item(sizes: list[int], calls: list[int]) -> None:
+    async with batching() as (batcher, wire):
+        await asyncio.gather(*(batcher.submit(item, size) for item, size in enumerate(sizes)))
+    assert [len(call) for call in wire.sent] == calls
 
 
 @given(st.lists(st.integers(0, BATCH_BYTES + 10), max_size=600))
@@ -117,18 +109,18 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
 
 
 @pytest.mark.parametrize("sizes", [[0] * 10_000, [16 * 1024 * 1024 - 1, 1]], ids=["items", "bytes"])
-@virtual_time
-async def test_there_is_room_for_10_000_items_or_16_mib(sizes: list[int]) -> None:
-    batcher = Batcher[int, int](Wire(), TIMEOUT)  # which nobody runs, so that all wait until their time is over
+async def test_there_is_room_for_10_000_items_or_16_mib_and_what_has_none_in_time_is_not_stored(
+    sizes: list[int],
+) -> None:
+    batcher = Batcher[int, int](Wire(0, False), TIMEOUT)  # which nobody runs, so that all wait until their time is over
     tasks = [asyncio.create_task(batcher.submit(0, size)) for size in [*sizes, 0]]
     errors = [await unavailable(task) for task in tasks]
     assert ["no room" in str(error) for error in errors] == [False] * len(sizes) + [True]
+    assert (errors[-1].stored, now()) == ("no", pytest.approx(TIMEOUT, abs=0.1))
 
 
-@virtual_time
 async def test_a_batcher_that_finishes_refuses_what_comes_later_and_what_waits_for_room() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+    async with batching(1) as (batcher, _):
         sent = held(batcher, range(QUEUE_ITEMS))
         await asyncio.sleep(0)
         waiting = held(batcher, [1])
@@ -144,50 +136,30 @@ async def test_a_batcher_that_finishes_refuses_what_comes_later_and_what_waits_f
         assert await asyncio.gather(*sent[:BATCH_ITEMS]) == [2 * item for item in range(BATCH_ITEMS)]
 
 
-@virtual_time
 async def test_an_item_that_fails_fails_alone() -> None:
-    async with batching(Wire()) as batcher:
+    async with batching() as (batcher, _):
         before, bad, after = await submit_all(batcher, [1, -1, 2])
     assert (before, after) == (2, 4)
     assert isinstance(bad, LimitExceeded)
 
 
-@virtual_time
-async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made() -> None:
-    wire = Wire()
-    wire.error = BackendUnavailable("gone", stored="unknown")
-    async with batching(wire) as batcher:
-        assert await submit_all(batcher, [1, 2]) == [wire.error, wire.error]
+@pytest.mark.parametrize("error", [BackendUnavailable("gone", stored="unknown"), ZeroDivisionError("a fault")])
+async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made(error: Exception) -> None:
+    async with batching() as (batcher, wire):
+        wire.error = error
+        assert await submit_all(batcher, [1, 2]) == [error, error]
         wire.error = None
         assert await submit_all(batcher, [3]) == [6]
 
 
-@virtual_time
-async def test_a_fault_in_a_call_is_told_to_its_callers_and_ends_nothing_else() -> None:
-    wire = Wire()
-    wire.error = ZeroDivisionError("a fault")
-    async with batching(wire) as batcher:
-        assert await submit_all(batcher, [1, 2]) == [wire.error, wire.error]
-        wire.error = None
-        assert await submit_all(batcher, [3]) == [6]
-
-
-@virtual_time
 async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever() -> None:
-    async def short(items: Sequence[int]) -> Sequence[int]:
-        return items[1:]
-
-    batcher = Batcher[int, int](short, TIMEOUT)
-    running = asyncio.create_task(batcher.run())
-    assert [type(answer) for answer in await submit_all(batcher, [1, 2])] == [ValueError, ValueError]
-    running.cancel()
-    await asyncio.wait([running])
+    async with batching() as (batcher, wire):
+        wire.lost = 1
+        assert [type(answer) for answer in await submit_all(batcher, [1, 2])] == [ValueError, ValueError]
 
 
-@virtual_time
 async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+    async with batching(1) as (batcher, wire):
         first, second, third = held(batcher, [1]), *held(batcher, [2, 3])
         await settle()
         later = held(batcher, [4, 5])
@@ -197,31 +169,23 @@ async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> Non
     assert wire.sent == [[1, 2, 3], [5]]
 
 
-@virtual_time
 async def test_an_item_that_is_cancelled_after_it_was_sent_leaves_the_others_their_own_answers() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+    async with batching(1) as (batcher, _):
         first, second, third = held(batcher, [1, 2, 3])
         await settle()
         second.cancel()
         assert await asyncio.gather(first, third) == [2, 6]
 
 
-@virtual_time
 async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored() -> None:
-    wire = Wire()
-    wire.gate = asyncio.Event()
-    async with batching(wire) as batcher:
+    async with batching(held=True) as (batcher, _):
         [task] = held(batcher, [1])
         error = await unavailable(task)
         assert (error.stored, now()) == ("unknown", pytest.approx(TIMEOUT))
 
 
-@virtual_time
 async def test_what_was_not_sent_in_time_is_not_stored_and_never_sent() -> None:
-    wire = Wire()
-    wire.gate = asyncio.Event()
-    async with batching(wire) as batcher:
+    async with batching(held=True) as (batcher, wire):
         [sent] = held(batcher, [1])
         await settle()
         [unsent] = held(batcher, [2])
@@ -232,10 +196,7 @@ async def test_what_was_not_sent_in_time_is_not_stored_and_never_sent() -> None:
     assert wire.sent == [[1], [3]]
 
 
-@virtual_time
 async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
-    wire = Wire()
-    wire.gate = asyncio.Event()
     ends: list[float] = []
 
     async def end(item: int) -> None:
@@ -244,16 +205,13 @@ async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
             await batcher.submit(item)
         ends.append(now())
 
-    async with batching(wire) as batcher:
+    async with batching(held=True) as (batcher, _):
         await asyncio.gather(*(end(item) for item in range(4)))
     assert ends == pytest.approx([5, 6, 7, 8], abs=0.02)
 
 
-@virtual_time
 async def test_time_that_was_spent_before_counts() -> None:
-    wire = Wire()
-    wire.gate = asyncio.Event()
-    async with batching(wire) as batcher:
+    async with batching(held=True) as (batcher, _):
         [first] = held(batcher, [1])
         await settle()
         began = asyncio.get_running_loop().time() - 4
@@ -263,12 +221,9 @@ async def test_time_that_was_spent_before_counts() -> None:
         await unavailable(first)
 
 
-@virtual_time
 async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() -> None:
-    wire = Wire()
-    wire.gate = asyncio.Event()
     total = QUEUE_ITEMS + BATCH_ITEMS + 500
-    async with batching(wire) as batcher:
+    async with batching(held=True) as (batcher, wire):
         tasks = held(batcher, range(total))
         await settle()
         wire.gate.set()
@@ -277,42 +232,15 @@ async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() ->
     assert max(len(call) for call in wire.sent) == BATCH_ITEMS
 
 
-@virtual_time
-async def test_a_full_queue_fails_as_not_stored_when_there_is_no_room_in_time() -> None:
-    wire = Wire(pace=100)
-    async with batching(wire) as batcher:
-        tasks = held(batcher, range(QUEUE_ITEMS + BATCH_ITEMS))
-        await settle()
-        with pytest.raises(BackendUnavailable, match="no room") as caught:
-            await batcher.submit(1)
-        assert (caught.value.stored, now()) == ("no", pytest.approx(TIMEOUT, abs=0.1))
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@virtual_time
-async def test_the_queue_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "QUEUE_BYTES", 1000)
-    wire = Wire(pace=100)
-    async with batching(wire) as batcher:
-        first = held(batcher, [1])
-        await settle()
-        tasks = [asyncio.create_task(batcher.submit(item, 500)) for item in (2, 3)]
-        await settle()
-        with pytest.raises(BackendUnavailable, match="no room"):
-            await batcher.submit(4, 1)
-        await asyncio.gather(*first, *tasks, return_exceptions=True)
-
-
 @pytest.mark.parametrize(
     ("size", "seconds", "is_in"), [(300, 1.5, False), (300, 2.5, True), (0, 0.5, False), (0, 1.5, True)]
 )
-@virtual_time
 async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
     monkeypatch: pytest.MonkeyPatch, size: int, seconds: float, is_in: bool
 ) -> None:
     for name, value in {"QUEUE_ITEMS": 4, "QUEUE_BYTES": 1000, "BATCH_ITEMS": 1, "BATCH_BYTES": 300}.items():
         monkeypatch.setattr(batcher_module, name, value)
-    async with batching(Wire(pace=1)) as batcher:
+    async with batching(1) as (batcher, _):
         full = [asyncio.create_task(batcher.submit(item, size)) for item in range(4)]
         await settle()
         late = asyncio.create_task(batcher.submit(9, 1))
@@ -324,11 +252,9 @@ async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
         await finishing
 
 
-@virtual_time
 async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 2)
-    wire = Wire(pace=3)
-    async with batching(wire) as batcher:
+    async with batching(3) as (batcher, _):
         first = held(batcher, [1])
         await settle()
         others = held(batcher, [2, 3])
@@ -341,10 +267,8 @@ async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatc
         await asyncio.gather(*first, *others, return_exceptions=True)
 
 
-@virtual_time
 async def test_finish_returns_when_everything_has_its_answer() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+    async with batching(1) as (batcher, _):
         tasks = held(batcher, range(BATCH_ITEMS + 1))
         await settle()
         await batcher.finish()
@@ -352,30 +276,20 @@ async def test_finish_returns_when_everything_has_its_answer() -> None:
         await asyncio.gather(*tasks)
 
 
-@virtual_time
-async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_is_not() -> None:
-    wire = Wire(pace=1)
-    async with batching(wire) as batcher:
+async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_or_comes_later_is_not() -> None:
+    async with batching(1) as (batcher, _):
         [sent] = held(batcher, [1])
         await settle()
         [unsent] = held(batcher, [2])
         await settle()
-    assert ((await unavailable(sent)).stored, (await unavailable(unsent)).stored) == ("unknown", "no")
+    late = asyncio.create_task(batcher.submit(3))
+    assert [(await unavailable(task)).stored for task in (sent, unsent, late)] == ["unknown", "no", "no"]
+    assert now() < 0.1
 
 
-@virtual_time
-async def test_after_the_end_a_submit_fails_at_once() -> None:
-    async with batching(Wire()) as batcher:
-        assert await batcher.submit(1) == 2
-    with pytest.raises(BackendUnavailable) as caught:
-        await batcher.submit(2)
-    assert (caught.value.stored, now()) == ("no", pytest.approx(0, abs=0.01))
-
-
-@virtual_time
 async def test_at_the_end_who_waits_for_room_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 1)
-    async with batching(Wire(pace=1)) as batcher:
+    async with batching(1) as (batcher, _):
         sent = held(batcher, [1])
         await settle()
         waiting = held(batcher, [2, 3])
