@@ -35,6 +35,11 @@ class Nowhere(tzinfo):
         return None
 
 
+class Broken(tzinfo):
+    def utcoffset(self, dt: datetime | None) -> timedelta | None:
+        raise RuntimeError("no time")
+
+
 @given(text)
 def test_any_text_of_1_to_1024_bytes_is_a_name_and_any_longer_one_is_not(value: str) -> None:
     if len(value.encode()) <= 1024:
@@ -72,40 +77,36 @@ def test_a_number_is_an_instant_in_the_years_1_to_9999_or_refused(value: float) 
 
 
 @pytest.mark.parametrize(
-    "value", [nan, inf, -inf, True, False, "2026-01-01", None, 1e18, -1e18, 1e308, 10**400, -(10**400)]
+    ("value", "message"),
+    [
+        *((value, "timestamp must be") for value in (nan, inf, -inf, True, False, "2026-01-01", None)),
+        *((value, "timestamp must be") for value in (1e18, -1e18, 1e308, 10**400, -(10**400))),
+        (1_700_000_000_000, r"1700000000000 \(in milliseconds\? divide by 1000\)"),
+        (datetime(2026, 1, 1), "aware datetime"),
+        *((datetime(2026, 1, 1, tzinfo=zone), "aware") for zone in (Nowhere(), Broken())),
+        (datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))), "years 1 to 9999"),
+        (datetime.max.replace(tzinfo=timezone(timedelta(hours=-12))), "years 1 to 9999"),
+    ],
 )
-def test_what_is_no_instant_is_refused_and_the_message_says_what_is(value: Any) -> None:
-    with pytest.raises(InvalidArgument, match="timestamp must be"):
+def test_what_is_no_instant_is_refused_and_the_message_says_what_is(value: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         microseconds(value)
 
 
-@pytest.mark.parametrize("value", [datetime(2026, 1, 1), datetime(2026, 1, 1, tzinfo=Nowhere())])
-def test_a_naive_datetime_is_refused(value: datetime) -> None:
-    with pytest.raises(InvalidArgument, match="aware datetime"):
-        microseconds(value)
-
-
-def test_a_datetime_whose_utc_has_no_year_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="years 1 to 9999"):
-        microseconds(datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14))))
-    with pytest.raises(InvalidArgument, match="years 1 to 9999"):
-        microseconds(datetime.max.replace(tzinfo=timezone(timedelta(hours=-12))))
-
-
-def test_a_value_may_take_one_mebibyte_and_no_more() -> None:
-    largest = b"x" * DEFAULT.value
-    assert unpack(pack_entry(b"id", 5, largest)).value == largest
-    with pytest.raises(LimitExceeded, match="1,048,576 bytes"):
-        pack_entry(b"id", 5, largest + b"x")
-
-
-def test_a_bound_of_its_own_goes_for_names_and_values() -> None:
+def test_a_name_may_have_a_bound_of_its_own() -> None:
     assert name("x" * 40, "key", 40) == b"x" * 40
     with pytest.raises(InvalidArgument, match="1 to 40 bytes of UTF-8, not 41"):
         name("x" * 41, "key", 40)
-    assert unpack(pack_entry(b"id", 5, b"x" * 40, 40)).value == b"x" * 40
-    with pytest.raises(LimitExceeded, match="at most 40 bytes when encoded, not 41"):
-        pack_entry(b"id", 5, b"x" * 41, 40)
+
+
+@pytest.mark.parametrize(
+    ("bound", "message"), [((), "1,048,576 bytes"), ((40,), "at most 40 bytes when encoded, not 41")]
+)
+def test_a_value_may_take_one_mebibyte_or_its_bound_and_no_more(bound: tuple[int, ...], message: str) -> None:
+    largest = b"x" * (bound[0] if bound else DEFAULT.value)
+    assert unpack(pack_entry(b"id", 5, largest, *bound)).value == largest
+    with pytest.raises(LimitExceeded, match=message):
+        pack_entry(b"id", 5, largest + b"x", *bound)
 
 
 @pytest.mark.parametrize(
@@ -166,23 +167,9 @@ def test_a_duration_is_seconds_or_a_timedelta(given_value: float | timedelta, ex
 @pytest.mark.parametrize(
     "value",
     [
-        "5m",
-        "5",
-        b"5",
-        None,
-        True,
-        False,
-        [1],
-        1j,
-        nan,
-        inf,
-        -inf,
-        -1,
-        -0.001,
-        TEN_YEARS + 1,
-        10**400,
-        timedelta(seconds=-1),
-        timedelta.max,
+        *("5m", "5", b"5", None, True, False, [1], 1j),
+        *(nan, inf, -inf, -1, -0.001, TEN_YEARS + 1, 10**400),
+        *(timedelta(seconds=-1), timedelta.max),
     ],
 )
 def test_what_is_no_duration_is_refused_by_name(value: Any) -> None:
@@ -191,21 +178,19 @@ def test_what_is_no_duration_is_refused_by_name(value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-def test_a_positive_duration_may_not_be_zero() -> None:
-    assert duration(0.001, "delay", positive=True) == 0.001
-    with pytest.raises(InvalidArgument, match="delay must be more than 0"):
-        duration(timedelta(0), "delay", positive=True)
-
-
-def test_a_duration_may_not_be_under_its_least() -> None:
-    assert duration(0.1, "lease_timeout", 0.1) == 0.1
-    with pytest.raises(InvalidArgument, match=r"lease_timeout must be at least 0\.1 and at most"):
-        duration(0.05, "lease_timeout", 0.1)
-
-
-def test_milliseconds_are_recognised() -> None:
-    with pytest.raises(InvalidArgument, match=r"1700000000000 \(in milliseconds\? divide by 1000\)"):
-        microseconds(1_700_000_000_000)
+@pytest.mark.parametrize(
+    ("least", "enough", "little", "message"),
+    [
+        ({"positive": True}, 0.001, timedelta(0), "delay must be more than 0"),
+        ({"least": 0.1}, 0.1, 0.05, r"delay must be at least 0\.1 and at most"),
+    ],
+)
+def test_a_duration_may_have_to_be_positive_or_have_a_least(
+    least: dict[str, Any], enough: float, little: Any, message: str
+) -> None:
+    assert duration(enough, "delay", **least) == enough
+    with pytest.raises(InvalidArgument, match=message):
+        duration(little, "delay", **least)
 
 
 class Silent:
@@ -222,15 +207,6 @@ def test_a_message_is_short_whatever_it_quotes(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="shards must") as of_a_number:
         whole(value, "shards", 1, 10)
     assert max(len(str(of_a_duration.value)), len(str(of_a_number.value))) < 1_000
-
-
-def test_a_time_zone_that_fails_makes_no_aware_datetime() -> None:
-    class Broken(tzinfo):
-        def utcoffset(self, dt: datetime | None) -> timedelta | None:
-            raise RuntimeError("no time")
-
-    with pytest.raises(InvalidArgument, match="aware"):
-        microseconds(datetime(2020, 1, 1, tzinfo=Broken()))
 
 
 def test_a_codec_that_encodes_to_no_bytes_is_told_so() -> None:

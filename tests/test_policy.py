@@ -7,13 +7,14 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from engines import virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest import DecorrelatedJitter, IterationBackoff, Policy, RetryPolicy
 from aiodigest.errors import ConfigurationError, InvalidArgument
 from aiodigest.policy import Limits, Policies, Terms
+
+pytestmark = pytest.mark.virtual_time
 
 DAY = 86_400
 
@@ -39,44 +40,40 @@ def test_a_size_that_is_no_whole_number_in_range_is_refused_by_name(field: str, 
         Policy(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
-def test_a_digest_may_not_be_larger_than_the_timeline_it_comes_from() -> None:
-    with pytest.raises(InvalidArgument, match="max_size"):
-        Policy(capacity=10, max_size=11)
-    assert Policy(capacity=10, max_size=10).max_size == 10
+@pytest.mark.parametrize(
+    ("allowed", "refused", "message"),
+    [
+        ({"initial_delay": 1800}, {"initial_delay": 1801}, "initial_delay.*maximum_delay"),
+        ({"minimum_delay": 1800}, {"minimum_delay": 1801}, "minimum_delay.*maximum_delay"),
+        ({"ttl": 1801}, {"ttl": 1800}, "ttl must be longer than maximum_delay"),
+        ({"capacity": 10, "max_size": 10}, {"capacity": 10, "max_size": 11}, "max_size"),
+        ({"max_age": 0.001}, {"max_age": 0}, "max_age"),
+    ],
+)
+def test_no_delay_may_be_above_the_maximum_nor_another_field_beyond_its_bound(
+    allowed: dict[str, Any], refused: dict[str, Any], message: str
+) -> None:
+    Policy(**allowed)
+    with pytest.raises(InvalidArgument, match=message):
+        Policy(**refused)
 
 
-@pytest.mark.parametrize("field", ["initial_delay", "minimum_delay"])
-def test_no_delay_may_be_above_the_maximum(field: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{field}.*maximum_delay"):
-        Policy(**{field: 1801})
-    Policy(**{field: 1800})
-
-
-def test_the_ttl_must_be_longer_than_the_maximum_delay() -> None:
-    with pytest.raises(InvalidArgument, match="ttl must be longer than maximum_delay"):
-        Policy(ttl=1800)
-    Policy(ttl=1801)
-
-
-def test_the_ttl_must_be_longer_than_all_retries_together() -> None:
-    Policy(ttl=4.6 * 3600).check(RetryPolicy(max_attempts=5, backoff=flat(3600)))
+def test_the_ttl_must_be_longer_than_all_retries_together_and_than_a_delivery_may_take() -> None:
+    retry = RetryPolicy(max_attempts=5, backoff=flat(3600))
+    Policy(ttl=4.6 * 3600).check(retry)
     with pytest.raises(InvalidArgument, match="retry span"):
-        Policy(ttl=4 * 3600).check(RetryPolicy(max_attempts=5, backoff=flat(3600)))
+        Policy(ttl=4 * 3600).check(retry)
+    policy, once = Policy(ttl=4 * 3600), RetryPolicy(max_attempts=1)
+    policy.check(once, delivery_timeout=3600)
+    with pytest.raises(InvalidArgument, match=r"longer than delivery_timeout \(14400 s\)"):
+        policy.check(once, delivery_timeout=4 * 3600)
 
 
-def test_a_record_may_not_be_too_old_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="max_age"):
-        Policy(max_age=0)
-
-
-def test_delays_become_whole_milliseconds() -> None:
+def test_delays_become_whole_milliseconds_and_no_bound_becomes_zero() -> None:
     policy = Policy(
         initial_delay=0.5, increment_delay=timedelta(seconds=2), maximum_delay=400, max_size=5, capacity=50, max_age=60
     )
     assert policy.terms == Terms(500, 2000, 400_000, Limits(50, 5, 60_000, 7 * DAY * 1000))
-
-
-def test_no_bound_is_zero_to_the_store() -> None:
     assert Policy().terms.limits == Limits(1000, 0, 0, 7 * DAY * 1000)
 
 
@@ -124,17 +121,7 @@ def test_a_retry_strategy_that_returns_no_duration_is_refused_when_an_engine_is_
 # the policies of an engine
 
 
-@virtual_time
-async def test_one_policy_serves_every_key() -> None:
-    policy = Policy(capacity=7)
-    policies = Policies(policy, RetryPolicy())
-    assert await policies.of("a") is policy
-    assert policies.limits == policy.terms.limits
-    assert not policies.own(policy)
-
-
-@virtual_time
-async def test_a_function_or_an_async_function_gives_each_key_its_policy() -> None:
+async def test_one_policy_serves_every_key_or_a_function_or_an_async_function_gives_each_its_own() -> None:
     large, small = Policy(), Policy(capacity=5)
 
     def plain(key: str) -> Policy:
@@ -143,29 +130,32 @@ async def test_a_function_or_an_async_function_gives_each_key_its_policy() -> No
     async def awaited(key: str) -> Policy:
         return plain(key)
 
+    one = Policies(small, RetryPolicy())
+    assert await one.of("a") is small
+    assert (one.limits, one.own(small)) == (small.terms.limits, False)
     for source in (plain, awaited):
         policies = Policies(source, RetryPolicy())
         assert [await policies.of(key) for key in ("small", "large")] == [small, large]
         assert [policies.own(policy) for policy in (small, large)] == [True, False]
 
 
-@pytest.mark.parametrize("wrong", [None, 300, {"minimum_delay": 300}, Policy])
-@virtual_time
-async def test_a_function_that_returns_no_policy_is_told_so(wrong: Any) -> None:
-    with pytest.raises(InvalidArgument, match="must return a Policy"):
+def test_an_engine_s_policy_is_checked_against_the_retries_when_it_is_made() -> None:
+    with pytest.raises(InvalidArgument, match="retry span"):
+        Policies(Policy(ttl=1801), RetryPolicy())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *((wrong, "must return a Policy") for wrong in (None, 300, {"minimum_delay": 300}, Policy)),
+        (Policy(ttl=1801), "retry span"),
+    ],
+)
+async def test_what_a_function_returns_is_checked_each_time(wrong: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         await Policies(flat(wrong), RetryPolicy()).of("key")  # pyright: ignore[reportArgumentType]
 
 
-@virtual_time
-async def test_the_policy_of_a_function_is_checked_against_the_retries_too() -> None:
-    def short(key: str) -> Policy:
-        return Policy(ttl=1801)
-
-    with pytest.raises(InvalidArgument, match="retry span"):
-        await Policies(short, RetryPolicy()).of("key")
-
-
-@virtual_time
 async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raises_a_timeout_of_its_own() -> None:
     async def slow(key: str) -> Policy:
         if key == "own":
@@ -179,16 +169,3 @@ async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raise
     with pytest.raises(TimeoutError, match="theirs"):
         await policies.of("own", timeout=5)
     assert await policies.of("key", timeout=11) == Policy()
-
-
-def test_an_engine_s_policy_is_checked_against_the_retries_when_it_is_made() -> None:
-    with pytest.raises(InvalidArgument, match="retry span"):
-        Policies(Policy(ttl=1801), RetryPolicy())
-
-
-def test_a_ttl_must_be_longer_than_a_delivery_may_take() -> None:
-    policy = Policy(ttl=4 * 3600)
-    retry = RetryPolicy(max_attempts=1)
-    policy.check(retry, delivery_timeout=3600)
-    with pytest.raises(InvalidArgument, match=r"longer than delivery_timeout \(14400 s\)"):
-        policy.check(retry, delivery_timeout=4 * 3600)
