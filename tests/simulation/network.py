@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from random import Random
 from typing import Any, Generic, Self, TypeVar, cast
 
 from aiodigest.backend import (
     Add,
     Backend,
-    Bookmark,
     Claims,
     Close,
     Closed,
     Lease,
-    Move,
     Operations,
-    Page,
     Retired,
     Retry,
     ShardMap,
-    StoredDeadLetter,
-    StoredTimeline,
 )
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from simulation.loop import Process, SeededLoop
 from simulation.store import Store
@@ -81,15 +76,26 @@ class Exchange(Generic[T]):
             self.reply.set_result(outcome)
 
 
+def _passed_on(path: str) -> Any:
+    """A call of a backend that the store answers, and of which nobody needs to know more."""
+    call, answer = path.rpartition(".")[2], attrgetter(path)
+
+    async def ask(self: Link, *arguments: Any) -> Any:
+        return await self._ask(call, partial(answer(self._server.store), *arguments))
+
+    return ask
+
+
 class Link(Backend, Operations):
     """A process's way to the server. What was sent may arrive after the process has given up, or has died."""
 
+    lag = 0.001  # seconds: how long a message takes at the most
+    loss = 0.0  # the share of messages that are lost
+    refused = False
+    silent = False  # a black hole: nothing arrives, and nobody is told
+    deaf = False  # no wake-up is ever heard
+
     def __init__(self, server: Server, process: Process, witness: Witness, random: Random, timeout: float) -> None:
-        self.lag = 0.001  # seconds: how long a message takes at the most
-        self.loss = 0.0  # the share of messages that are lost
-        self.refused = False
-        self.silent = False  # a black hole: nothing arrives, and nobody is told
-        self.deaf = False  # the doorbell is never heard
         self._server = server
         self._process = process
         self._witness = witness
@@ -204,7 +210,7 @@ class Link(Backend, Operations):
         pass
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        self._witness.adding(adds)
+        self._witness.records.adding(adds)
         return await self._add_wherever(shard, adds)
 
     async def _add_wherever(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
@@ -230,7 +236,7 @@ class Link(Backend, Operations):
     async def _add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         async def request() -> list[bool | AiodigestError]:
             added = await self._server.store.add(shard, adds)
-            self._witness.added(adds, added)
+            self._witness.records.added(adds, added)
             return added
 
         return await self._ask_shard("add", shard, request, repeat=False)
@@ -246,10 +252,10 @@ class Link(Backend, Operations):
 
         claims = await self._ask_shard("claim", shard, request, repeat=False)
         self._witness.holds(self._process, claims.leases, sent)
-        return Claims(
-            [_inlined(lease) for lease in claims.leases],
-            claims.wake_up, claims.wait_ms, claims.now_ms, claims.broken, claims.expired,
-        )  # fmt: skip
+        first = [
+            replace(lease, entries=lease.entries[:3] if lease.size > 8 else lease.entries) for lease in claims.leases
+        ]
+        return replace(claims, leases=first)  # the rest is paged
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
         return await self._ask_shard(
@@ -302,15 +308,16 @@ class Link(Backend, Operations):
 
     # The calls by hand
 
+    schedule, maintenance = _passed_on("schedule"), _passed_on("maintenance")
+    flush, reschedule = _passed_on("flush"), _passed_on("reschedule")
+    look, entries, page, counts, erase, dead_letters, dead_letter = (
+        _passed_on(f"operations.{call}")
+        for call in ("look", "entries", "page", "counts", "erase", "dead_letters", "dead_letter")
+    )
+
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         request = partial(self._server.store.open, shard, key, lease_ms, limits)
         return await self._ask_shard("open", shard, request, repeat=False)
-
-    async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        return await self._ask("schedule", partial(self._server.store.schedule, deadline_ms))
-
-    async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        return await self._ask("maintenance", partial(self._server.store.maintenance, deadline_ms))
 
     async def delete(self, key: str) -> bool:
         async def request() -> bool:
@@ -318,9 +325,6 @@ class Link(Backend, Operations):
             return await self._server.store.delete(key)
 
         return await self._ask("delete", request, repeat=False)
-
-    async def flush(self, key: str) -> bool:
-        return await self._ask("flush", partial(self._server.store.flush, key))
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
         async def request() -> bool:
@@ -331,45 +335,21 @@ class Link(Backend, Operations):
 
         return await self._ask("remove", request, repeat=False)
 
-    async def reschedule(self, key: str, move: Move) -> int | None:
-        return await self._ask("reschedule", partial(self._server.store.reschedule, key, move))
-
-    async def look(self, key: str) -> StoredTimeline | None:
-        return await self._ask("look", partial(self._server.store.operations.look, key))
-
-    async def entries(self, key: str) -> list[bytes]:
-        return await self._ask("entries", partial(self._server.store.operations.entries, key))
-
-    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
-        return await self._ask("page", partial(self._server.store.operations.page, shard, state, count, after))
-
-    async def counts(self) -> dict[str, int]:
-        return await self._ask("counts", self._server.store.operations.counts)
-
-    async def erase(self) -> int:
-        return await self._ask("erase", self._server.store.operations.erase)
-
     async def reshard(self, shards: int) -> bool:
         return False
-
-    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        return await self._ask("letters", partial(self._server.store.operations.dead_letters, shard, count, after))
-
-    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        return await self._ask("letter", partial(self._server.store.operations.dead_letter, letter_id, shard))
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         async def request() -> bool:
             letter = await self._server.store.operations.dead_letter(letter_id)
             ready = await self._server.store.replay(letter_id, terms, own)
-            self._witness.replayed(letter)
+            self._witness.records.replayed(letter)
             return ready
 
         return await self._ask("replay", request, repeat=False)
 
     async def discard(self, letter_id: str) -> bool:
         async def request() -> bool:
-            self._witness.discarded(await self._server.store.operations.dead_letter(letter_id))
+            self._witness.records.discarded(await self._server.store.operations.dead_letter(letter_id))
             return await self._server.store.discard(letter_id)
 
         return await self._ask("discard", request, repeat=False)
@@ -385,14 +365,6 @@ def _at_once(request: Callable[[], Awaitable[T]]) -> T | Exception:
     except Exception as error:  # an answer too, for whoever asked
         return error
     raise AssertionError("a transition waits for something")
-
-
-def _inlined(lease: Lease) -> Lease:
-    """A lease with the first of its entries, so that the rest is paged."""
-    return Lease(
-        lease.key, lease.token, lease.digest_id, lease.attempt, lease.iteration, lease.dropped, lease.due_ms,
-        lease.size, lease.part, lease.cut_ms, lease.last_error, lease.entries[:3] if lease.size > 8 else lease.entries,
-    )  # fmt: skip
 
 
 def _now() -> float:

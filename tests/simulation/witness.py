@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest
-from aiodigest.backend import Add, Claims, Close, Lease, StoredDeadLetter
+from aiodigest.backend import Claims, Close, Lease
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
 from simulation.store import Store
@@ -153,12 +153,6 @@ class Witness:
             if owner is not None:
                 self.conducts[owner].held.pop(lease.token, None)
 
-    def adding(self, adds: Sequence[Add]) -> None:
-        self.records.adding(adds)
-
-    def added(self, adds: Sequence[Add], answers: Sequence[object]) -> None:
-        self.records.added(adds, answers)  # pyright: ignore[reportArgumentType]
-
     def burying(self, close: Close) -> None:
         """See that what was planted, and cannot be decoded, is one dead letter: there is one reason."""
         planted = [
@@ -171,12 +165,6 @@ class Witness:
         self.tell(f"{key} {record_id or ''} removed")
         self.removed_at[key] = self._loop.time()
         self.records.removed(key, record_id)
-
-    def replayed(self, letter: StoredDeadLetter | None) -> None:
-        self.records.replayed(letter)
-
-    def discarded(self, letter: StoredDeadLetter | None) -> None:
-        self.records.discarded(letter)
 
     # What callbacks are given
 
@@ -264,11 +252,9 @@ class Witness:
         lasted, setup = receipt.ended - receipt.began, conduct.setup
         if lasted >= setup.delivery_timeout - 0.01 or receipt.stubborn or not self.calm_for(2 * setup.lease_timeout):
             return
-        if self._removed_since(receipt):
+        if self._removed_since(receipt) or conduct.hurried:
             return
         since = conduct.leaving_since
-        if conduct.hurried:
-            return
         if since is None or receipt.ended < since + setup.drain_timeout - 0.01:
             self.broken(f"the callback of {receipt.digest_id} was cut short after {lasted:.3f} s for no reason")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as global_random
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from random import Random
@@ -18,7 +18,7 @@ from aiodigest.worker import batcher
 from aiodigest.worker import delivery as dispatch
 from simulation.actors import Actor, Habits
 from simulation.loop import Endless, SeededLoop, no_turn_is_endless
-from simulation.network import Server
+from simulation.network import Link, Server
 from simulation.witness import Ears, Setup, Witness
 
 TROUBLED = 200.0  # seconds
@@ -169,9 +169,6 @@ class World:
             await asyncio.sleep(min(left, self._random.expovariate(1 / gap)))
             if self._tempo != "quiet" and self._loop.time() < ends:
                 self._inflict()
-        await self._end_faults()
-
-    async def _end_faults(self) -> None:
         for task in self._faults:
             task.cancel()
         if self._faults:
@@ -317,37 +314,26 @@ class World:
         self.witness.tell(f"{actor.process}: {what}")
         return actor
 
-    async def _lose(self) -> None:
-        link = self._link_of("messages are lost").link
-        link.loss = self._random.choice((0.1, 0.5))
+    async def _impair(self, what: str, field: str, values: Sequence[float], shortest: float, longest: float) -> None:
+        """Let one process's link be worse for a while."""
+        link = self._link_of(what).link
+        setattr(link, field, self._random.choice(values) if len(values) > 1 else values[0])
         try:
-            await asyncio.sleep(self._random.uniform(1, 60))
+            await asyncio.sleep(self._random.uniform(shortest, longest))
         finally:
-            link.loss = 0.0
+            setattr(link, field, getattr(Link, field))
+
+    async def _lose(self) -> None:
+        await self._impair("messages are lost", "loss", (0.1, 0.5), 1, 60)
 
     async def _lag(self) -> None:
-        link = self._link_of("the network is slow").link
-        link.lag = self._random.choice((0.1, 1.0, self._habits.setup.timeout))
-        try:
-            await asyncio.sleep(self._random.uniform(1, 60))
-        finally:
-            link.lag = 0.001
+        await self._impair("the network is slow", "lag", (0.1, 1.0, self._habits.setup.timeout), 1, 60)
 
     async def _refuse(self) -> None:
-        link = self._link_of("connections are refused").link
-        link.refused = True
-        try:
-            await asyncio.sleep(self._random.uniform(0.1, 60))
-        finally:
-            link.refused = False
+        await self._impair("connections are refused", "refused", (True,), 0.1, 60)
 
     async def _silence(self) -> None:
-        link = self._link_of("the network is a black hole").link
-        link.silent = True
-        try:
-            await asyncio.sleep(self._random.uniform(0.1, 90))
-        finally:
-            link.silent = False
+        await self._impair("the network is a black hole", "silent", (True,), 0.1, 90)
 
     async def _kill(self) -> None:
         actor = self._link_of("killed")
