@@ -10,7 +10,7 @@ import asyncio
 import gc
 import signal
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -276,6 +276,33 @@ BACKEND: dict[str, Callable[[Stage], AbstractAsyncContextManager[Call]]] = {}
 scene = partial(scene_of, BACKEND)
 
 
+@dataclass
+class EngineStage(Stage):
+    """The same for an engine, which is not entered yet; it runs on the server's clock."""
+
+    engine: DigestEngine[JSON]
+    arrive: Callable[[], object]  # from now on the server is where the engine looks for it
+
+
+ENGINE: dict[str, Callable[[EngineStage], AbstractAsyncContextManager[Call]]] = {}
+engine_scene = partial(scene_of, ENGINE)
+
+Act: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, Any]]  # on what is on a stage, with a key or a letter's id
+
+
+def on_each(
+    name: str, act: Act, engine_name: str, engine_act: Act
+) -> Callable[[Callable[[Act, Any], AsyncGenerator[Call]]], object]:
+    """Put a scene into both tables: of a call on a backend, and of the same on an engine."""
+
+    def register(play: Callable[[Act, Any], AsyncGenerator[Call]]) -> object:
+        scene(name)(partial(play, act))
+        engine_scene(engine_name)(partial(play, engine_act))
+        return play
+
+    return register
+
+
 @scene("connect")
 async def connecting(stage: Stage) -> AsyncGenerator[Call]:
     yield stage.backend.connect
@@ -419,32 +446,41 @@ async def delivering_by_hand(stage: Stage) -> AsyncGenerator[Call]:
         await stage.is_claimed_again("a", "b", digest_id="".join(seen))
 
 
-@scene("delete")
-async def deleting(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "delete", lambda stage, key: stage.backend.delete(key),
+    "delete", lambda stage, key: stage.engine.delete(key),
+)  # fmt: skip
+async def deleting(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", "b")
-    yield partial(stage.backend.delete, "d")
-    held = await stage.store.held("d")
+    yield partial(act, stage, "d")
+    held = await stage.behind.held("d")
     assert held in ([], [("a", "v"), ("b", "v")])
-    assert await stage.backend.delete("d") == bool(held)
-    assert await stage.store.add("d", "a") == [True]
+    assert await act(stage, "d") == bool(held)
+    assert await stage.behind.add("d", "a") == [True]
 
 
-@scene("flush")
-async def flushing(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "flush", lambda stage, key: stage.backend.flush(key),
+    "flush", lambda stage, key: stage.engine.flush(key),
+)  # fmt: skip
+async def flushing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", policy=PATIENT)
-    yield partial(stage.backend.flush, "d")
-    assert await stage.backend.flush("d")
-    assert ids(await stage.store.claim()) == ["a"]
+    yield partial(act, stage, "d")
+    assert await act(stage, "d")
+    assert ids(await stage.behind.claim()) == ["a"]
 
 
-@scene("remove")
-async def removing(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "remove", lambda stage, key: stage.backend.remove(key, b"a", AT_ONCE.terms.limits),
+    "remove", lambda stage, key: stage.engine.remove(key, "a"),
+)  # fmt: skip
+async def removing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", "b")
-    yield partial(stage.backend.remove, "d", b"a", AT_ONCE.terms.limits)
-    held = await stage.store.held("d")
+    yield partial(act, stage, "d")
+    held = await stage.behind.held("d")
     assert held in ([("b", "v")], [("a", "v"), ("b", "v")])
-    assert await stage.backend.remove("d", b"a", AT_ONCE.terms.limits) == (len(held) == 2)
-    assert ids(await stage.store.claim()) == ["b"]
+    assert await act(stage, "d") == (len(held) == 2)
+    assert ids(await stage.behind.claim()) == ["b"]
 
 
 @scene("reschedule")
@@ -484,21 +520,6 @@ async def names_of(findings: Awaitable[list[Finding]]) -> list[str]:
     return [check for check in checks if check in ("version", "shards", "namespace", "overdue", "dead letters")]
 
 
-@scene("try_erase")
-async def trying_to_erase(stage: Stage) -> AsyncGenerator[Call]:
-    kept = stage.ground.keys()
-    yield stage.backend.operations.try_erase
-    assert stage.ground.keys() == kept
-
-
-@scene("erase")
-async def erasing(stage: Stage) -> AsyncGenerator[Call]:
-    await buried(stage.behind)
-    yield erased_for_a_while(stage, stage.backend.operations.erase)
-    await stage.backend.operations.erase()
-    assert stage.ground.keys() == {}
-
-
 def erased_for_a_while(stage: Stage, erase: Callable[[], Awaitable[int]]) -> Call:
     """Erase all, and at once bring back what is looked for in the end."""
     kept = [(client, key, max(0, client.pttl(key)), client.dump(key)) for key, client in stage.ground.keys().items()]
@@ -522,25 +543,53 @@ async def buried(store: Store) -> str:
     return letter
 
 
-@scene("replay")
-async def replaying(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "try_erase", lambda stage, _: stage.backend.operations.try_erase(),
+    "try_erase", lambda stage, _: stage.engine.try_erase(),
+)  # fmt: skip
+async def trying_to_erase(act: Act, stage: Stage) -> AsyncGenerator[Call]:
+    await buried(stage.behind)
+    kept = stage.ground.keys()
+    yield partial(act, stage, "")
+    assert stage.ground.keys() == kept
+
+
+@on_each(
+    "erase", lambda stage, _: stage.backend.operations.erase(),
+    "erase", lambda stage, _: stage.engine.erase(),
+)  # fmt: skip
+async def erasing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
+    await buried(stage.behind)
+    yield erased_for_a_while(stage, partial(act, stage, ""))
+    await act(stage, "")
+    assert stage.ground.keys() == {}
+
+
+@on_each(
+    "replay", lambda stage, letter: stage.backend.replay(letter, AT_ONCE.terms, False),
+    "replay", lambda stage, letter: stage.engine.replay(letter),
+)  # fmt: skip
+async def replaying(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
-    yield partial(stage.backend.replay, letter, AT_ONCE.terms, False)
-    if (await stage.backend.operations.dead_letters(0, 10)).items:
-        assert await stage.store.held("d") == []
-        assert await stage.backend.replay(letter, AT_ONCE.terms, False)
+    yield partial(act, stage, letter)
+    if await stage.behind.backend.operations.dead_letter(letter):
+        assert await stage.behind.held("d") == []
+        assert await act(stage, letter)
     with pytest.raises(InvalidState, match="no dead letter"):
-        await stage.backend.replay(letter, AT_ONCE.terms, False)
-    assert ids(await stage.store.claim()) == ["a", "b"]
+        await act(stage, letter)
+    assert ids(await stage.behind.claim()) == ["a", "b"]
 
 
-@scene("discard")
-async def discarding(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "discard", lambda stage, letter: stage.backend.discard(letter),
+    "discard", lambda stage, letter: stage.engine.discard(letter),
+)  # fmt: skip
+async def discarding(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
-    yield partial(stage.backend.discard, letter)
-    left = (await stage.backend.operations.dead_letters(0, 10)).items
-    assert await stage.backend.discard(letter) == bool(left)
-    assert (await stage.backend.operations.dead_letters(0, 10)).items == []
+    yield partial(act, stage, letter)
+    left = await stage.behind.backend.operations.dead_letter(letter)
+    assert await act(stage, letter) == bool(left)
+    assert await stage.behind.backend.operations.dead_letter(letter) is None
 
 
 async def deliver_all(stage: Stage) -> None:
@@ -597,16 +646,20 @@ async def resharding(stage: Stage) -> AsyncGenerator[Call]:
     await has_moved(stage)
 
 
-@scene("drain")
-async def draining(stage: Stage) -> AsyncGenerator[Call]:
+@on_each(
+    "drain", lambda stage, _: stage.backend.operations.drain(),
+    "reshard", lambda stage, _: listed(stage.engine.reshard(OTHERWISE)),
+)  # fmt: skip
+async def draining(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await draining_begins(stage)
-    counts, letters = await stage.behind.backend.operations.counts(), await letters_of(stage.behind.backend)
+    behind = stage.behind.backend
+    counts, letters = await behind.operations.counts(), await letters_of(behind)
     assert [letter_id for letter_id, _ in letters] == [letter]
-    yield stage.backend.operations.drain
-    assert await stage.backend.operations.drain() == {}
-    assert await stage.backend.operations.counts() == counts
-    assert await letters_of(stage.backend) == letters
+    yield partial(act, stage, "")
+    assert not await act(stage, "")
+    assert await behind.operations.counts() == counts
+    assert await letters_of(behind) == letters
     await has_moved(stage)
 
 
@@ -810,18 +863,6 @@ async def replicating(ground: Ground) -> AsyncGenerator[tuple[Stage, Store]]:
 # What is called on an engine
 
 
-@dataclass
-class EngineStage(Stage):
-    """The same for an engine, which is not entered yet; it runs on the server's clock."""
-
-    engine: DigestEngine[JSON]
-    arrive: Callable[[], object]  # from now on the server is where the engine looks for it
-
-
-ENGINE: dict[str, Callable[[EngineStage], AbstractAsyncContextManager[Call]]] = {}
-engine_scene = partial(scene_of, ENGINE)
-
-
 async def slow_policy(key: str) -> Policy:
     """A policy that is awaited."""
     await asyncio.sleep(0)
@@ -864,32 +905,6 @@ async def adding_many(stage: EngineStage) -> AsyncGenerator[Call]:
     assert {key: await held(stage, key) for key in keys} == {key: [*stored[key], "a", "b", "c"] for key in keys}
 
 
-@engine_scene("flush")
-async def flushing_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("d", "a", policy=PATIENT)
-    yield partial(stage.engine.flush, "d")
-    assert await stage.engine.flush("d")
-    assert ids(await stage.behind.claim()) == ["a"]
-
-
-@engine_scene("delete")
-async def deleting_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("d", "a", "b")
-    yield partial(stage.engine.delete, "d")
-    left = await held(stage)
-    assert left in ([], ["a", "b"])
-    assert await stage.engine.delete("d") == bool(left)
-
-
-@engine_scene("remove")
-async def removing_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    await stage.behind.add("d", "a", "b")
-    yield partial(stage.engine.remove, "d", "a")
-    left = await held(stage)
-    assert left in (["b"], ["a", "b"])
-    assert await stage.engine.remove("d", "a") == (len(left) == 2)
-
-
 @engine_scene("reschedule")
 async def rescheduling_one(stage: EngineStage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", policy=PATIENT)
@@ -898,56 +913,6 @@ async def rescheduling_one(stage: EngineStage) -> AsyncGenerator[Call]:
     timeline = await stage.engine.peek("d")
     assert timeline is not None
     assert timeline.due == due
-
-
-@engine_scene("replay")
-async def replaying_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    letter = await buried(stage.behind)
-    yield partial(stage.engine.replay, letter)
-    if await stage.engine.dead_letter(letter):
-        assert await held(stage) == []
-        assert await stage.engine.replay(letter)
-    with pytest.raises(InvalidState, match="no dead letter"):
-        await stage.engine.replay(letter)
-    assert await held(stage) == ["a", "b"]
-
-
-@engine_scene("discard")
-async def discarding_one(stage: EngineStage) -> AsyncGenerator[Call]:
-    letter = await buried(stage.behind)
-    yield partial(stage.engine.discard, letter)
-    left = await stage.engine.dead_letter(letter)
-    assert await stage.engine.discard(letter) == bool(left)
-    assert await stage.engine.dead_letter(letter) is None
-
-
-@engine_scene("reshard")
-async def resharding_all(stage: EngineStage) -> AsyncGenerator[Call]:
-    letter = await buried(stage.behind)
-    await draining_begins(stage)
-    counts, letters = await stage.behind.backend.operations.counts(), await letters_of(stage.behind.backend)
-    yield lambda: listed(stage.engine.reshard(OTHERWISE))
-    assert await listed(stage.engine.reshard(OTHERWISE)) == []
-    assert await stage.behind.backend.operations.counts() == counts
-    assert await letters_of(stage.behind.backend) == letters
-    assert await stage.engine.dead_letter(letter)
-    await has_moved(stage)
-
-
-@engine_scene("try_erase")
-async def trying_to_erase_all(stage: EngineStage) -> AsyncGenerator[Call]:
-    await buried(stage.behind)
-    before = stage.ground.keys()
-    yield stage.engine.try_erase
-    assert stage.ground.keys() == before
-
-
-@engine_scene("erase")
-async def erasing_all(stage: EngineStage) -> AsyncGenerator[Call]:
-    await buried(stage.behind)
-    yield erased_for_a_while(stage, stage.engine.erase)
-    await stage.engine.erase()
-    assert stage.ground.keys() == {}
 
 
 async def stats_of(engine: DigestEngine[JSON]) -> Stats:

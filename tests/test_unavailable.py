@@ -289,26 +289,9 @@ async def test_an_engine_that_only_adds_tells_in_the_log_once_that_its_server_is
                 assert (len(told(caplog, "is unavailable")), len(told(caplog, "is available again"))) == (1, 1)
 
 
-async def test_a_server_that_is_not_there_yet_is_found_when_it_is(
-    namespace: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    port = free_port()
-    worker = Worker()
-    engine = DigestEngine[JSON](f"redis://127.0.0.1:{port}/0", namespace=namespace, policy=NO_GAP, timeout=TIMEOUT)
-    with ExitStack() as stack:  # the server is there until the engine has been left
-        async with engine.delivering(worker):
-            with pytest.raises(BackendUnavailable, match="Connect") as caught:
-                await engine.add("key", 1, record_id="mine")
-            assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
-            stack.enter_context(server_on(port))
-            await until(lambda: bool(told(caplog, "is available again")), PATIENCE)
-            await engine.add("key", 1, record_id="mine")
-            await worker.got("key")
-    assert len(told(caplog, "is unavailable")) == len(told(caplog, "is available again")) == 1
-
-
-async def test_a_name_that_is_not_known_is_looked_up_again_until_it_is(
-    namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("host", "words"), [("127.0.0.1", "Connect"), ("store.invalid", r"store\.invalid")])
+async def test_a_server_that_is_not_there_or_whose_name_is_not_known_is_found_when_it_is(
+    host: str, words: str, namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     worker, resolve = Worker(), socket.getaddrinfo
@@ -316,12 +299,13 @@ async def test_a_name_that_is_not_known_is_looked_up_again_until_it_is(
     def told_by_now(host: str | bytes | None, *rest: Any, **options: Any) -> Any:
         return resolve("127.0.0.1" if host == "store.invalid" else host, *rest, **options)
 
-    engine = DigestEngine[JSON](f"redis://store.invalid:{port}/0", namespace=namespace, policy=NO_GAP)
-    with server_on(port):
+    engine = DigestEngine[JSON](f"redis://{host}:{port}/0", namespace=namespace, policy=NO_GAP, timeout=TIMEOUT)
+    with ExitStack() as stack:  # the server is there until the engine has been left
         async with engine.delivering(worker):
-            with pytest.raises(BackendUnavailable, match=r"store\.invalid") as caught:
+            with pytest.raises(BackendUnavailable, match=words) as caught:
                 await engine.add("key", 1, record_id="mine")
             assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
+            stack.enter_context(server_on(port))
             monkeypatch.setattr(socket, "getaddrinfo", told_by_now)
             await until(lambda: bool(told(caplog, "is available again")), PATIENCE)
             await engine.add("key", 1, record_id="mine")
