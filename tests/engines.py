@@ -328,6 +328,14 @@ async def delivering(
         yield engine, store
 
 
+@asynccontextmanager
+async def adding(**options: Any) -> AsyncGenerator[tuple[DigestEngine[JSON], WatchedBackend], None]:
+    """An engine that only adds, and the store that it adds to."""
+    store = WatchedBackend()
+    async with engine_on(store, **options) as engine:
+        yield engine, store
+
+
 async def forever(digest: Digest[JSON]) -> None:
     """A callback that never returns."""
     await asyncio.Event().wait()

@@ -19,6 +19,7 @@ from engines import (
     Inbox,
     VirtualLoop,
     WatchedBackend,
+    adding,
     delivering,
     engine_on,
     forever,
@@ -88,13 +89,13 @@ async def nothing(digest: Digest[JSON]) -> None:
 
 
 async def test_the_add_that_makes_a_timeline_ready_says_true_and_every_other_false() -> None:
-    async with engine_on(WatchedBackend()) as engine:
+    async with adding() as (engine, _):
         assert [await engine.add("key", value) for value in range(3)] == [True, False, False]
         assert await engine.add("other", 1)
 
 
 async def test_two_adds_of_a_new_timeline_at_once_open_one_window() -> None:
-    async with engine_on(WatchedBackend()) as engine:
+    async with adding() as (engine, _):
         assert await asyncio.gather(engine.add("key", 1), engine.add("key", 2)) == [True, False]
 
 
@@ -176,8 +177,7 @@ async def test_timestamps_order_records_and_never_schedule() -> None:
 async def test_an_add_with_a_bad_argument_raises_a_typed_error_and_stores_nothing(
     key: Any, value: Any, options: dict[str, Any]
 ) -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend) as engine:
+    async with adding() as (engine, backend):
         with pytest.raises((InvalidArgument, CodecError, LimitExceeded)) as caught:
             await engine.add(key, value, **options)
         with pytest.raises(PartialAdd) as partial:
@@ -188,8 +188,7 @@ async def test_an_add_with_a_bad_argument_raises_a_typed_error_and_stores_nothin
 
 
 async def test_a_value_of_another_type_is_refused_and_nothing_is_stored() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend, value_type=int) as engine:
+    async with adding(value_type=int) as (engine, backend):
         with pytest.raises(InvalidArgument, match="type"):
             await engine.add("key", "5")
     assert not stored(backend)
@@ -216,8 +215,7 @@ async def test_an_add_whose_policy_function_raises_fails_and_stores_nothing() ->
     def choose(key: str) -> Policy:
         raise KeyError(key)
 
-    backend = WatchedBackend()
-    async with engine_on(backend, policy=choose) as engine:
+    async with adding(policy=choose) as (engine, backend):
         with pytest.raises(KeyError, match="key"):
             await engine.add("key", 1)
     assert not stored(backend)
@@ -228,8 +226,7 @@ async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_st
         await asyncio.Event().wait()
         return Policy()
 
-    backend = WatchedBackend()
-    async with engine_on(backend, policy=choose, timeout=5) as engine:
+    async with adding(policy=choose, timeout=5) as (engine, backend):
         for call in (engine.add("key", 1), engine.remove("key", "x"), engine.reschedule("key")):
             began = now()
             with pytest.raises(ConfigurationError, match="policy function took longer than 5 s"):
@@ -284,8 +281,7 @@ async def test_a_policy_function_that_hangs_gives_its_slot_back_and_the_attempt_
 
 
 async def test_an_add_that_was_not_sent_in_time_says_so_with_its_record_id() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend, timeout=5) as engine:
+    async with adding(timeout=5) as (engine, backend):
         backend.gates["add"] = asyncio.Event()
         first = asyncio.create_task(engine.add("key", 1, record_id="first"))
         await settle()
@@ -312,23 +308,6 @@ async def test_an_add_whose_reply_was_lost_is_not_repeated_by_the_engine() -> No
         peeked = await engine.peek("key")
     assert peeked is not None
     assert len(peeked.records) == 1
-
-
-async def test_an_add_that_is_cancelled_before_it_was_sent_is_withdrawn_and_one_that_was_sent_is_stored() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend) as engine:
-        backend.gates["add"] = asyncio.Event()
-        sent = asyncio.create_task(engine.add("k", "sent"))
-        await settle()
-        unsent = asyncio.create_task(engine.add("k", "unsent"))
-        await settle()
-        sent.cancel()
-        unsent.cancel()
-        backend.gates["add"].set()
-        await engine.add("k", "later")
-        timeline = await engine.peek("k")
-        assert timeline is not None
-        assert [record.value for record in timeline.records] == ["sent", "later"]
 
 
 async def test_an_add_after_the_server_came_back_connects() -> None:
@@ -384,7 +363,7 @@ async def test_a_bad_entry_fails_alone_and_every_result_is_told() -> None:
         return Policy()
 
     entries = [Entry("a", 1), Entry("", 2), Entry("unknown", 3), Entry("a", 4), Entry("b", 5)]
-    async with engine_on(WatchedBackend(), policy=choose) as engine:
+    async with adding(policy=choose) as (engine, _):
         with pytest.raises(PartialAdd, match="2 of 5") as caught:
             await engine.add_many(entries)
     good, empty, unknown, second, other = caught.value.results
@@ -395,8 +374,7 @@ async def test_a_bad_entry_fails_alone_and_every_result_is_told() -> None:
 
 
 async def test_add_many_tells_what_was_sent_from_what_was_not() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend) as engine:
+    async with adding() as (engine, backend):
         backend.lost["add"] = 1
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("key", value, f"r{value}") for value in range(2500)])
@@ -415,16 +393,6 @@ async def test_add_many_while_the_server_is_away_takes_one_timeout_and_not_one_a
             await engine.add_many([Entry("key", value) for value in range(5000)])
         assert now() - began == pytest.approx(5, abs=0.1)
     assert len(caught.value.results) == 5000
-
-
-async def test_an_add_many_that_is_cancelled_leaves_nothing_behind() -> None:
-    backend = WatchedBackend(shards=2)
-    async with engine_on(backend) as engine:
-        backend.gates["add"] = asyncio.Event()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1):
-                await engine.add_many([Entry(f"key-{value}", value) for value in range(20)])
-        backend.gates.pop("add").set()
 
 
 # what a callback may say
@@ -549,17 +517,8 @@ async def test_delivering_without_a_callback_is_refused() -> None:
         await engine.run()
 
 
-async def test_a_lifespan_delivers_while_the_app_lives() -> None:
-    inbox = Inbox()
-    engine = engine_on(WatchedBackend())
-    engine.deliver(inbox)
-    async with engine.lifespan(object()):
-        await engine.add("key", 1)
-        await inbox.digest()
-
-
 async def test_entering_twice_is_refused_and_changes_nothing() -> None:
-    async with engine_on(WatchedBackend()) as engine:
+    async with adding() as (engine, _):
         with pytest.raises(ConfigurationError, match="entered already"):
             async with engine:
                 pass
@@ -708,19 +667,6 @@ async def test_leaving_waits_for_what_listening_has_to_put_away() -> None:
     assert backend.closed == ["doorbell", "backend"]
 
 
-async def test_leaving_sends_what_is_queued() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend) as engine:
-        backend.gates["add"] = asyncio.Event()
-        adds = [asyncio.create_task(engine.add("first", 1))]
-        await settle()
-        adds += [asyncio.create_task(engine.add("key", value)) for value in range(300)]
-        await settle()
-        asyncio.get_running_loop().call_later(1, backend.gates["add"].set)
-    assert sum(await asyncio.gather(*adds)) == 2
-    assert len(backend.machines[0].held["key"].log) == 300
-
-
 async def test_leaving_ends_although_other_tasks_keep_adding() -> None:
     inbox, refused = Inbox(), set[str]()
 
@@ -753,8 +699,7 @@ async def test_a_connection_that_fails_when_nobody_waits_for_it_any_more_is_no_e
 
 
 async def test_leaving_fails_what_cannot_be_sent_and_closes_the_store() -> None:
-    backend = WatchedBackend()
-    async with engine_on(backend, timeout=5) as engine:
+    async with adding(timeout=5) as (engine, backend):
         backend.gates["add"] = asyncio.Event()
         adds = [asyncio.create_task(engine.add("key", 1))]
         await settle()
@@ -833,14 +778,6 @@ async def test_an_error_in_the_body_is_raised_after_the_drain() -> None:
     assert inbox.results == ["delivered"]
 
 
-async def test_two_engines_share_a_process() -> None:
-    mail, push = Inbox(), Inbox(ValueError("push is down"))
-    async with delivering(mail) as (mailing, _), delivering(push, retry=RETRY) as (pushing, _):
-        await asyncio.gather(mailing.add("key", 1), pushing.add("key", 2))
-        await push.outcome(2)
-    assert (mail.values, push.values) == ([[1]], [[2], [2]])
-
-
 async def test_a_fault_in_the_background_is_logged_and_raised_on_leaving(caplog: pytest.LogCaptureFixture) -> None:
     inbox = Inbox(lasting(50))
 
@@ -896,59 +833,25 @@ async def test_a_background_task_that_other_code_has_cancelled_is_told_in_the_lo
 # cancellation
 
 
-@asynccontextmanager
-async def used(engine: DigestEngine[JSON], inbox: Inbox) -> AsyncGenerator[asyncio.Task[None], None]:
-    """A task that delivers one record and then waits to be cancelled."""
+@pytest.mark.parametrize("times", [1, 2, 5])
+async def test_a_task_that_is_cancelled_again_during_the_drain_ends_it_and_gives_all_back(times: int) -> None:
+    inbox, backend = Inbox(lasting(100)), await holding(1)
 
     async def use() -> None:
-        async with engine.delivering(inbox):
-            await engine.add("key", 1)
-            await inbox.digest()
-            await asyncio.Event().wait()
+        async with delivering(inbox, backend):
+            await forever(await inbox.digest())
 
     task = asyncio.create_task(use())
     await inbox.digest()
-    yield task
+    task.cancel()
+    for _ in range(times):
+        await asyncio.sleep(0.0001)
+        task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-
-
-async def test_a_task_that_is_cancelled_inside_an_engine_drains_it() -> None:
-    inbox, backend = Inbox(lasting(10)), WatchedBackend()
-    async with used(engine_on(backend), inbox) as task:
-        task.cancel()
-    assert now() == pytest.approx(10, abs=0.1)
-    assert await state_of(backend, "key") is None
-    assert backend.closed == ["backend"]
-
-
-@pytest.mark.parametrize("times", [1, 2, 5])
-async def test_a_task_that_is_cancelled_again_during_the_drain_ends_it_and_gives_all_back(times: int) -> None:
-    inbox, backend = Inbox(lasting(100)), WatchedBackend()
-    async with used(engine_on(backend), inbox) as task:
-        task.cancel()
-        for _ in range(times):
-            await asyncio.sleep(0.0001)
-            task.cancel()
     assert now() < 1
     assert await state_of(backend, "key") == ("ready", 0)
     assert backend.closed == ["backend"]
-
-
-async def test_a_task_that_is_cancelled_while_it_leaves_is_cancelled() -> None:
-    inbox, backend = Inbox(lasting(100)), WatchedBackend()
-
-    async def use() -> None:
-        async with delivering(inbox, backend) as (engine, _):
-            await engine.add("key", 1)
-            await inbox.digest()
-
-    task = asyncio.create_task(use())
-    asyncio.get_running_loop().call_later(1, task.cancel)
-    await asyncio.wait([task])
-    assert task.cancelled()
-    assert now() == pytest.approx(1, abs=0.1)
-    assert await state_of(backend, "key") == ("ready", 0)
 
 
 @asynccontextmanager
@@ -972,22 +875,6 @@ async def test_an_engine_whose_time_is_limited_drains(
         await use()
     assert now() == pytest.approx(10, abs=0.1)
     assert await state_of(backend, "key") is None
-
-
-async def test_entering_that_is_cancelled_leaves_nothing_behind() -> None:
-    backend = WatchedBackend()
-    backend.gates["open"] = asyncio.Event()
-    engine = engine_on(backend)
-
-    async def use() -> None:
-        async with asyncio.timeout(1), engine.delivering(nothing):
-            pass
-
-    with pytest.raises(TimeoutError):
-        await use()
-    backend.gates["open"].set()
-    async with engine.delivering(nothing):
-        pass
 
 
 # running as a service
@@ -1046,18 +933,6 @@ async def test_a_signal_stops_every_engine_that_runs() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.gather(*runs)
     assert [await state_of(backend, "key") for backend in backends] == [None, None]
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-async def test_a_run_that_is_cancelled_drains_and_removes_its_handlers() -> None:
-    inbox, backend = Inbox(lasting(5)), await holding(1)
-    before = signal.getsignal(signal.SIGTERM)
-    running = asyncio.create_task(engine_on(backend).run(inbox))
-    await inbox.digest()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert await state_of(backend, "key") is None
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -153,18 +153,6 @@ async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_wak
         assert backend.count("claim") == claims + 1
 
 
-async def test_an_add_during_a_claim_is_not_missed() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    async with delivering(inbox, backend):
-        await settle()
-        backend.gates["claim"] = asyncio.Event()
-        await asyncio.sleep(LEASE / 3)  # the worker's own round
-        await backend.put("key", 1)
-        backend.gates.pop("claim").set()
-        await inbox.digest()
-        assert now() == pytest.approx(LEASE / 3, abs=0.01)
-
-
 async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> None:
     backend = WatchedBackend()
     backend.take_down("wait", error=ZeroDivisionError("a fault"))
@@ -270,25 +258,6 @@ async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_li
 # concurrency
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-async def test_no_more_than_concurrency_deliveries_are_under_way(shards: int) -> None:
-    under_way, most = 0, 0
-
-    async def callback(digest: Digest[JSON]) -> None:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(1)
-        under_way -= 1
-
-    inbox, backend = Inbox(*[callback] * 40), WatchedBackend(shards)
-    for number in range(40):
-        await backend.put(f"key-{number}", 1)
-    async with delivering(inbox, backend, concurrency=3):
-        await inbox.outcome(40)
-    assert most == 3
-
-
 async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> None:
     inbox, backend = Inbox(*[lasting(1)] * 1000), WatchedBackend()
     async with delivering(inbox, backend, concurrency=1, policy=policy()) as (engine, _):
@@ -300,18 +269,6 @@ async def test_a_timeline_that_is_rarely_due_is_served_between_busy_ones() -> No
                 await engine.add("rare", turn)
             await asyncio.sleep(1)
     assert "rare" in [digest.key for digest in inbox.digests[11:20]]
-
-
-@pytest.mark.parametrize("shard", [0, 1, 2])
-async def test_every_shard_is_served_though_there_are_more_of_them_than_concurrency_allows_deliveries(
-    shard: int,
-) -> None:
-    inbox, backend = Inbox(), WatchedBackend(shards=3)
-    async with delivering(inbox, backend, concurrency=1):
-        await asyncio.sleep(1)
-        await backend.put(keys_in(backend, shard)[0], "x")
-        await inbox.outcome()
-        assert now() == pytest.approx(1, abs=0.01)
 
 
 async def test_a_shard_with_a_backlog_leaves_room_for_the_others() -> None:
@@ -560,14 +517,6 @@ async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_ou
     assert backend.items("close") == [CLAIM, CLAIM]
 
 
-async def test_a_claim_whose_reply_was_lost_costs_an_attempt_and_a_lease_and_no_more() -> None:
-    inbox, backend = Inbox(), await holding(1)
-    backend.lost["claim"] = 1
-    async with delivering(inbox, backend):
-        digest = await inbox.digest()
-        assert (digest.attempt, now()) == (2, pytest.approx(LEASE, abs=1.1))
-
-
 # leases
 
 
@@ -593,22 +542,6 @@ async def test_a_lost_lease_cancels_the_callback(caplog: pytest.LogCaptureFixtur
         await inbox.digest(2)
     assert lines(caplog, "lease on timeline 'key' is lost")
     assert not inbox.results.count("failed")
-
-
-async def test_a_lease_that_ends_in_an_outage_cancels_the_callback_and_the_same_digest_comes_again() -> None:
-    ended: list[float] = []
-    inbox, backend = Inbox(noting(ended)), await holding(1)
-    async with delivering(inbox, backend) as (engine, _):
-        await inbox.digest()
-        backend.take_down("renew", "claim", "wait")
-        await asyncio.sleep(2 * LEASE)
-        assert ended == pytest.approx([LEASE], abs=1.1)
-        await engine.add("key", 2)
-        backend.bring_up()
-        await inbox.digest(3)
-    first, again, newer = inbox.digests
-    assert (again.id, again.records, again.attempt) == (first.id, first.records, 2)
-    assert [record.value for record in newer.records] == [2]
 
 
 async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is_reported(
@@ -639,21 +572,6 @@ async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
         digest = await inbox.digest()
         assert now() <= 5 + 2 * LEASE + 1
         assert (digest.id, digest.attempt) == (lease.digest_id, 2)
-
-
-async def test_a_worker_that_died_is_replaced_although_the_others_rest_for_longer_than_half_a_lease() -> None:
-    rests = BackoffMode(threshold=1, multiplier=120, maximum=120)
-    failing = Inbox(*[ValueError("receiver is away")] * 8)
-    backend = WatchedBackend()
-    await backend.put("victim", 1)
-    await backend.claim(0, 1, 60_000, Policy().terms.limits)
-    async with delivering(failing, backend, backoff_mode=rests, retry=RetryPolicy(100, lambda attempt: 1.0)) as (
-        engine,
-        _,
-    ):
-        await engine.add("key", 1)
-        await asyncio.sleep(10 * LEASE)
-        assert "victim" in {digest.key for digest in failing.digests}
 
 
 async def test_a_worker_whose_renewal_hangs_cancels_its_delivery_when_the_lease_ends_and_no_later() -> None:
@@ -1040,15 +958,6 @@ async def test_leaving_waits_for_deliveries_under_way_while_their_leases_are_ren
     assert await backend.operations.look("key") is None
 
 
-async def test_leaving_claims_nothing_more() -> None:
-    inbox, backend = Inbox(lasting(10)), await holding(1)
-    async with delivering(inbox, backend, concurrency=1):
-        await inbox.digest()
-        await backend.put("other", 2)
-    assert inbox.values == [[1]]
-    assert await state_of(backend, "other") == ("ready", 0)
-
-
 async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_charging_the_attempt() -> None:
     inbox, backend = Inbox(forever), await holding(1)
     async with delivering(inbox, backend, drain_timeout=20):
@@ -1062,20 +971,6 @@ async def test_what_does_not_end_in_time_is_cancelled_and_given_back_without_cha
     first, again, newer = inbox.digests
     assert (again.id, again.records, again.attempt) == (first.id, first.records, 1)
     assert [record.value for record in newer.records] == [2]
-
-
-@pytest.mark.parametrize("error", [ValueError("cut short"), SystemExit()])
-async def test_a_callback_that_fails_because_it_is_cut_short_is_not_charged(error: BaseException) -> None:
-    async def callback(digest: Digest[JSON]) -> None:
-        try:
-            await asyncio.sleep(1000)
-        except asyncio.CancelledError:
-            raise error from None
-
-    inbox, backend = Inbox(callback), await holding(1)
-    async with delivering(inbox, backend, drain_timeout=1):
-        await inbox.digest()
-    assert await state_of(backend, "key") == ("ready", 0)
 
 
 async def test_a_callback_that_finishes_although_it_is_cut_short_has_delivered() -> None:
@@ -1146,18 +1041,6 @@ async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive(
         asyncio.get_running_loop().call_later(3, backend.gates["close"].set)
     assert [await backend.operations.look(key) for key in "ab"] == [None, None]
     assert inbox.results == ["delivered"] * 2
-
-
-async def test_leaving_ends_although_the_server_is_away() -> None:
-    inbox, backend = Inbox(None, forever), WatchedBackend()
-    await backend.put("a", 1)
-    await backend.put("b", 2)
-    async with delivering(inbox, backend, drain_timeout=20, timeout=5):
-        backend.take_down("close")
-        await inbox.digest(2)
-        await settle()
-        backend.take_down()
-    assert now() < 20 + 2 * 5 + 1
 
 
 async def test_leaving_takes_no_longer_for_many_shards_whose_server_does_not_answer() -> None:
@@ -1261,35 +1144,12 @@ async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings
         assert len(inbox.digests) == 12
 
 
-async def test_each_failure_after_a_rest_makes_the_next_one_longer_up_to_the_maximum() -> None:
-    inbox, backend = Inbox(*failing(10)), WatchedBackend()
-    mode = BackoffMode(threshold=1, multiplier=1, maximum=8)
-    for number in range(8):
-        await backend.put(f"key-{number}", 1)
-    async with delivering(inbox, backend, concurrency=1, backoff_mode=mode, retry=SELDOM):
-        await inbox.outcome(8)
-    rests = [later - earlier for earlier, later in pairwise(inbox.times)]
-    for rest, longest in zip(rests, (2, 4, 8, 8, 8, 8, 8), strict=True):
-        assert longest / 2 <= rest <= longest + 0.1
-
-
 @pytest.mark.parametrize("signal", [Reject("no"), RetryAfter(500), PartialFailure({"nobody": "x"})])
 async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> None:
     inbox, backend = Inbox(*[signal] * 10), WatchedBackend()
     async with delivering(inbox, backend, backoff_mode=BackoffMode(threshold=1, multiplier=100)):
         await fail_in_a_row(inbox, backend, 10)
         assert now() < 1
-
-
-async def test_a_signal_from_the_delivery_that_was_let_through_lets_the_next_through() -> None:
-    inbox, backend = Inbox(*failing(1), Reject("no"), Reject("no")), WatchedBackend()
-    mode = BackoffMode(threshold=1, multiplier=5)
-    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
-        for number in range(4):
-            await backend.put(f"key-{number}", 1)
-            await settle()
-        await inbox.outcome(4)
-        assert inbox.times[3] - inbox.times[1] < 0.1
 
 
 async def test_a_pause_stops_all_claims_of_this_process_and_no_longer() -> None:
