@@ -6,15 +6,15 @@ import asyncio
 import selectors
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from itertools import count
 from typing import Any, ParamSpec
 
-from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
-from aiodigest.backend import SLICE, Add, Claims, Close, Closed, Lease, Operations, Retry, StoredDeadLetter
+from aiodigest import JSON, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
+from aiodigest.backend import SLICE, Add, Claims, Lease, Operations, StoredDeadLetter
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.operations import ReferenceOperations
 from aiodigest.policy import Limits
@@ -121,6 +121,19 @@ class WatchedOperations(ReferenceOperations):
         return await self._backend.dead_letter(letter_id, shard)
 
 
+def _watched(name: str) -> Any:
+    """A call of a shard that is counted, may fail, and whose answer may be lost."""
+    answered = getattr(ReferenceBackend, name)
+
+    async def call(self: WatchedBackend, shard: int, items: Any, *rest: Any, **options: Any) -> Any:
+        await self.ask(name, shard, 1 if isinstance(items, Lease) else len(items))
+        answer = await answered(self, shard, items, *rest, **options)
+        self.answer(name)
+        return answer
+
+    return call
+
+
 class WatchedBackend(ReferenceBackend):
     """Counts calls, and lets them fail.
 
@@ -190,11 +203,8 @@ class WatchedBackend(ReferenceBackend):
         await self.ask("wait", shard)
         return await super().wait(shard, last)
 
-    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        await self.ask("add", shard, len(adds))
-        added = await super().add(shard, adds)
-        self.answer("add")
-        return added
+    add, read, renew = _watched("add"), _watched("read"), _watched("renew")
+    close, retry, release = _watched("close"), _watched("retry"), _watched("release")
 
     @property
     def operations(self) -> Operations:
@@ -213,30 +223,6 @@ class WatchedBackend(ReferenceBackend):
         if claims.leases:
             self.answer("claim")
         return replace(claims, leases=[replace(lease, entries=lease.entries[:SLICE]) for lease in claims.leases])
-
-    async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        await self.ask("read", shard, count)
-        return await super().read(shard, lease, start, count)
-
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
-        await self.ask("renew", shard, len(leases))
-        return await super().renew(shard, leases, lease_ms)
-
-    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
-        await self.ask("close", shard, len(closes))
-        closed = await super().close(shard, closes)
-        self.answer("close")
-        return closed
-
-    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
-        await self.ask("retry", shard, len(retries))
-        kept = await super().retry(shard, retries)
-        self.answer("retry")
-        return kept
-
-    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
-        await self.ask("release", shard, len(leases))
-        return await super().release(shard, leases, started)
 
 
 def engine_on(backend: WatchedBackend, **options: Any) -> DigestEngine[JSON]:
