@@ -141,14 +141,17 @@ class WatchedBackend(ReferenceBackend):
     those in ``down_shards``. ``lost`` counts the next calls of a kind that are carried out, and whose answers are lost.
     """
 
-    def __init__(self, shards: int = 1) -> None:
+    def __init__(self, shards: int = 1, *, held: str = "", down: str = "") -> None:
+        """Make a store in which the calls of one name may be ``held`` by a gate, or fail."""
         numbers = count(1)
         super().__init__(shards=shards, now=now_ms, nonce=lambda: f"n{next(numbers)}")
         self.calls: list[tuple[str, int, float, int]] = []  # call, shard, when, items
         self.down: dict[str, Exception] = {}
         self.down_shards = set(range(shards))
         self.lost = Counter[str]()
-        self.gates: dict[str, asyncio.Event] = {}
+        self.gates = {held: asyncio.Event()} if held else {}
+        if down:
+            self.take_down(down)
         self.closed: list[str] = []
         self.down_because: str | None = None
 
@@ -315,9 +318,11 @@ async def delivering(
 
 
 @asynccontextmanager
-async def adding(**options: Any) -> AsyncGenerator[tuple[DigestEngine[JSON], WatchedBackend], None]:
+async def adding(
+    backend: WatchedBackend | None = None, **options: Any
+) -> AsyncGenerator[tuple[DigestEngine[JSON], WatchedBackend], None]:
     """An engine that only adds, and the store that it adds to."""
-    store = WatchedBackend()
+    store = backend or WatchedBackend()
     async with engine_on(store, **options) as engine:
         yield engine, store
 

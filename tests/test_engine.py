@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -85,6 +85,16 @@ async def nothing(digest: Digest[JSON]) -> None:
     pass
 
 
+def slowly(seconds: float) -> Callable[[str], Awaitable[Policy]]:
+    """A policy function that takes a while."""
+
+    async def choose(key: str) -> Policy:
+        await asyncio.sleep(seconds)
+        return Policy()
+
+    return choose
+
+
 # adding
 
 
@@ -111,8 +121,7 @@ async def test_one_event_is_delivered_at_once_and_a_burst_in_one_more_message() 
 
 
 async def test_adds_of_one_turn_are_one_call_a_shard_in_order() -> None:
-    backend = WatchedBackend(shards=2)
-    async with engine_on(backend) as engine:
+    async with adding(WatchedBackend(shards=2)) as (engine, backend):
         await asyncio.gather(*(engine.add(f"key-{value % 7}", value) for value in range(200)))
         assert sorted(shard for call, shard, _, _ in backend.calls if call == "add") == [0, 1]
         peeked = await engine.peek("key-3")
@@ -222,11 +231,7 @@ async def test_an_add_whose_policy_function_raises_fails_and_stores_nothing() ->
 
 
 async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_stores_nothing() -> None:
-    async def choose(key: str) -> Policy:
-        await asyncio.Event().wait()
-        return Policy()
-
-    async with adding(policy=choose, timeout=5) as (engine, backend):
+    async with adding(policy=slowly(inf), timeout=5) as (engine, backend):
         for call in (engine.add("key", 1), engine.remove("key", "x"), engine.reschedule("key")):
             began = now()
             with pytest.raises(ConfigurationError, match="policy function took longer than 5 s"):
@@ -237,15 +242,11 @@ async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_st
 
 @pytest.mark.parametrize("call", ["add", "open"])
 async def test_an_add_whose_policy_function_is_slow_takes_no_longer_than_the_timeout_all_the_same(call: str) -> None:
-    async def slow(key: str) -> Policy:
-        await asyncio.sleep(3)
-        return Policy()
-
     backend = WatchedBackend()
     backend.gates[call] = asyncio.Event()
     if call == "open":
         backend.take_down(call)
-    async with engine_on(backend, policy=slow, timeout=5) as engine:
+    async with engine_on(backend, policy=slowly(3), timeout=5) as engine:
         began = now()
         with pytest.raises(BackendUnavailable):
             await engine.add("key", 1)
@@ -322,9 +323,7 @@ async def test_an_add_after_the_server_came_back_connects() -> None:
 
 
 async def test_connecting_and_adding_together_have_one_timeout() -> None:
-    backend = WatchedBackend()
-    backend.take_down("open")
-    async with engine_on(backend, timeout=5) as engine:
+    async with adding(WatchedBackend(down="open"), timeout=5) as (engine, backend):
         backend.bring_up()
         backend.gates = {"open": asyncio.Event(), "add": asyncio.Event()}
         asyncio.get_running_loop().call_later(4, backend.gates["open"].set)
@@ -335,9 +334,7 @@ async def test_connecting_and_adding_together_have_one_timeout() -> None:
 
 
 async def test_all_who_wait_for_the_server_share_one_attempt_to_connect() -> None:
-    backend = WatchedBackend()
-    backend.take_down("open")
-    async with engine_on(backend) as engine:
+    async with adding(WatchedBackend(down="open")) as (engine, backend):
         backend.bring_up()
         await asyncio.gather(*(engine.add("key", value) for value in range(50)))
     assert backend.count("open") == 2
@@ -348,8 +345,7 @@ async def test_all_who_wait_for_the_server_share_one_attempt_to_connect() -> Non
 
 
 async def test_add_many_answers_as_add_would_in_order_and_in_few_calls() -> None:
-    backend = WatchedBackend(shards=2)
-    async with engine_on(backend) as engine:
+    async with adding(WatchedBackend(shards=2)) as (engine, backend):
         answers = await engine.add_many(Entry(f"key-{value % 500}", value) for value in range(2500))
         assert await engine.add_many([]) == []
     assert answers == [True] * 500 + [False] * 2000
@@ -385,9 +381,7 @@ async def test_add_many_tells_what_was_sent_from_what_was_not() -> None:
 
 
 async def test_add_many_while_the_server_is_away_takes_one_timeout_and_not_one_a_chunk() -> None:
-    backend = WatchedBackend()
-    backend.gates["open"] = asyncio.Event()
-    async with engine_on(backend, timeout=5) as engine:
+    async with adding(WatchedBackend(held="open"), timeout=5) as (engine, _):
         began = now()
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("key", value) for value in range(5000)])
@@ -597,8 +591,7 @@ async def test_entering_needs_no_live_server_and_delivering_begins_when_there_is
 
 
 async def test_entering_waits_no_longer_than_the_timeout_for_a_server_that_does_not_answer() -> None:
-    backend = WatchedBackend()
-    backend.gates["open"] = asyncio.Event()
+    backend = WatchedBackend(held="open")
     async with delivering(Inbox(), backend, timeout=5):
         assert now() == pytest.approx(5, abs=0.01)
     assert now() == pytest.approx(5, abs=0.01)
@@ -618,8 +611,7 @@ async def test_an_error_of_configuration_is_raised_by_entering_and_leaves_nothin
 
 
 async def test_an_engine_that_is_left_as_its_server_comes_ends() -> None:
-    backend = WatchedBackend()
-    backend.gates["open"] = asyncio.Event()
+    backend = WatchedBackend(held="open")
     async with delivering(Inbox(), backend, timeout=5):
         await asyncio.sleep(2)
         backend.gates["open"].set()
@@ -629,8 +621,7 @@ async def test_an_engine_that_is_left_as_its_server_comes_ends() -> None:
 
 
 async def test_an_engine_that_is_left_in_the_very_turn_in_which_its_server_comes_ends() -> None:
-    backend = WatchedBackend()
-    backend.gates["open"] = asyncio.Event()
+    backend = WatchedBackend(held="open")
     async with delivering(Inbox(), backend, timeout=5) as (engine, _):
         asyncio.get_running_loop().call_later(1, backend.gates["open"].set)
         await engine.stats()
@@ -715,14 +706,10 @@ async def test_leaving_fails_what_cannot_be_sent_and_closes_the_store() -> None:
 
 @pytest.mark.parametrize("connected", [True, False])
 async def test_an_add_that_comes_too_late_fails_at_once_as_not_stored_and_connects_to_nothing(connected: bool) -> None:
-    async def slow(key: str) -> Policy:
-        await asyncio.sleep(10)
-        return Policy()
-
     backend = WatchedBackend()
     if not connected:
         backend.take_down("open")
-    async with engine_on(backend, policy=slow, timeout=20) as engine:
+    async with engine_on(backend, policy=slowly(10), timeout=20) as engine:
         late = asyncio.create_task(engine.add("key", 1))
         await settle()
     tries = backend.count("open")

@@ -133,8 +133,7 @@ async def test_an_add_that_makes_the_next_due_time_earlier_wakes_a_sleeping_work
 
 @pytest.mark.parametrize("many", [False, True])
 async def test_an_add_in_the_worker_s_own_process_wakes_it_although_the_wake_up_stream_is_silent(many: bool) -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    backend.gates["wait"] = asyncio.Event()
+    inbox, backend = Inbox(), WatchedBackend(held="wait")
     async with delivering(inbox, backend) as (engine, _):
         await asyncio.sleep(1)
         await (engine.add_many([Entry("key", 1)]) if many else engine.add("key", 1))
@@ -162,8 +161,7 @@ async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> 
 
 
 async def test_a_wake_up_stream_that_broke_once_is_listened_to_again() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    backend.take_down("wait")
+    inbox, backend = Inbox(), WatchedBackend(down="wait")
     async with delivering(inbox, backend):
         await asyncio.sleep(5)
         backend.bring_up()
@@ -240,8 +238,7 @@ async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back
 
 async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_listened_to_again() -> None:
     """A connection into a black hole looks like one on which nothing happens."""
-    inbox, backend = Inbox(), WatchedBackend()
-    backend.gates["wait"] = asyncio.Event()
+    inbox, backend = Inbox(), WatchedBackend(held="wait")
     async with delivering(inbox, backend):
         await asyncio.sleep(1)
         backend.take_down("claim")
@@ -336,8 +333,7 @@ async def test_digests_of_a_slow_claim_keep_to_the_concurrency() -> None:
 
 
 async def test_after_a_claim_that_failed_the_next_is_for_one_digest() -> None:
-    backend = WatchedBackend()
-    backend.take_down("claim")
+    backend = WatchedBackend(down="claim")
     async with delivering(Inbox(), backend):
         await asyncio.sleep(2)
         failed = backend.count("claim")
@@ -438,8 +434,7 @@ async def test_one_shard_s_failure_does_not_stop_another() -> None:
 
 
 async def test_what_waits_to_be_reported_to_a_shard_that_is_away_leaves_room_for_others() -> None:
-    inbox, backend = Inbox(), WatchedBackend(shards=2)
-    backend.take_down("close")
+    inbox, backend = Inbox(), WatchedBackend(shards=2, down="close")
     backend.down_shards = {0}
     [sick], [well] = keys_in(backend, 0), keys_in(backend, 1)
     async with delivering(inbox, backend, policy=policy(), concurrency=1) as (engine, _):
@@ -1029,8 +1024,7 @@ async def test_a_claim_in_flight_is_not_cancelled_and_what_it_brings_is_given_ba
 
 
 async def test_a_report_under_way_when_the_drain_ends_has_the_timeout_to_arrive() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
-    backend.gates["close"] = asyncio.Event()
+    inbox, backend = Inbox(), WatchedBackend(held="close")
     await backend.put("a", 1)
     async with delivering(inbox, backend, drain_timeout=1, timeout=5) as (engine, _):
         await inbox.digest()
