@@ -291,13 +291,13 @@ Act: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, Any]]  # on what is on
 
 
 def on_each(
-    name: str, act: Act, engine_name: str, engine_act: Act
+    name: str, act: Act, engine_act: Act, *, engine_name: str = ""
 ) -> Callable[[Callable[[Act, Any], AsyncGenerator[Call]]], object]:
     """Put a scene into both tables: of a call on a backend, and of the same on an engine."""
 
     def register(play: Callable[[Act, Any], AsyncGenerator[Call]]) -> object:
         scene(name)(partial(play, act))
-        engine_scene(engine_name)(partial(play, engine_act))
+        engine_scene(engine_name or name)(partial(play, engine_act))
         return play
 
     return register
@@ -446,10 +446,7 @@ async def delivering_by_hand(stage: Stage) -> AsyncGenerator[Call]:
         await stage.is_claimed_again("a", "b", digest_id="".join(seen))
 
 
-@on_each(
-    "delete", lambda stage, key: stage.backend.delete(key),
-    "delete", lambda stage, key: stage.engine.delete(key),
-)  # fmt: skip
+@on_each("delete", lambda stage, key: stage.backend.delete(key), lambda stage, key: stage.engine.delete(key))
 async def deleting(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", "b")
     yield partial(act, stage, "d")
@@ -459,10 +456,7 @@ async def deleting(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     assert await stage.behind.add("d", "a") == [True]
 
 
-@on_each(
-    "flush", lambda stage, key: stage.backend.flush(key),
-    "flush", lambda stage, key: stage.engine.flush(key),
-)  # fmt: skip
+@on_each("flush", lambda stage, key: stage.backend.flush(key), lambda stage, key: stage.engine.flush(key))
 async def flushing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", policy=PATIENT)
     yield partial(act, stage, "d")
@@ -471,9 +465,10 @@ async def flushing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
 
 
 @on_each(
-    "remove", lambda stage, key: stage.backend.remove(key, b"a", AT_ONCE.terms.limits),
-    "remove", lambda stage, key: stage.engine.remove(key, "a"),
-)  # fmt: skip
+    "remove",
+    lambda stage, key: stage.backend.remove(key, b"a", AT_ONCE.terms.limits),
+    lambda stage, key: stage.engine.remove(key, "a"),
+)
 async def removing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await stage.behind.add("d", "a", "b")
     yield partial(act, stage, "d")
@@ -493,15 +488,19 @@ async def rescheduling(stage: Stage) -> AsyncGenerator[Call]:
     assert await stage.store.due("d") == MINUTE
 
 
-async def looking(look: Callable[[Backend, str], Awaitable[object]], stage: Stage) -> AsyncGenerator[Call]:
+async def looking(look: Callable[[Any, str], Awaitable[object]], stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await stage.behind.add("d", "c")
 
     async def call() -> object:
-        return await look(stage.backend, letter)
+        return await look(stage.engine if isinstance(stage, EngineStage) else stage.backend, letter)
 
     yield call
-    assert await call() == await look(stage.behind.backend, letter)
+    if isinstance(stage, EngineStage):
+        async with DigestEngine[JSON](stage.engine.url, namespace=stage.namespace) as other:
+            assert await call() == await look(other, letter)
+    else:
+        assert await call() == await look(stage.behind.backend, letter)
 
 
 scene("look")(partial(looking, lambda backend, _: backend.operations.look("d")))
@@ -543,10 +542,7 @@ async def buried(store: Store) -> str:
     return letter
 
 
-@on_each(
-    "try_erase", lambda stage, _: stage.backend.operations.try_erase(),
-    "try_erase", lambda stage, _: stage.engine.try_erase(),
-)  # fmt: skip
+@on_each("try_erase", lambda stage, _: stage.backend.operations.try_erase(), lambda stage, _: stage.engine.try_erase())
 async def trying_to_erase(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await buried(stage.behind)
     kept = stage.ground.keys()
@@ -554,10 +550,7 @@ async def trying_to_erase(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     assert stage.ground.keys() == kept
 
 
-@on_each(
-    "erase", lambda stage, _: stage.backend.operations.erase(),
-    "erase", lambda stage, _: stage.engine.erase(),
-)  # fmt: skip
+@on_each("erase", lambda stage, _: stage.backend.operations.erase(), lambda stage, _: stage.engine.erase())
 async def erasing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     await buried(stage.behind)
     yield erased_for_a_while(stage, partial(act, stage, ""))
@@ -566,9 +559,10 @@ async def erasing(act: Act, stage: Stage) -> AsyncGenerator[Call]:
 
 
 @on_each(
-    "replay", lambda stage, letter: stage.backend.replay(letter, AT_ONCE.terms, False),
-    "replay", lambda stage, letter: stage.engine.replay(letter),
-)  # fmt: skip
+    "replay",
+    lambda stage, letter: stage.backend.replay(letter, AT_ONCE.terms, False),
+    lambda stage, letter: stage.engine.replay(letter),
+)
 async def replaying(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(act, stage, letter)
@@ -581,9 +575,8 @@ async def replaying(act: Act, stage: Stage) -> AsyncGenerator[Call]:
 
 
 @on_each(
-    "discard", lambda stage, letter: stage.backend.discard(letter),
-    "discard", lambda stage, letter: stage.engine.discard(letter),
-)  # fmt: skip
+    "discard", lambda stage, letter: stage.backend.discard(letter), lambda stage, letter: stage.engine.discard(letter)
+)
 async def discarding(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     yield partial(act, stage, letter)
@@ -647,9 +640,11 @@ async def resharding(stage: Stage) -> AsyncGenerator[Call]:
 
 
 @on_each(
-    "drain", lambda stage, _: stage.backend.operations.drain(),
-    "reshard", lambda stage, _: listed(stage.engine.reshard(OTHERWISE)),
-)  # fmt: skip
+    "drain",
+    lambda stage, _: stage.backend.operations.drain(),
+    lambda stage, _: listed(stage.engine.reshard(OTHERWISE)),
+    engine_name="reshard",
+)
 async def draining(act: Act, stage: Stage) -> AsyncGenerator[Call]:
     letter = await buried(stage.behind)
     await draining_begins(stage)
@@ -924,31 +919,17 @@ async def reason_of(engine: DigestEngine[JSON]) -> str:
     return (await engine.health()).reason
 
 
-async def inspecting(
-    look: Callable[[DigestEngine[JSON], str], Awaitable[object]], stage: EngineStage
-) -> AsyncGenerator[Call]:
-    letter = await buried(stage.behind)
-    await stage.behind.add("d", "c")
-
-    async def call() -> object:
-        return await look(stage.engine, letter)
-
-    yield call
-    async with DigestEngine[JSON](stage.engine.url, namespace=stage.namespace) as other:
-        assert await call() == await look(other, letter)
-
-
 async def listed(items: AsyncIterator[object]) -> list[object]:
     return [item async for item in items]
 
 
-engine_scene("peek")(partial(inspecting, lambda engine, _: engine.peek("d")))
-engine_scene("stats")(partial(inspecting, lambda engine, _: stats_of(engine)))
-engine_scene("health")(partial(inspecting, lambda engine, _: reason_of(engine)))
-engine_scene("examine")(partial(inspecting, lambda engine, _: names_of(engine.examine())))
-engine_scene("timelines")(partial(inspecting, lambda engine, _: listed(engine.timelines())))
-engine_scene("dead_letters")(partial(inspecting, lambda engine, _: listed(engine.dead_letters())))
-engine_scene("dead_letter")(partial(inspecting, lambda engine, letter: engine.dead_letter(letter)))
+engine_scene("peek")(partial(looking, lambda engine, _: engine.peek("d")))
+engine_scene("stats")(partial(looking, lambda engine, _: stats_of(engine)))
+engine_scene("health")(partial(looking, lambda engine, _: reason_of(engine)))
+engine_scene("examine")(partial(looking, lambda engine, _: names_of(engine.examine())))
+engine_scene("timelines")(partial(looking, lambda engine, _: listed(engine.timelines())))
+engine_scene("dead_letters")(partial(looking, lambda engine, _: listed(engine.dead_letters())))
+engine_scene("dead_letter")(partial(looking, lambda engine, letter: engine.dead_letter(letter)))
 
 
 # what is more than one call of the backend, each of which is cancelled on a cluster, too

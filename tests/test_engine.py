@@ -590,13 +590,6 @@ async def test_entering_needs_no_live_server_and_delivering_begins_when_there_is
     assert "the server is available again" in back
 
 
-async def test_entering_waits_no_longer_than_the_timeout_for_a_server_that_does_not_answer() -> None:
-    backend = WatchedBackend(held="open")
-    async with delivering(Inbox(), backend, timeout=5):
-        assert now() == pytest.approx(5, abs=0.01)
-    assert now() == pytest.approx(5, abs=0.01)
-
-
 async def test_an_error_of_configuration_is_raised_by_entering_and_leaves_nothing_behind() -> None:
     backend = WatchedBackend()
     backend.take_down("open", error=ConfigurationError("another layout"))
