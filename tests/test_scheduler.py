@@ -152,6 +152,18 @@ async def test_an_add_in_the_worker_s_own_process_costs_one_claim_though_the_wak
         assert backend.count("claim") == claims + 1
 
 
+async def test_an_add_during_a_claim_is_not_missed() -> None:
+    inbox, backend = Inbox(), WatchedBackend()
+    async with delivering(inbox, backend):
+        await settle()
+        backend.gates["claim"] = asyncio.Event()
+        await asyncio.sleep(LEASE / 3)  # the worker's own round
+        await backend.put("key", 1)
+        backend.gates.pop("claim").set()
+        await inbox.digest()
+        assert now() == pytest.approx(LEASE / 3, abs=0.01)
+
+
 async def test_a_broken_wake_up_stream_costs_a_few_claims_a_second_at_most() -> None:
     backend = WatchedBackend()
     backend.take_down("wait", error=ZeroDivisionError("a fault"))
@@ -1138,6 +1150,15 @@ async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings
         assert len(inbox.digests) == 12
 
 
+async def test_each_failure_after_a_rest_makes_the_next_one_longer() -> None:
+    inbox, backend = Inbox(*failing(4)), WatchedBackend()
+    mode = BackoffMode(threshold=1, multiplier=1, maximum=8)
+    async with delivering(inbox, backend, concurrency=1, backoff_mode=mode, retry=SELDOM):
+        await fail_in_a_row(inbox, backend, 4)
+    for (earlier, later), longest in zip(pairwise(inbox.times), (2, 4, 8), strict=True):
+        assert longest / 2 <= later - earlier <= longest + 0.1
+
+
 @pytest.mark.parametrize("signal", [Reject("no"), RetryAfter(500), PartialFailure({"nobody": "x"})])
 async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> None:
     inbox, backend = Inbox(*[signal] * 10), WatchedBackend()
@@ -1180,13 +1201,6 @@ async def test_deliveries_that_fail_are_spread_by_jitter() -> None:
     again = sorted(inbox.times[100:])
     assert again[-1] - again[0] > 1
     assert len({round(time, 2) for time in again}) > 50
-
-
-async def test_leases_are_logged_at_no_level_above_info_when_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
-    inbox, backend = Inbox(), await holding(1)
-    async with delivering(inbox, backend):
-        await inbox.outcome()
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_leases_do_not_show_their_entries() -> None:

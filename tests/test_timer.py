@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import uvloop
 
 from aiodigest.worker.timer import Timer
 
-Loops = Callable[[], asyncio.AbstractEventLoop]
-on_each_loop = pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner
 
 
-@on_each_loop
-def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(loops: Loops) -> None:
+def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(runner: asyncio.Runner) -> None:
     async def play() -> None:
         loop, fired = asyncio.get_running_loop(), asyncio.Queue[float]()
         timer = Timer(lambda: fired.put_nowait(loop.time()))
@@ -28,13 +30,11 @@ def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(loops: Lo
         await asyncio.wait_for(fired.get(), 60)
         assert fired.empty()
 
-    with asyncio.Runner(loop_factory=loops) as runner:
-        runner.run(play())
+    runner.run(play())
 
 
-@on_each_loop
 @pytest.mark.parametrize("delay", [-5.0, 0.0, 0.0001, 0.0004, 0.001])
-def test_a_time_that_is_past_or_very_near_is_as_good_as_any(loops: Loops, delay: float) -> None:
+def test_a_time_that_is_past_or_very_near_is_as_good_as_any(runner: asyncio.Runner, delay: float) -> None:
     async def play() -> None:
         loop, fired = asyncio.get_running_loop(), asyncio.Event()
         timer = Timer(fired.set)
@@ -43,12 +43,10 @@ def test_a_time_that_is_past_or_very_near_is_as_good_as_any(loops: Loops, delay:
         timer.set(loop.time() + delay - 0.00001)
         await asyncio.wait_for(fired.wait(), 60)
 
-    with asyncio.Runner(loop_factory=loops) as runner:
-        runner.run(play())
+    runner.run(play())
 
 
-@on_each_loop
-def test_a_timer_that_was_cancelled_can_be_set_again(loops: Loops) -> None:
+def test_a_timer_that_was_cancelled_can_be_set_again(runner: asyncio.Runner) -> None:
     async def play() -> None:
         loop, fired = asyncio.get_running_loop(), asyncio.Event()
         timer = Timer(fired.set)
@@ -57,5 +55,4 @@ def test_a_timer_that_was_cancelled_can_be_set_again(loops: Loops) -> None:
         timer.set(loop.time() + 0.02)
         await asyncio.wait_for(fired.wait(), 60)
 
-    with asyncio.Runner(loop_factory=loops) as runner:
-        runner.run(play())
+    runner.run(play())

@@ -73,13 +73,11 @@ class Actor:
         self._leave = asyncio.Event()
         self._adding = asyncio.Event()
         self._adding.set()
-        witness.conducts[self.process] = Conduct(habits.setup, delivers, self._backs_off, self._loop.time())
-        self.engine = self._engine()
-        self.life = self.process.start(self._live())
-
-    def _engine(self) -> DigestEngine[int]:
-        setup, habits = self._habits.setup, self._habits
-        engine = DigestEngine[int](
+        witness.conducts[self.process] = Conduct(
+            habits.setup, delivers, lambda: self.engine.activity.backoff_level > 0, self._loop.time()
+        )
+        setup = habits.setup
+        self.engine = DigestEngine[int](
             namespace="simulated",
             backend=self.link,
             value_type=int,
@@ -93,8 +91,8 @@ class Actor:
             timeout=setup.timeout,
             bounds=Bounds(records=MANY),
         )
-        engine.observe(self._witness.told)
-        return engine
+        self.engine.observe(witness.told)
+        self.life = self.process.start(self._live())
 
     async def _live(self) -> None:
         witness = self._witness
@@ -135,9 +133,6 @@ class Actor:
                 return
         await leaving
 
-    def _backs_off(self) -> bool:
-        return self.engine.activity.backoff_level > 0
-
     def leave(self) -> None:
         """Ask it to leave, as SIGTERM does."""
         self._witness.conducts[self.process].leaving_since = self._loop.time()
@@ -145,10 +140,7 @@ class Actor:
 
     def rest(self, resting: bool) -> None:
         """Add nothing, or go on adding."""
-        if resting:
-            self._adding.clear()
-        else:
-            self._adding.set()
+        (self._adding.clear if resting else self._adding.set)()
 
     @property
     def is_there(self) -> bool:
@@ -317,7 +309,10 @@ class Actor:
             await asyncio.sleep(random.choice((0, 0.1)))
             raise random.choice((RuntimeError("the receiver fails"), asyncio.CancelledError(), SystemExit(1)))
         elif dice < 0.45:
-            await self._defer()
+            delay, pause = random.uniform(0, 20), random.random() < 0.5
+            if pause:
+                self._witness.asked_to_pause(self.process, max(1.0, delay))
+            raise RetryAfter(delay, pause=pause)
         elif dice < 0.5:
             raise Reject("nobody is there")
         elif dice < 0.6:
@@ -332,23 +327,13 @@ class Actor:
         else:
             await asyncio.sleep(random.uniform(0, 1.2 * setup.lease_timeout))
 
-    async def _defer(self) -> None:
-        delay, pause = self._random.uniform(0, 20), self._random.random() < 0.5
-        if pause:
-            self._witness.asked_to_pause(self.process, max(1.0, delay))
-        raise RetryAfter(delay, pause=pause)
-
     async def _block(self, seconds: float) -> None:
         """Block the loop: nothing of this process runs meanwhile."""
         self._witness.tell(f"blocks for {seconds:.3f} s")
         self._witness.trouble(seconds)
         self.process.stop()
-        self._loop.run_apart(seconds, self._unblock)
+        self._loop.run_apart(seconds, lambda: self.process.alive and self.process.go_on())
         await asyncio.sleep(0)
-
-    def _unblock(self) -> None:
-        if self.process.alive:
-            self.process.go_on()
 
     async def _ignore_end(self, receipt: Receipt) -> None:
         receipt.stubborn = True
