@@ -1161,10 +1161,14 @@ async def test_each_failure_after_a_rest_makes_the_next_one_longer() -> None:
 
 @pytest.mark.parametrize("signal", [Reject("no"), RetryAfter(500), PartialFailure({"nobody": "x"})])
 async def test_signals_say_nothing_of_the_receiver(signal: BaseException) -> None:
-    inbox, backend = Inbox(*[signal] * 10), WatchedBackend()
-    async with delivering(inbox, backend, backoff_mode=BackoffMode(threshold=1, multiplier=100)):
-        await fail_in_a_row(inbox, backend, 10)
-        assert now() < 1
+    inbox, backend = Inbox(*failing(1), *[signal] * 9, *failing(1)), WatchedBackend()
+    mode = BackoffMode(threshold=2, multiplier=10)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
+        await fail_in_a_row(inbox, backend, 11)
+        assert now() < 1  # they are no failures
+        await backend.put("next", 1)
+        await inbox.digest(12)
+        assert now() >= 10  # nor successes, which would begin the count again
 
 
 async def test_a_pause_stops_all_claims_of_this_process_and_no_longer() -> None:
