@@ -32,10 +32,6 @@ class Receipt:
     tells: bool = True  # something of its receiver
     stubborn: bool = False  # its callback ignores its cancellation
 
-    @property
-    def may_have_delivered(self) -> bool:
-        return self.ending != "raised"
-
 
 @dataclass
 class Record:
@@ -168,7 +164,7 @@ class Records:
             spared = earlier.ending == "partial" and serial not in earlier.failed
             if earlier.told and (earlier.ending == "returned" or spared):
                 self._broken(f"record {serial} came again in {receipt.digest_id}, although its delivery was known")
-            elif earlier.digest_id != receipt.digest_id and earlier.may_have_delivered:
+            elif earlier.digest_id != receipt.digest_id and earlier.ending != "raised":
                 if earlier.ending == "partial" and serial in earlier.failed:
                     continue
                 self._broken(
@@ -188,8 +184,8 @@ class Records:
             if record.answer is not None
             and not record.excused
             and serial not in in_letters
-            and not any(self._got(serial, receipt) for receipt in record.receipts)
+            and not any(
+                receipt.ending == "returned" or (receipt.ending == "partial" and serial not in receipt.failed)
+                for receipt in record.receipts
+            )
         ]
-
-    def _got(self, serial: int, receipt: Receipt) -> bool:
-        return receipt.ending == "returned" or (receipt.ending == "partial" and serial not in receipt.failed)

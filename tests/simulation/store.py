@@ -45,15 +45,15 @@ class Store(ReferenceBackend):
         return any([self.machines[shard].delete(key) for shard in self._shard_map.shards_of(key)])  # noqa: C419  (each is asked)
 
     async def flush(self, key: str) -> bool:
-        flushed = False
-        for shard in self._shard_map.shards_of(key):
-            with self._waking(shard) as machine:
-                flushed |= machine.flush(key, self._now())
-        return flushed
+        return self._any(key, lambda machine: machine.flush(key, self._now()))
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        removed = False
+        return self._any(key, lambda machine: machine.remove(key, record_id, limits, self._now(), self._nonce()))
+
+    def _any(self, key: str, act: Callable[[Shard], bool]) -> bool:
+        """Act on each shard that may have a timeline, and wake who waits for it."""
+        done = False
         for shard in self._shard_map.shards_of(key):
             with self._waking(shard) as machine:
-                removed |= machine.remove(key, record_id, limits, self._now(), self._nonce())
-        return removed
+                done |= act(machine)
+        return done
