@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter
 from random import Random
 
 import pytest
 from engines import policy, session_of
+from replicas import freeze, thaw
 from servers import Server, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, Policy
@@ -38,13 +38,12 @@ async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_w
     with running_server() as server:
         async with DigestEngine[JSON](server.url, namespace="still", timeout=60) as engine:
             await engine.add("0", -1)
-            assert server.process is not None
-            server.process.send_signal(signal.SIGSTOP)
+            freeze(server)
             try:
                 adds = [asyncio.create_task(engine.add(str(number % 25), number)) for number in range(20_000)]
                 entries, _ = await filled(engine, adds)
             finally:
-                server.process.send_signal(signal.SIGCONT)
+                thaw(server)
             assert entries <= QUEUE_ITEMS
             await asyncio.gather(*adds)
         with server.client() as client:
@@ -60,8 +59,7 @@ async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had
     with running_server() as server:
         async with DigestEngine[str](server.url, namespace="still", value_type=str, timeout=600) as engine:
             await engine.add("k", "first")
-            assert server.process is not None
-            server.process.send_signal(signal.SIGSTOP)
+            freeze(server)
             value = Random(1).randbytes(LARGE // 2).hex()
             adds = [asyncio.create_task(engine.add("k", value)) for _ in range(4_000)]
             try:
@@ -69,7 +67,7 @@ async def test_large_adds_to_a_server_that_stands_still_take_16_mib_and_what_had
                 monkeypatch.setattr(loop, "time", lambda: time() + 600)
                 results = await asyncio.gather(*adds, return_exceptions=True)
             finally:
-                server.process.send_signal(signal.SIGCONT)
+                thaw(server)
                 await asyncio.gather(*adds, return_exceptions=True)
             assert QUEUE_BYTES // 2 < taken < QUEUE_BYTES + 2 * LARGE
             assert {type(result) for result in results} == {BackendUnavailable}
