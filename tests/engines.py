@@ -146,7 +146,7 @@ class WatchedBackend(ReferenceBackend):
         numbers = count(1)
         super().__init__(shards=shards, now=now_ms, nonce=lambda: f"n{next(numbers)}")
         self.calls: list[tuple[str, int, float, int]] = []  # call, shard, when, items
-        self.down: dict[str, Exception] = {}
+        self.down: dict[str, BaseException] = {}
         self.down_shards = set(range(shards))
         self.lost = Counter[str]()
         self.gates = {held: asyncio.Event()} if held else {}
@@ -165,7 +165,7 @@ class WatchedBackend(ReferenceBackend):
     def times(self, call: str) -> list[float]:
         return [when for name, _, when, _ in self.calls if name == call]
 
-    def take_down(self, *calls: str, error: Exception | None = None) -> None:
+    def take_down(self, *calls: str, error: BaseException | None = None) -> None:
         """Let calls fail (all of them, if none is named) until `bring_up`."""
         for call in calls or EVERY_CALL:
             self.down[call] = error or BackendUnavailable("connection refused")

@@ -41,7 +41,6 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease, Retired, ShardMap
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
-from aiodigest.worker import delivery as dispatch
 from aiodigest.worker.logs import FEW
 from aiodigest.worker.shard import CLAIM
 
@@ -223,29 +222,20 @@ async def test_a_worker_that_stood_still_past_its_lease_does_not_begin_what_anot
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back_as_it_was(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading, go_on = asyncio.Event(), asyncio.Event()
-    read = dispatch.read
-
-    async def read_slowly(*arguments: Any) -> Any:
-        reading.set()
-        await go_on.wait()
-        return await read(*arguments)
-
-    monkeypatch.setattr(dispatch, "read", read_slowly)
-    inbox, backend = Inbox(), await holding(1)
-    async with delivering(inbox, backend, drain_timeout=5):
-        await reading.wait()
+async def test_a_digest_that_was_only_read_when_its_worker_stopped_is_given_back_as_it_was(ends: bool) -> None:
+    inbox, backend = Inbox(), await holding(*range(1500), policy=LARGE)
+    gate = backend.gates["read"] = asyncio.Event()
+    async with delivering(inbox, backend, policy=LARGE, drain_timeout=5):
+        await settle()
+        assert backend.count("read") == 1
         if ends:
-            asyncio.get_running_loop().call_later(1, go_on.set)
+            asyncio.get_running_loop().call_later(1, gate.set)
     assert not inbox.digests
-    go_on.set()
-    await backend.put("key", 2)
-    async with delivering(inbox, backend):
+    gate.set()
+    await backend.put("key", "new", policy=LARGE)
+    async with delivering(inbox, backend, policy=LARGE):
         digest = await inbox.digest()
-    assert (inbox.values, digest.attempt) == ([[1, 2]], 1)
+    assert (inbox.values, digest.attempt) == ([[*range(1500), "new"]], 1)
 
 
 async def test_a_wake_up_stream_that_died_with_the_server_and_did_not_tell_is_listened_to_again() -> None:
@@ -918,37 +908,18 @@ class Odd(BaseException):
     """What no `except Exception` catches."""
 
 
-async def test_a_fault_that_is_no_exception_is_told_as_any_other(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults = iter([Odd("a fault")])
-    read = dispatch.read
-
-    async def read_at_last(*arguments: Any) -> Any:
-        for fault in faults:
-            raise fault
-        return await read(*arguments)
-
-    monkeypatch.setattr(dispatch, "read", read_at_last)
-    inbox, backend = Inbox(), await holding(1)
-    async with delivering(inbox, backend):
-        await inbox.outcome()
-    assert inbox.results == ["delivered"]
-    assert lines(caplog, "a fault of aiodigest while delivering 'key'")
-
-
+@pytest.mark.parametrize(("call", "error"), [("close", ZeroDivisionError("a fault")), ("read", Odd("a fault"))])
 async def test_a_fault_while_delivering_lets_the_lease_end_and_the_digest_comes_again(
-    caplog: pytest.LogCaptureFixture,
+    call: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inbox, backend = Inbox(), await holding(1)
-    backend.take_down("close", error=ZeroDivisionError("a fault"))
-    async with delivering(inbox, backend):
-        await inbox.digest()
+    inbox, backend = Inbox(), await holding(*range(1500), policy=LARGE)
+    backend.take_down(call, error=error)
+    async with delivering(inbox, backend, policy=LARGE):
         await settle()
         backend.bring_up()
         await inbox.outcome()
-    assert inbox.digests[0].id == inbox.digests[1].id
-    assert inbox.results == ["delivered"]
+    assert len({digest.id for digest in inbox.digests}) == 1
+    assert (inbox.digests[-1].attempt, inbox.results) == (2, ["delivered"])
     assert lines(caplog, "a fault of aiodigest while delivering 'key'")
 
 
