@@ -487,9 +487,13 @@ def unknown_policy(key: str) -> Policy:
     raise KeyError(key)
 
 
+def policy_without_cool_down(key: str) -> Policy:
+    return Policy(minimum_delay=lambda _: nan)
+
+
 @pytest.mark.parametrize(
     ("policy", "error"),
-    [(unknown_policy, "KeyError: 'key'"), (lambda key: Policy(minimum_delay=lambda _: nan), "minimum_delay")],
+    [(unknown_policy, "KeyError: 'key'"), (policy_without_cool_down, "minimum_delay")],
 )
 async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration_fail_the_attempt(
     policy: Callable[[str], Policy], error: str

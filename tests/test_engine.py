@@ -955,7 +955,7 @@ async def test_run_ends_when_its_background_task_has_a_fault() -> None:
         ({"policy": Policy(ttl=1801)}, "ttl"),
         ({"retry": RetryPolicy(backoff=lambda attempt: nan)}, "retry"),
         ({"retry": RetryPolicy(max_attempts=1000, backoff=lambda attempt: DAY)}, "ttl|retry"),
-        ({"retry": RetryPolicy(backoff=len)}, "retry strategy cannot be asked: it raised TypeError"),
+        ({"retry": RetryPolicy(backoff=cast("Any", len))}, "retry strategy cannot be asked: it raised TypeError"),
         ({"namespace": None}, "namespace must be a str"),
         ({"policy": 5}, "policy must be a Policy or a function"),
         ({"retry": 3}, "retry must be a RetryPolicy"),
