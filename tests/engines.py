@@ -111,7 +111,7 @@ class WatchedOperations(ReferenceOperations):
     """The operators' calls on a watched backend, which may have others of its own."""
 
     def __init__(self, backend: WatchedBackend) -> None:
-        super().__init__(backend.machines, lambda: backend.shard_map, now_ms)
+        super().__init__(backend.machines, lambda: backend.shard_map, now_ms, backend.lock)
         self._backend = backend
 
     async def counts(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from threading import RLock
 from typing import Self
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 class ReferenceBackend(Backend):
     """Shards of the reference state machine, with a wake-up stream each. ``now`` is the clock, in milliseconds.
 
-    Any event loop may use it, one thread at a time.
+    Any event loop and any thread may use it.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class ReferenceBackend(Backend):
     ) -> None:
         self.machines = [Shard() for _ in range(shards)]
         self._shard_map = ShardMap(shards, range(shards))
-        self._operations = ReferenceOperations(self.machines, lambda: self.shard_map, now)
+        self.lock = RLock()  # an engine has two threads if `engine.sync` is used beside it
+        self._operations = ReferenceOperations(self.machines, lambda: self.shard_map, now, self.lock)
         self._wake_ups = [0] * shards
         self._waiting: list[set[asyncio.Future[None]]] = [set() for _ in range(shards)]
         self._now = now
@@ -68,25 +70,29 @@ class ReferenceBackend(Backend):
     @contextmanager
     def _waking(self, shard: int) -> Generator[Shard, None, None]:
         """Wake those who wait for the shard if the body makes its schedule earlier."""
-        machine = self.machines[shard]
-        before = machine.head_ms
-        yield machine
-        if machine.head_ms < before:
-            self._wake_ups[shard] += 1
-            for waiting in self._waiting[shard]:
-                if waiting.get_loop() is asyncio.get_running_loop():
-                    _wake(waiting)
-                else:
-                    with suppress(RuntimeError):  # its loop is closed
-                        waiting.get_loop().call_soon_threadsafe(_wake, waiting)
+        with self.lock:
+            machine = self.machines[shard]
+            before = machine.head_ms
+            yield machine
+            if machine.head_ms < before:
+                self._wake_ups[shard] += 1
+                for waiting in self._waiting[shard]:
+                    if waiting.get_loop() is asyncio.get_running_loop():
+                        _wake(waiting)
+                    else:
+                        with suppress(RuntimeError):  # its loop is closed
+                            waiting.get_loop().call_soon_threadsafe(_wake, waiting)
 
     async def wait(self, shard: int, last: str) -> str:
-        if self._wake_ups[shard] == int(last):
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self.lock:
+            if self._wake_ups[shard] != int(last):
+                return str(self._wake_ups[shard])
             self._waiting[shard].add(waiting)
-            try:
-                await waiting
-            finally:
+        try:
+            await waiting
+        finally:
+            with self.lock:
                 self._waiting[shard].discard(waiting)
         return str(self._wake_ups[shard])
 
@@ -95,20 +101,24 @@ class ReferenceBackend(Backend):
             return list(machine.add(adds, self._now()))
 
     async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        claims = self.machines[shard].claim(count, lease_ms, limits, self._now(), self._nonce())
-        return replace(claims, wake_up=str(self._wake_ups[shard]))
+        with self._waking(shard) as machine:
+            claims = machine.claim(count, lease_ms, limits, self._now(), self._nonce())
+            return replace(claims, wake_up=str(self._wake_ups[shard]))
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        return self.machines[shard].open(key, lease_ms, limits, self._now(), self._nonce())
+        with self._waking(shard) as machine:
+            return machine.open(key, lease_ms, limits, self._now(), self._nonce())
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        delivery = self.machines[shard].fenced(lease)
-        if isinstance(delivery, Closed):
-            raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
-        return delivery.entries[start : start + count]
+        with self._waking(shard) as machine:
+            delivery = machine.fenced(lease)
+            if isinstance(delivery, Closed):
+                raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
+            return delivery.entries[start : start + count]
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
-        return self.machines[shard].renew(leases, lease_ms, self._now())
+        with self._waking(shard) as machine:
+            return machine.renew(leases, lease_ms, self._now())
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
         with self._waking(shard) as machine:
@@ -139,7 +149,8 @@ class ReferenceBackend(Backend):
         return recovered
 
     async def delete(self, key: str) -> bool:
-        return self.machines[self.shard_map.shard_of(key)].delete(key)
+        with self._waking(self.shard_map.shard_of(key)) as machine:
+            return machine.delete(key)
 
     async def flush(self, key: str) -> bool:
         with self._waking(self.shard_map.shard_of(key)) as machine:
@@ -158,4 +169,5 @@ class ReferenceBackend(Backend):
             return machine.replay(letter_id, terms, own, self._now())
 
     async def discard(self, letter_id: str) -> bool:
-        return self.machines[holder_of(self.machines, letter_id)].dead.pop(letter_id, None) is not None
+        with self._waking(holder_of(self.machines, letter_id)) as machine:
+            return machine.dead.pop(letter_id, None) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from aiodigest.backend import Bookmark, Operations, Page, ShardMap, StoredDeadLetter, StoredTimeline
 from aiodigest.backends.memory.reference import Shard
@@ -15,7 +16,14 @@ from aiodigest.models import State
 class ReferenceOperations(Operations):
     """The operators' calls on the reference state machine. ``now`` is the clock, in milliseconds."""
 
-    def __init__(self, machines: list[Shard], shard_map: Callable[[], ShardMap], now: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        machines: list[Shard],
+        shard_map: Callable[[], ShardMap],
+        now: Callable[[], int],
+        lock: AbstractContextManager[bool],
+    ) -> None:
+        self._lock = lock
         self._machines = machines
         self._shard_map = shard_map
         self._now = now
@@ -24,36 +32,41 @@ class ReferenceOperations(Operations):
         return self._machines[self._shard_map().shard_of(key)]
 
     async def look(self, key: str) -> StoredTimeline | None:
-        return self._machine(key).look(key)
+        with self._lock:
+            return self._machine(key).look(key)
 
     async def entries(self, key: str) -> list[bytes]:
-        held = self._machine(key).held.get(key)
-        if held is None:
-            return []
-        return (held.delivery.entries if held.delivery else []) + held.log
+        with self._lock:
+            held = self._machine(key).held.get(key)
+            if held is None:
+                return []
+            return (held.delivery.entries if held.delivery else []) + held.log
 
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
-        machine = self._machines[shard]
-        schedule = {"waiting": machine.waiting, "ready": machine.ready, "leased": machine.leased}[state]
-        keys, end = page_of(schedule, count, after)
-        timelines = map(machine.look, keys)
-        return Page([timeline for timeline in timelines if timeline], end)
+        with self._lock:
+            machine = self._machines[shard]
+            schedule = {"waiting": machine.waiting, "ready": machine.ready, "leased": machine.leased}[state]
+            keys, end = page_of(schedule, count, after)
+            timelines = map(machine.look, keys)
+            return Page([timeline for timeline in timelines if timeline], end)
 
     async def counts(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for machine in self._machines:
-            total.update(machine.counts)
-            total["dead"] += len(self._dead_letters(machine))
-            for name in ("waiting", "ready", "leased"):
-                total[name] += len(getattr(machine, name))
-        dues = [due for machine in self._machines for due in (*machine.waiting.values(), *machine.ready.values())]
-        if dues:
-            total["oldest_due_ms"] = min(dues)
-            total["overdue_ms"] = max(0, self._now() - min(dues))
-        return total
+        with self._lock:
+            total: Counter[str] = Counter()
+            for machine in self._machines:
+                total.update(machine.counts)
+                total["dead"] += len(self._dead_letters(machine))
+                for name in ("waiting", "ready", "leased"):
+                    total[name] += len(getattr(machine, name))
+            dues = [due for machine in self._machines for due in (*machine.waiting.values(), *machine.ready.values())]
+            if dues:
+                total["oldest_due_ms"] = min(dues)
+                total["overdue_ms"] = max(0, self._now() - min(dues))
+            return total
 
     async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
-        return Page(*page_of(self._dead_letters(self._machines[shard]), count, after))
+        with self._lock:
+            return Page(*page_of(self._dead_letters(self._machines[shard]), count, after))
 
     def _dead_letters(self, machine: Shard) -> dict[str, int]:
         """Return the dead letters that have not expired, with the times when they were set aside."""
@@ -61,13 +74,15 @@ class ReferenceOperations(Operations):
         return {name: letter.buried_ms for name, letter in machine.dead.items() if machine.dead.alive(name, now)}
 
     async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        machine = self._machines[holder_of(self._machines, letter_id) if shard is None else shard]
-        return machine.dead.alive(letter_id, self._now())
+        with self._lock:
+            machine = self._machines[holder_of(self._machines, letter_id) if shard is None else shard]
+            return machine.dead.alive(letter_id, self._now())
 
     async def erase(self) -> int:
-        held = sum(len(machine.held) + len(machine.dead) for machine in self._machines)
-        self._machines[:] = [Shard() for _ in self._machines]
-        return held
+        with self._lock:
+            held = sum(len(machine.held) + len(machine.dead) for machine in self._machines)
+            self._machines[:] = [Shard() for _ in self._machines]
+            return held
 
     async def reshard(self, shards: int) -> bool:
         if shards != len(self._machines):
