@@ -150,13 +150,13 @@ class Cluster:
                     found |= dict.fromkeys(range(first, last + 1), node)
         return found
 
+    def replicas_of(self, primary: Node) -> list[Node]:
+        roles = [(node, node.ask("ROLE")) for node in self.alive]
+        return [node for node, (role, *where) in roles if role == b"slave" and where[1] == primary.port]
+
     def replica_of(self, primary: Node) -> Node:
         """A replica that is linked to its primary."""
-        for node in self.alive:
-            role, *where = node.ask("ROLE")
-            if role == b"slave" and where[1:3] == [primary.port, b"connected"]:
-                return node
-        raise RuntimeError(f"the server on port {primary.port} has no replica")
+        return next(node for node in self.replicas_of(primary) if node.ask("ROLE")[3] == b"connected")
 
     def another(self, node: Node) -> Node:
         """Another primary."""
@@ -262,6 +262,11 @@ class Move:
         for node in (self.target, self.source):
             node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", self.target.id)
         until(lambda: self.cluster.agree_on(self.slot, self.target), "all nodes know where the slot is")
+
+    def make(self) -> None:
+        """Make the whole move."""
+        self.begin()
+        self.end()
 
     def contents(self) -> dict[tuple[int, bytes], bytes]:
         """All that both primaries hold of the slot: of each one's keys the value, and when it ends.

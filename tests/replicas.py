@@ -8,10 +8,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,12 +24,11 @@ PATIENCE = 60.0  # seconds for what comes about by itself, after which a test ha
 SERVICE = "mail"
 
 
-async def until(reached: Callable[[], bool], patience: float = PATIENCE) -> None:
+async def until(reached: Callable[[], object], patience: float = PATIENCE) -> None:
     """Wait for what can only be asked for."""
-    deadline = time.monotonic() + patience
-    while not reached():
-        assert time.monotonic() < deadline, "this did not come true in time"
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(patience):
+        while not (await answer if isawaitable(answer := reached()) else answer):  # noqa: ASYNC110  (no event tells it)
+            await asyncio.sleep(0.01)
 
 
 # Servers
