@@ -90,13 +90,6 @@ class User:
 NewUser = Callable[..., User]
 
 
-async def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"this did not come true within {seconds} s"
-        await asyncio.sleep(0.005)
-
-
 def all_told(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str | None]]:
     """The server's process and why it is down, after each line of its supervisor; a look now and then misses some."""
     told: list[tuple[int | None, str | None]] = []
@@ -120,6 +113,11 @@ def status(pid: int) -> dict[str, str]:
 
 def lives(pid: int) -> bool:
     return not status(pid)["State"].startswith("Z")
+
+
+def pid_of(server: EmbeddedServer) -> int:
+    assert server.pid
+    return server.pid
 
 
 def supervisor_of(pid: int) -> int:
@@ -160,6 +158,13 @@ def processes_of(server: EmbeddedServer) -> list[int]:
             if os.fsencode(server.folder) in command or os.fsencode(server.socket) in command:
                 found.append(int(entry.name))
     return [pid for pid in found if supervisor_of(pid) != os.getpid()]
+
+
+def serve_by(monkeypatch: pytest.MonkeyPatch, program: Path, script: str | None) -> None:
+    """Let a script be the server; without one the program cannot be run."""
+    program.write_text(script or "")
+    program.chmod(0o700 if script else 0o600)
+    monkeypatch.setenv("AIODIGEST_SERVER", str(program))
 
 
 @contextmanager

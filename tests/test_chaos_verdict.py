@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -61,139 +62,127 @@ def verdict(story: Story, *master: Line, letters: list[int] | None = None, held:
     return judge(evidence(story, *master, letters=letters, held=held))
 
 
-def delivered(records: list[int]) -> list[Line]:
-    return [begin(100, 1, "d1", records), end(110, 1), told(111, "d1")]
+def call(*ends: str, digest: str = "d1", at: float = 100, number: int = 1, records: int = 1) -> list[Line]:
+    """What a worker writes of its first records: their begin, how that ended, and what became of it."""
+    how, *result = ends or ("returned", "delivered")
+    failed = [FIRST] if how == "partial" else []
+    lines = [begin(at, number, digest, [*range(FIRST, FIRST + records)]), end(at + 10, number, how, failed)]
+    return [*lines, *(told(at + 11, digest, each) for each in result)]
 
 
 # Records
 
+LOST = "1 records were lost: record {} of producer 1"
+HELD = "1 records were still held at the end: record 0 of producer 1"
+CAME = "1 records were told as not stored, and came: record 0 of producer 1"
+AGAIN = call(digest="d2", at=200, number=2)
+PARTIAL = call("partial", "partial", records=2)
+
+
+@pytest.mark.parametrize(
+    ("added", "calls", "kept", "findings"),
+    [
+        pytest.param(stored(2), call(), {}, [LOST.format(1)], id="no callback got it"),
+        pytest.param(stored(1), call("raised"), {}, [LOST.format(0)], id="its callback raised"),
+        pytest.param(stored(1), call("cut"), {}, [LOST.format(0)], id="its callback was cut"),
+        pytest.param(stored(1), call("rejected"), {}, [LOST.format(0)], id="its callback rejected it"),
+        pytest.param(stored(2), PARTIAL, {}, [LOST.format(0)], id="a partial failure names it"),
+        pytest.param(stored(2), [*PARTIAL, *AGAIN], {}, [], id="a partial failure names it and it comes again"),
+        pytest.param(stored(1), call("rejected", "rejected"), {"letters": [FIRST]}, [], id="it is in a dead letter"),
+        pytest.param(stored(1), [], {"held": [FIRST]}, [HELD], id="it is held at the end"),
+        pytest.param(stored(1, "no"), call(), {}, [CAME], id="it was told as not stored and came"),
+        pytest.param(stored(2, "unknown"), call(), {}, [], id="of unknown outcome"),
+    ],
+)
+def test_what_became_of_a_record_is_found(
+    added: Line, calls: list[Line], kept: dict[str, list[int]], findings: list[str]
+) -> None:
+    assert verdict({PRODUCER: [added], WORKER: calls}, **kept).findings == findings
+
 
 def test_a_run_in_which_all_went_well_is_good() -> None:
-    found = verdict({PRODUCER: [stored(2)], WORKER: delivered([FIRST, FIRST + 1])})
+    found = verdict({PRODUCER: [stored(2)], WORKER: call(records=2)})
     assert found.is_good
     assert (found.acknowledged, found.delivered, found.duplicated) == (2, 2, 0)
 
 
-def test_a_record_that_no_callback_got_is_lost() -> None:
-    found = verdict({PRODUCER: [stored(2)], WORKER: delivered([FIRST])})
-    assert found.lost == [FIRST + 1]
-    assert found.findings == ["1 records were lost: record 1 of producer 1"]
+IDLE = [
+    written
+    for number in range(3)
+    for written in (
+        line("fault", 5 + number, number, "server: OOM", "main", None, None, None),
+        line("over", 6 + number, number, "nothing"),
+    )
+]
 
 
-@pytest.mark.parametrize("how", ["raised", "cut", "rejected"])
-def test_a_record_whose_callbacks_did_not_return_is_lost(how: str) -> None:
-    found = verdict({PRODUCER: [stored(1)], WORKER: [begin(100, 1, "d1", [FIRST]), end(110, 1, how)]})
-    assert found.lost == [FIRST]
-
-
-def test_a_record_that_a_partial_failure_names_is_lost_unless_it_comes_again() -> None:
-    partial = [begin(100, 1, "d1", [FIRST, FIRST + 1]), end(110, 1, "partial", [FIRST]), told(111, "d1", "partial")]
-    assert verdict({PRODUCER: [stored(2)], WORKER: partial}).lost == [FIRST]
-    again = [begin(200, 2, "d2", [FIRST]), end(210, 2), told(211, "d2")]
-    assert verdict({PRODUCER: [stored(2)], WORKER: [*partial, *again]}).is_good
-
-
-def test_a_record_in_a_dead_letter_is_not_lost() -> None:
-    rejected = [begin(100, 1, "d1", [FIRST]), end(110, 1, "rejected"), told(111, "d1", "rejected")]
-    assert verdict({PRODUCER: [stored(1)], WORKER: rejected}, letters=[FIRST]).is_good
-
-
-def test_a_record_that_is_held_at_the_end_is_not_lost_but_a_finding() -> None:
-    found = verdict({PRODUCER: [stored(1)]}, held=[FIRST])
-    assert found.lost == []
-    assert found.findings == ["1 records were still held at the end: record 0 of producer 1"]
-
-
-def test_a_record_told_as_not_stored_that_comes_is_a_finding() -> None:
-    found = verdict({PRODUCER: [stored(1, "no")], WORKER: delivered([FIRST])})
-    assert found.findings == ["1 records were told as not stored, and came: record 0 of producer 1"]
-
-
-def test_a_record_of_unknown_outcome_may_come_or_not() -> None:
-    assert verdict({PRODUCER: [stored(2, "unknown")], WORKER: delivered([FIRST])}).is_good
-
-
-def test_what_a_store_has_dropped_is_a_finding() -> None:
-    facts = evidence({}, line("audit", 61_000, "embedded", [], [], {"dropped": 3}))
-    assert judge(facts).findings == ["the embedded store has counted 3 records as dropped"]
-
-
-def test_a_crash_is_a_finding() -> None:
-    assert verdict({}, line("wrong", 5, "worker 2 has crashed")).findings == ["worker 2 has crashed"]
-
-
-def test_a_kind_of_fault_that_never_had_an_effect_is_a_finding() -> None:
-    idle = [
-        written
-        for number in range(3)
-        for written in (
-            line("fault", 5 + number, number, "server: OOM", "main", None, None, None),
-            line("over", 6 + number, number, "nothing"),
-        )
-    ]
-    assert verdict({}, *idle).findings == ["the fault 'server: OOM' had no effect, ever: nothing"]
+@pytest.mark.parametrize(
+    ("master", "finding"),
+    [
+        (
+            [line("audit", 61_000, "embedded", [], [], {"dropped": 3})],
+            "the embedded store has counted 3 records as dropped",
+        ),
+        ([line("wrong", 5, "worker 2 has crashed")], "worker 2 has crashed"),
+        (IDLE, "the fault 'server: OOM' had no effect, ever: nothing"),
+    ],
+    ids=["what a store has dropped", "a crash", "a kind of fault that never had an effect"],
+)
+def test_what_went_wrong_beside_the_records_is_a_finding(master: list[Line], finding: str) -> None:
+    assert verdict({}, *master).findings == [finding]
 
 
 # Duplicates
 
 
-def again(first: list[Line], digest: str = "d1") -> Story:
+def again(first: list[Line], digest: str = "d1", attempt: int = 2) -> Story:
     """A record that a worker got in whatever way, and then another one under a digest id."""
-    second = [begin(5_000, 1, digest, [FIRST], attempt=2), end(5_010, 1), told(5_011, digest, attempt=2)]
+    second = [begin(5_000, 1, digest, [FIRST], attempt), end(5_010, 1), told(5_011, digest, attempt=attempt)]
     return {PRODUCER: [stored(1)], WORKER: first, OTHER: second}
 
 
-RETURNED = [begin(100, 1, "d1", [FIRST]), end(110, 1)]
+RETURNED, KNOWN = call("returned"), call()
 KILLED = line("exit", 120, WORKER, "killed", 115 * 10**6)
+STOOD_STILL = [begin(100, 1, "d1", [FIRST]), line("still", 4_000, 3.5), end(4_001, 1), told(4_002, "d1", "lost")]
+WHOLE = [begin(300, 2, "d1", [FIRST], attempt=2), end(310, 2, "partial", []), told(311, "d1", "partial", 2)]
+CUT_ELSEWHERE, CUT = (
+    [line("fault", 105, 1, "proxy: cut", "main", where, None, None), line("over", 500, 1, "")]
+    for where in ("proxy 1", "socket")
+)
 
 
-def test_a_duplicate_whose_first_worker_was_killed_is_explained() -> None:
-    found = verdict(again(RETURNED), KILLED)
-    assert found.is_good
+@pytest.mark.parametrize(
+    ("story", "master", "why"),
+    [
+        pytest.param(again(RETURNED), [KILLED], "the worker was killed", id="the first worker was killed"),
+        pytest.param(again(RETURNED, "d2"), [KILLED], None, id="under another digest id"),
+        pytest.param(again(KNOWN), [KILLED], None, id="the store knew it to be delivered"),
+        pytest.param(again(RETURNED), [], None, id="nothing accounts for it"),
+        pytest.param(again(RETURNED), CUT_ELSEWHERE, None, id="a fault of others"),
+        pytest.param(again(RETURNED), CUT, "proxy: cut", id="a fault of its own"),
+        pytest.param(again(STOOD_STILL), [], "the worker stood still", id="the worker stood still"),
+        pytest.param(
+            again([*call("cut"), *WHOLE], attempt=3),
+            [],
+            "kept whole after an unknown outcome before",
+            id="a partial failure after an unknown outcome",
+        ),
+        pytest.param(
+            again([*call("raised", "failed"), *WHOLE], attempt=3), [], None, id="a partial failure after a known one"
+        ),
+    ],
+)
+def test_a_duplicate_is_explained_by_what_can_account_for_it_and_by_nothing_else(
+    story: Story, master: list[Line], why: str | None
+) -> None:
+    found = verdict(story, *master)
     assert found.duplicated == 1
-    assert found.duplicates == {"the worker was killed": 1}
-
-
-def test_a_duplicate_under_another_digest_id_is_unexplained() -> None:
-    found = verdict(again(RETURNED, digest="d2"), KILLED)
-    assert (found.unexplained, found.is_good) == (1, False)
-
-
-def test_a_duplicate_of_what_the_store_knew_to_be_delivered_is_unexplained() -> None:
-    found = verdict(again([*RETURNED, told(112, "d1")]), KILLED)
-    assert (found.unexplained, found.is_good) == (1, False)
-
-
-def test_a_duplicate_for_which_nothing_accounts_is_unexplained() -> None:
-    found = verdict(again(RETURNED))
-    assert (found.unexplained, found.is_good) == (1, False)
-
-
-def test_a_fault_of_others_explains_no_duplicate() -> None:
-    elsewhere = line("fault", 105, 1, "proxy: cut", "main", "proxy 1", None, None), line("over", 500, 1, "")
-    assert verdict(again(RETURNED), *elsewhere).unexplained == 1
-    its_own = line("fault", 105, 1, "proxy: cut", "main", "socket", None, None), line("over", 500, 1, "")
-    assert verdict(again(RETURNED), *its_own).duplicates == {"proxy: cut": 1}
-
-
-def test_a_worker_that_stood_still_explains_a_duplicate() -> None:
-    stopped = [begin(100, 1, "d1", [FIRST]), line("still", 4_000, 3.5), end(4_001, 1), told(4_002, "d1", "lost")]
-    assert verdict(again(stopped)).duplicates == {"the worker stood still": 1}
-
-
-def test_a_partial_failure_after_an_unknown_outcome_explains_a_duplicate() -> None:
-    partial = [begin(300, 2, "d1", [FIRST], attempt=2), end(310, 2, "partial", []), told(311, "d1", "partial", 2)]
-    lost = [begin(100, 1, "d1", [FIRST]), end(110, 1, "cut")]
-    story = again([*lost, *partial])
-    story[OTHER][0] = begin(5_000, 1, "d1", [FIRST], attempt=3)
-    assert verdict(story).duplicates == {"kept whole after an unknown outcome before": 1}
-    known = [begin(100, 1, "d1", [FIRST]), end(110, 1, "raised"), told(111, "d1", "failed")]
-    story[WORKER] = [*known, *partial]
-    assert verdict(story).unexplained == 1
+    assert (found.unexplained, found.is_good) == ((1, False) if why is None else (0, True))
+    assert why is None or found.duplicates == {why: 1}
 
 
 def test_a_record_that_is_rejected_after_it_was_delivered_is_a_duplicate_too() -> None:
-    story = again([*RETURNED, told(112, "d1")])
+    story = again(KNOWN)
     story[OTHER][1:] = [end(5_010, 1, "rejected"), told(5_011, "d1", "rejected", 2)]
     assert verdict(story, letters=[FIRST]).unexplained == 1
 
@@ -202,63 +191,58 @@ def test_a_record_that_is_rejected_after_it_was_delivered_is_a_duplicate_too() -
 
 
 def test_one_digest_id_with_two_contents_is_a_finding() -> None:
-    first = [begin(100, 1, "d1", [FIRST, FIRST + 1]), end(110, 1, "raised"), told(111, "d1", "failed")]
     second = [begin(200, 2, "d1", [FIRST], attempt=2), end(210, 2), told(211, "d1", attempt=2)]
-    found = verdict({PRODUCER: [stored(1)], WORKER: [*first, *second]})
+    found = verdict({PRODUCER: [stored(1)], WORKER: [*call("raised", "failed", records=2), *second]})
     assert [finding.partition(":")[0] for finding in found.findings] == [
         "digest d1 had 2 records of 'timeline', and then 1 of 'timeline', or others"
     ]
 
 
-def overlapping(*more: Line) -> Story:
-    """A worker begins a digest of a timeline while another one has its own."""
-    first = [begin(100, 1, "d1", [FIRST]), *more, end(3_100, 1, "cut")]
+@pytest.mark.parametrize(
+    ("more", "overlaps"),
+    [
+        ([end(3_100, 1, "cut")], {"unexplained": 1}),
+        ([line("still", 3_050, 2.9), end(3_100, 1, "cut")], {"a worker stood still": 1}),
+        # a worker that moves again must not go on with what it lost
+        ([line("still", 2_600, 2.4), end(3_100, 1, "cut")], {"unexplained": 1}),
+        ([], {}),  # it was killed
+    ],
+)
+def test_a_timeline_that_two_workers_have_at_once_is_a_finding_unless_the_first_stands_still_or_is_dead(
+    more: list[Line], overlaps: dict[str, int]
+) -> None:
+    first = [begin(100, 1, "d1", [FIRST]), *more]
     second = [begin(2_500, 1, "d1", [FIRST], attempt=2), end(3_000, 1), told(3_001, "d1", attempt=2)]
-    return {PRODUCER: [stored(1)], WORKER: first, OTHER: second}
-
-
-def test_a_timeline_that_two_workers_have_at_once_is_a_finding() -> None:
-    found = verdict(overlapping())
-    assert found.overlaps == {"unexplained": 1}
-    assert found.findings[0].startswith("'timeline' was with two workers for 0.500 s")
-
-
-def test_an_overlap_is_explained_while_the_first_worker_stands_still() -> None:
-    assert verdict(overlapping(line("still", 3_050, 2.9))).overlaps == {"a worker stood still": 1}
-
-
-def test_a_worker_that_moves_again_must_not_go_on_with_what_it_lost() -> None:
-    assert verdict(overlapping(line("still", 2_600, 2.4))).overlaps == {"unexplained": 1}
-
-
-def test_a_killed_worker_has_its_timelines_no_longer() -> None:
-    story = overlapping()
-    del story[WORKER][1:]
-    assert verdict(story, line("exit", 2_000, WORKER, "killed", 1_900 * 10**6)).overlaps == {}
+    master = [] if more else [line("exit", 2_000, WORKER, "killed", 1_900 * 10**6)]
+    found = verdict({PRODUCER: [stored(1)], WORKER: first, OTHER: second}, *master)
+    assert found.overlaps == overlaps
+    if len(more) == 1:
+        assert found.findings[0].startswith("'timeline' was with two workers for 0.500 s")
 
 
 # Times
 
 
+def fault(begins: float, ends: float, number: int = 1, kind: str = "server: kill -9") -> list[Line]:
+    return [line("fault", begins, number, kind, "main", None, None, None), line("over", ends, number, "")]
+
+
 def test_recovery_is_the_time_from_the_end_of_a_fault_to_what_works_again() -> None:
-    story = {PRODUCER: [line("stored", 900, FIRST, FIRST, 0.001)], WORKER: delivered([FIRST])}
-    fault = line("fault", 20, 1, "server: kill -9", "main", None, None, None), line("over", 50, 1, "")
-    found = verdict(story, *fault).recoveries["server: kill -9"]
+    story = {PRODUCER: [line("stored", 900, FIRST, FIRST, 0.001)], WORKER: call()}
+    found = verdict(story, *fault(20, 50)).recoveries["server: kill -9"]
     assert found.adds == pytest.approx([0.85])
     assert found.callbacks == pytest.approx([0.05])
 
 
 def test_a_fault_that_another_one_follows_at_once_tells_nothing_of_recovery() -> None:
-    fault = line("fault", 20, 1, "server: kill -9", "main", None, None, None), line("over", 50, 1, "")
-    other = line("fault", 60, 2, "server: OOM", "main", None, None, None), line("over", 90, 2, "")
-    found = verdict({PRODUCER: [stored(1)], WORKER: delivered([FIRST])}, *fault, *other)
+    faults = *fault(20, 50), *fault(60, 90, 2, "server: OOM")
+    found = verdict({PRODUCER: [stored(1)], WORKER: call()}, *faults)
     assert found.recoveries["server: kill -9"].callbacks == []
 
 
 def test_the_longest_silence_is_told_with_the_faults_that_it_met() -> None:
     later = [begin(9_100, 2, "d2", [FIRST + 1]), end(9_110, 2), told(9_111, "d2")]
-    fault = line("fault", 200, 1, "server: kill -9", "main", None, None, None), line("over", 250, 1, "")
-    found = verdict({PRODUCER: [stored(2)], WORKER: [*delivered([FIRST]), *later]}, *fault)
+    found = verdict({PRODUCER: [stored(2)], WORKER: [*call(), *later]}, *fault(200, 250))
     assert found.silence == pytest.approx(9.0)
     assert found.silence_during == ["server: kill -9"]
 
@@ -273,7 +257,6 @@ def test_the_same_seed_is_the_same_plan() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_of_fault_comes_soon(seed: int) -> None:
-    """In the first round, which takes a small part of two minutes."""
     first = list(islice(plan(seed), len(KINDS)))
     assert {planned.kind for planned in first} == KINDS.keys()
     assert sum(planned.gap for planned in first) <= len(KINDS) * LONGEST_GAP < 60
@@ -314,26 +297,19 @@ def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_sl
     return judge(facts)
 
 
-KNOWN = [*RETURNED, told(112, "d1")]
-
-
-def test_a_close_that_a_lost_primary_was_told_at_its_end_may_be_forgotten() -> None:
-    assert clustered(KNOWN, "d1").duplicates == {"a failover forgot the close": 1}
-
-
-def test_a_claim_that_a_lost_primary_gave_at_its_end_may_be_forgotten() -> None:
-    assert clustered(KNOWN, "d2").duplicates == {"a failover forgot the claim": 1}
-
-
-def test_a_primary_that_comes_back_may_give_what_was_delivered() -> None:
-    early = [begin(900, 1, "d1", [FIRST]), end(910, 1), told(911, "d1")]
-    assert clustered(early, "d2", second_at=2_050).duplicates == {"an old primary gave it": 1}
-
-
-def test_what_was_told_long_before_a_failover_is_not_forgotten() -> None:
-    early = [begin(900, 1, "d1", [FIRST]), end(910, 1), told(911, "d1")]
-    assert clustered(early, "d1", second_at=4_000).unexplained == 1
-
-
-def test_the_loss_of_another_primary_explains_nothing() -> None:
-    assert clustered(KNOWN, "d1", at_slot=False).unexplained == 1
+@pytest.mark.parametrize(
+    ("first", "digest", "options", "why"),
+    [
+        pytest.param(call(), "d1", {}, "a failover forgot the close", id="it was told the close at its end"),
+        pytest.param(call(), "d2", {}, "a failover forgot the claim", id="it gave the claim at its end"),
+        pytest.param(call(at=900), "d2", {"second_at": 2_050}, "an old primary gave it", id="it came back"),
+        pytest.param(call(at=900), "d1", {"second_at": 4_000}, None, id="it was told long before"),
+        pytest.param(call(), "d1", {"at_slot": False}, None, id="it was another primary"),
+    ],
+)
+def test_what_a_lost_primary_was_told_or_gave_at_its_end_may_be_forgotten_and_nothing_else(
+    first: list[Line], digest: str, options: dict[str, Any], why: str | None
+) -> None:
+    found = clustered(first, digest, **options)
+    assert found.unexplained == (why is None)
+    assert why is None or found.duplicates == {why: 1}

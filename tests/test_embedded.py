@@ -1,7 +1,6 @@
 """The embedded server, run for real: what it is, shared by processes, and gone with its last user."""
 
 # pyright: reportUnknownMemberType=false
-# (redis-py leaves the types of its **kwargs out)
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from embedded_users import NewUser, lives, opened_by, processes_of, started, supervisor_of, until
+from embedded_users import NewUser, lives, opened_by, pid_of, processes_of, started, supervisor_of
+from replicas import until
 
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import ConfigurationError
@@ -29,26 +29,19 @@ async def test_the_package_of_the_binary_is_not_imported(new_user: NewUser) -> N
 
 async def test_every_write_is_synced_to_an_append_only_file_and_nothing_is_ever_evicted(folder: Path) -> None:
     async with started(folder) as (_, client):
-        assert await client.config_get(
-            "appendonly", "appendfsync", "aof-load-truncated", "save", "maxmemory-policy", "dir"
-        ) == {
-            "appendonly": "yes",
-            "appendfsync": "always",
-            "aof-load-truncated": "no",
-            "save": "",
-            "maxmemory-policy": "noeviction",
-            "dir": str(folder),
-        }
+        settings = {"appendonly": "yes", "appendfsync": "always", "aof-load-truncated": "no", "save": ""}
+        settings |= {"maxmemory-policy": "noeviction", "dir": str(folder)}
+        assert await client.config_get(*settings) == settings
         assert await client.dbsize() == 0  # what the supervisor writes to see that it can leaves nothing
 
 
 async def test_only_its_user_can_reach_it_and_only_through_the_socket(folder: Path) -> None:
     async with started(folder) as (server, client):
         assert (await client.config_get("port"))["port"] == "0"
-        assert server.pid
-        opened = opened_by(server.pid)
+        pid = pid_of(server)
+        opened = opened_by(pid)
         for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{server.pid}/net/{table}").read_text().splitlines()[1:]:
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 assert f"socket:[{line.split()[9]}]" not in opened
         for private in (folder, server.socket.parent):
             assert private.stat().st_mode & 0o777 == 0o700
@@ -99,11 +92,10 @@ async def test_the_supervisor_is_a_bare_interpreter_that_holds_nothing_of_its_la
         os.set_inheritable(file.fileno(), True)
         ours = os.readlink(f"/proc/self/fd/{file.fileno()}")
         async with started(folder) as (server, _):
-            assert server.pid
-            supervisor = supervisor_of(server.pid)
+            supervisor = supervisor_of(pid_of(server))
             assert b"\0-I\0-S\0" in Path(f"/proc/{supervisor}/cmdline").read_bytes()
             assert {os.readlink(f"/proc/{supervisor}/fd/{stream}") for stream in (0, 1, 2)} == {"/dev/null"}
-            assert ours not in opened_by(supervisor) | opened_by(server.pid)
+            assert ours not in opened_by(supervisor) | opened_by(pid_of(server))
             assert supervisor_of(supervisor) != os.getpid()
 
 
@@ -131,8 +123,7 @@ async def test_processes_share_one_server_whoever_leaves_first(folder: Path, new
 
 async def test_the_last_stop_returns_when_the_server_is_gone(folder: Path) -> None:
     async with started(folder) as (server, _):
-        pid = server.pid
-        assert pid
+        pid = pid_of(server)
         assert lives(pid)
     assert not lives(pid)
     assert server.pid is None
@@ -211,8 +202,7 @@ async def test_a_cancelled_stop_leaves_nothing_either(folder: Path) -> None:
         for _ in range(steps):
             await asyncio.sleep(0)
         stopping.cancel()
-        with suppress(asyncio.CancelledError):
-            await stopping
+        await asyncio.wait([stopping])
         if not steps:  # it had not even begun
             await server.stop()
         await until(lambda: not processes_of(server))

@@ -1,7 +1,6 @@
 """The embedded server, run for real: up again after a crash, and with a reason for what cannot work."""
 
 # pyright: reportUnknownMemberType=false
-# (redis-py leaves the types of its **kwargs out)
 
 from __future__ import annotations
 
@@ -27,12 +26,14 @@ from embedded_users import (
     lives,
     next_descriptor,
     opened_by,
+    pid_of,
     seconds_used,
+    serve_by,
     started,
     supervisor_of,
-    until,
     waits,
 )  # fmt: skip
+from replicas import until
 
 from aiodigest import data_folder
 from aiodigest.backends.embedded.binary import find_binary
@@ -49,14 +50,11 @@ async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> in
     return acknowledged
 
 
-async def works(client: redis.asyncio.Redis) -> None:
-    """Wait until the server answers."""
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(redis.exceptions.RedisError, OSError):
-                await client.ping()
-                return
-            await asyncio.sleep(0.005)
+async def works(client: redis.asyncio.Redis) -> bool:
+    """Whether the server answers."""
+    with suppress(redis.exceptions.RedisError, OSError):
+        return bool(await client.ping())
+    return False
 
 
 # Up again
@@ -68,11 +66,10 @@ async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Pat
         writing = asyncio.create_task(write_until_it_fails(client))
         while not await client.llen("list"):
             pass
-        first = server.pid
-        assert first
+        first = pid_of(server)
         os.kill(first, signal.SIGKILL)
         acknowledged = await writing
-        await works(client)
+        await until(lambda: works(client))
         # one may be stored and not acknowledged
         assert await client.llen("list") in (acknowledged, acknowledged + 1)
         await until(lambda: server.pid != first and server.why_down() is None)
@@ -85,8 +82,7 @@ async def test_a_server_that_keeps_crashing_is_started_ever_later(
     async with started(folder) as (server, _):
         told = all_told(server, monkeypatch)
         for delay in (0.1, 0.2, 0.4):
-            killed = server.pid
-            assert killed
+            killed = pid_of(server)
             begin = time.monotonic()
             os.kill(killed, signal.SIGKILL)
             await until(lambda: told and server.why_down() is None)
@@ -101,12 +97,11 @@ async def test_a_server_that_keeps_crashing_is_started_ever_later(
 async def test_a_killed_supervisor_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
     async with started(folder) as (server, client), started(folder) as (other, _):
         await client.set("key", "value")
-        first = server.pid
-        assert first
+        first = pid_of(server)
         supervisor = supervisor_of(first)
         os.kill(supervisor, signal.SIGKILL)
         await until(lambda: not lives(first))
-        await works(client)
+        await until(lambda: works(client))
         assert await client.get("key") == "value"
         assert await server.start() == await other.start()  # both are started, and on their way to the new supervisor
         await until(lambda: server.pid == other.pid not in (first, None))
@@ -116,8 +111,7 @@ async def test_a_killed_supervisor_takes_its_server_along_and_a_user_launches_an
 async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_away(folder: Path) -> None:
     """As on macOS, where nothing ends a server whose supervisor was killed."""
     async with started(folder) as (server, client):
-        assert server.pid
-        command = os.readlink(f"/proc/{server.pid}/exe")
+        command = os.readlink(f"/proc/{pid_of(server)}/exe")
         await client.set("key", "value")
     server.socket.parent.mkdir(mode=0o700)
     with (folder / "lock").open("ab") as lock:
@@ -135,8 +129,8 @@ async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
 ) -> None:
     monkeypatch.setattr("aiodigest.backends.embedded.server._ORPHANED_AFTER", 0.05)
     async with started(folder) as (server, client):
-        assert server.pid
-        supervisor, crowd = supervisor_of(server.pid), list[socket.socket]()
+        first = pid_of(server)
+        supervisor, crowd = supervisor_of(first), list[socket.socket]()
         other, tries = EmbeddedServer(folder), list[None]()
         connect = other._connect
 
@@ -158,7 +152,6 @@ async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
             for one in crowd:
                 one.close()
             os.kill(supervisor, signal.SIGCONT)
-        first = server.pid
         await starting
         assert other.pid == server.pid == first
         assert await client.set("key", "value")
@@ -168,8 +161,7 @@ async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
 @pytest.mark.server_faults
 async def test_the_server_itself_holds_the_lock_of_its_folder(folder: Path) -> None:
     async with started(folder) as (server, _):
-        assert server.pid
-        assert str(folder / "lock") in opened_by(server.pid)
+        assert str(folder / "lock") in opened_by(pid_of(server))
 
 
 @pytest.mark.server_faults
@@ -196,9 +188,8 @@ async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_t
 ) -> None:
     async with started(folder) as (server, client):
         assert await client.rpush("list", "x")
-        assert server.pid
-        supervisor = supervisor_of(server.pid)
-        for pid in (supervisor, server.pid):
+        supervisor = supervisor_of(pid_of(server))
+        for pid in (supervisor, pid_of(server)):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         acknowledged = await write_until_it_fails(client)
         await until(lambda: server.why_down() is not None)
@@ -227,13 +218,18 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
 # No descriptor is left
 
 
+def leave_no_descriptor(pid: int) -> tuple[int, int]:
+    """What it may have, so that it can be given back."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (next_descriptor(pid), limits[1]))
+    return limits
+
+
 @pytest.mark.server_faults
 async def test_a_supervisor_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
     async with started(folder) as (server, _):
-        assert server.pid
-        supervisor, log = supervisor_of(server.pid), folder / "server.log"
-        limits = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
-        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (next_descriptor(supervisor), limits[1]))
+        supervisor, log = supervisor_of(pid_of(server)), folder / "server.log"
+        limits = leave_no_descriptor(supervisor)
         other = EmbeddedServer(folder)
         joining = asyncio.create_task(other.start())
         await until(lambda: b"users have to wait: " in log.read_bytes())
@@ -251,15 +247,13 @@ async def test_a_supervisor_without_a_descriptor_lets_users_wait_and_does_not_sp
 @pytest.mark.server_faults
 async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_started_later(folder: Path) -> None:
     async with started(folder) as (server, client):
-        first = server.pid
-        assert first
+        first = pid_of(server)
         supervisor = supervisor_of(first)
-        limits = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
-        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (next_descriptor(supervisor), limits[1]))
+        limits = leave_no_descriptor(supervisor)
         os.kill(first, signal.SIGKILL)
         await until(lambda: "it cannot be started: [Errno 24] Too many open files" in (server.why_down() or ""))
         resource.prlimit(supervisor, resource.RLIMIT_NOFILE, limits)
-        await works(client)
+        await until(lambda: works(client))
         await until(lambda: server.pid not in (None, first))
         assert supervisor_of(server.pid or 0) == supervisor
 
@@ -329,10 +323,7 @@ async def test_on_windows_the_error_says_to_give_a_url(folder: Path, new_user: N
 async def test_a_binary_that_cannot_serve_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
 ) -> None:
-    binary = folder.parent / "server"
-    binary.write_text(script or "")
-    binary.chmod(0o700 if script else 0o600)
-    monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+    serve_by(monkeypatch, folder.parent / "server", script)
     with pytest.raises(ConfigurationError, match=message):
         await EmbeddedServer(folder).start()
 
@@ -340,16 +331,17 @@ async def test_a_binary_that_cannot_serve_is_refused(
 async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
     folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
 ) -> None:
-    binary = folder.parent / "server"
-    binary.write_text(f"""#!/bin/sh
+    serve_by(
+        monkeypatch,
+        folder.parent / "server",
+        f"""#!/bin/sh
 case "$*" in
     --version) echo Redis server v=9.9.9 ;;
     *ends*) echo out of order; exit 3 ;;
     *) exec {find_binary()} "$@" --replicaof 127.0.0.1 1 ;;
 esac
-""")
-    binary.chmod(0o700)
-    monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+""",
+    )
     ends, refuses = await asyncio.gather(
         EmbeddedServer(folder / "ends").start(), EmbeddedServer(folder / "refuses").start(), return_exceptions=True
     )
@@ -383,5 +375,5 @@ async def test_without_the_wheel_a_server_on_the_path_serves(folder: Path, new_u
     async with started(folder) as (_, client):
         assert await client.set("key", "value")
         os.kill(pid, signal.SIGKILL)
-        await works(client)
+        await until(lambda: works(client))
         assert await client.get("key") == "value"

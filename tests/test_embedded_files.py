@@ -2,7 +2,6 @@
 without a word, and there are no two servers for long."""
 
 # pyright: reportUnknownMemberType=false
-# (redis-py leaves the types of its **kwargs out)
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 import redis.exceptions
-from embedded_users import NewUser, all_told, lives, processes_of, started, supervisor_of, until, waits
+from embedded_users import NewUser, all_told, lives, pid_of, processes_of, serve_by, started, supervisor_of, waits
+from replicas import until
 
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.backends.embedded.server import EmbeddedServer
@@ -54,13 +54,6 @@ def replace(path: Path) -> None:
         shutil.copytree(moved, path, ignore=shutil.ignore_patterns("*.sock"))
     else:
         shutil.copy(moved, path)
-
-
-def user_of(server: EmbeddedServer) -> socket.socket:
-    user = socket.socket(socket.AF_UNIX)
-    user.connect(str(server.socket.with_name("keeper.sock")))
-    user.setblocking(False)
-    return user
 
 
 async def all_lines(user: socket.socket) -> list[str]:
@@ -106,9 +99,10 @@ async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_anoth
     folder: Path, name: str, lose: Callable[[Path], None], reason: str
 ) -> None:
     async with started(folder) as (server, _):
-        first = server.pid
-        assert first
-        with user_of(server) as user:
+        first = pid_of(server)
+        with socket.socket(socket.AF_UNIX) as user:
+            user.connect(str(server.socket.with_name("keeper.sock")))
+            user.setblocking(False)
             lose(folder / name)
             lines = await all_lines(user)
         assert lines == [f"up {first}", f"down {reason.format(folder)}"]
@@ -122,8 +116,7 @@ async def test_why_a_supervisor_ended_is_told_until_there_is_another(
 ) -> None:
     async with started(folder) as (server, _):
         told = all_told(server, monkeypatch)
-        first = server.pid
-        assert first
+        first = pid_of(server)
         delete(folder)
         await until(lambda: told)
         assert "was deleted, moved or replaced" in (told[0][1] or "")
@@ -146,8 +139,7 @@ async def test_what_was_acknowledged_until_the_folder_was_moved_is_in_the_moved_
 
 async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays(folder: Path) -> None:
     async with started(folder) as (server, _):
-        first = server.pid
-        assert first
+        first = pid_of(server)
         delete(folder)
         async with started(folder) as (other, client):
             second = other.pid
@@ -162,8 +154,7 @@ async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stay
 async def test_two_servers_that_have_their_sockets_in_one_folder_leave_each_others_alone(folder: Path) -> None:
     folder = folder / LONG
     async with started(folder) as (server, _):
-        first = server.pid
-        assert first
+        first = pid_of(server)
         delete(folder)
         folder.mkdir()
         server.socket.with_name("keeper.sock").unlink()  # so that the other does not join it
@@ -183,20 +174,15 @@ async def test_a_server_that_is_slow_to_open_its_socket_is_not_taken_for_up_whil
 ) -> None:
     folder = folder / LONG
     async with started(folder) as (server, _):
-        assert server.pid
-        old = supervisor_of(server.pid)
+        old = supervisor_of(pid_of(server))
         os.kill(old, signal.SIGSTOP)  # it is slow to see that its folder is gone
         try:
             delete(folder)
             folder.mkdir()
             server.socket.with_name("keeper.sock").unlink()
-            binary, go = folder / "server", folder / "go"
-            binary.write_text(f"""#!/bin/sh
-[ "$*" = --version ] || until [ -e '{go}' ]; do sleep 0.01; done
-exec {find_binary()} "$@"
-""")
-            binary.chmod(0o700)
-            monkeypatch.setenv("AIODIGEST_SERVER", str(binary))
+            go = folder / "go"
+            slow = f"""[ "$*" = --version ] || until [ -e '{go}' ]; do sleep 0.01; done; exec {find_binary()} "$@\""""
+            serve_by(monkeypatch, folder / "server", f"#!/bin/sh\n{slow}")
             other = EmbeddedServer(folder)
             starting = asyncio.create_task(other.start())
             await until(lambda: other.pid or starting.done())
@@ -226,8 +212,7 @@ async def test_who_finds_no_socket_gets_into_the_same_folder_all_the_same(folder
 
 async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(folder: Path) -> None:
     async with started(folder) as (server, client):
-        first = server.pid
-        assert first
+        first = pid_of(server)
         supervisor = supervisor_of(first)
         for name in "ab":
             await client.set(name, "x" * 1000)

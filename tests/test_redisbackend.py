@@ -766,19 +766,6 @@ def test_making_a_backend_does_no_io_and_checks_its_arguments(folder: Path) -> N
         _ = RedisBackend("redis://localhost", namespace="mail").shard_map
 
 
-async def test_timelines_of_several_shards_are_found_again(server: Server, namespace: str) -> None:
-    async with connected(server.url, namespace, shards=3) as backend:
-        keys = [f"k{number}" for number in range(30)]
-        for key in keys:
-            assert await backend.add(backend.shard_map.shard_of(key), [record(key)]) == [True]
-        assert {backend.shard_map.shard_of(key) for key in keys} == {0, 1, 2}
-        assert (await backend.operations.counts())["ready"] == 30
-        found = [
-            window.key for shard in range(3) for window in (await backend.operations.page(shard, "ready", 100)).items
-        ]
-        assert sorted(found) == sorted(keys)
-
-
 @pytest.mark.parametrize("namespace", ["", "a:b", "{a}", "a" * 65, "a b", "ä"])
 def test_a_namespace_that_could_collide_is_refused(namespace: str) -> None:
     with pytest.raises(ConfigurationError, match="a namespace is"):

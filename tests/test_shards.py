@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
@@ -125,19 +125,6 @@ async def test_a_timeline_is_kept_in_the_shard_of_its_key_and_in_no_other(shards
 # Delivering
 
 
-async def test_each_shard_gives_its_own_digests_and_keeps_none_that_is_closed(shards: Shards) -> None:
-    await shards.fill()
-    for shard, keys in enumerate(shards.keys):
-        leases = (await shards.claims(shard=shard)).leases
-        assert [(lease.key, ids(lease)) for lease in leases] == [(key, [f"of-{key}"]) for key in keys]
-        for lease in leases:
-            assert await shards.close(lease) == Closed("closed")
-        assert (await shards.claims(shard=shard)).leases == []
-    counts = await shards.backend.operations.counts()
-    assert (counts["digests"], counts["delivered"]) == (2 * SHARDS, 2 * SHARDS)
-    assert (counts["waiting"], counts["ready"], counts["leased"]) == (0, 0, 0)
-
-
 async def test_a_lease_is_known_to_its_own_shard_alone(shards: Shards) -> None:
     await shards.fill()
     lease = (await shards.claims(1)).leases[0]
@@ -146,18 +133,6 @@ async def test_a_lease_is_known_to_its_own_shard_alone(shards: Shards) -> None:
         assert await shards.backend.release(shard, [lease], True) == [False]
     assert await shards.backend.renew(0, [lease], LEASE) == [True]
     assert await shards.close(lease) == Closed("closed")
-
-
-async def test_a_digest_that_fails_waits_in_its_own_shard_while_the_others_deliver(shards: Shards) -> None:
-    await shards.fill()
-    failed = (await shards.claims(1, shard=2)).leases[0]
-    assert await shards.retry(failed, 5_000)
-    for shard in range(SHARDS):
-        for lease in (await shards.claims(shard=shard)).leases:
-            await shards.close(lease)
-    shards.now += 5_000
-    again = await shards.claim(shard=2)
-    assert (again.key, again.digest_id, again.attempt) == (failed.key, failed.digest_id, 2)
 
 
 async def test_the_leases_of_a_shard_lapse_while_nobody_claims_from_another(shards: Shards) -> None:
@@ -273,25 +248,22 @@ async def test_each_shard_lists_its_own_dead_letters_and_any_is_found_by_its_id_
     assert await shards.backend.operations.dead_letter("unknown") is None
 
 
-async def test_a_dead_letter_of_any_shard_is_replayed_to_its_timeline(shards: Shards) -> None:
-    for shard, name in enumerate(await buried(shards)):
-        key = shards.keys[shard][0]
-        assert await shards.backend.replay(name, shards.policy.terms, False)
-        assert await shards.held(key) == [(f"of-{key}", "v")]
-        assert (await shards.backend.operations.counts())["dead"] == SHARDS - 1 - shard
-
-
-async def test_a_dead_letter_of_any_shard_is_discarded_and_the_others_stay(shards: Shards) -> None:
-    names = await buried(shards)
+@pytest.mark.parametrize("way", ["replay", "discard"])
+async def test_a_dead_letter_of_any_shard_is_replayed_or_discarded_and_the_others_stay(
+    shards: Shards, way: str
+) -> None:
+    names, operations = await buried(shards), shards.backend.operations
     while names:
         name = names.pop(len(names) // 2)
-        assert await shards.backend.discard(name)
+        letter = await operations.dead_letter(name)
+        assert letter is not None
+        if way == "replay":
+            assert await shards.backend.replay(name, shards.policy.terms, False)
+        else:
+            assert await shards.backend.discard(name)
+        assert await shards.held(letter.key) == ([(f"of-{letter.key}", "v")] if way == "replay" else [])
         assert not await shards.backend.discard(name)
-        left = [
-            letter
-            for shard in range(SHARDS)
-            for letter in (await shards.backend.operations.dead_letters(shard, 10)).items
-        ]
+        left = [each for shard in range(SHARDS) for each in (await operations.dead_letters(shard, 10)).items]
         assert left == names
 
 
@@ -313,18 +285,9 @@ async def test_shards_take_adds_and_give_digests_at_the_same_time(shards: Shards
             for lease in leases:
                 assert ids(lease) == [f"{number}"]
                 assert await shards.close(lease, cool=0) == Closed("closed")
+            assert (await shards.claims(shard=shard)).leases == []
 
     await asyncio.gather(*(one(shard) for shard in range(SHARDS)))
     counts = await shards.backend.operations.counts()
     assert (counts["digests"], counts["delivered"]) == (2 * 20 * SHARDS, 2 * 20 * SHARDS)
-
-
-async def test_a_part_of_a_digest_is_closed_in_its_own_shard(shards: Shards) -> None:
-    shards.policy = Policy(max_size=2)
-    for shard, (key, _) in enumerate(shards.keys):
-        await shards.add(key, "a", "b", "c")
-        lease = await shards.claim(shard)
-        closed = await shards.close(lease, 2)
-        assert (closed.status, closed.left) == ("part", 1)
-        rest = replace(lease, digest_id=closed.digest_id, size=1)
-        assert await shards.close(rest) == Closed("closed")
+    assert (counts["waiting"], counts["ready"], counts["leased"]) == (0, 0, 0)
