@@ -182,7 +182,10 @@ def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monke
     assert command("delete", HOSTILE)[0] == 0
 
 
-@pytest.mark.parametrize("arguments", [["pipe", "--group-by", "key"], *([name] for name in ("stats", "doctor", "top"))])
+@pytest.mark.parametrize(
+    "arguments",
+    [["pipe", "--group-by", "key"], ["reshard", "--to", "4"], *([name] for name in ("stats", "doctor", "top"))],
+)
 def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], command: Command) -> None:
     code, output, error = command(*arguments, "--url", "redis://user:secret@127.0.0.1:1/0")
     assert (code, output) == (69, "")

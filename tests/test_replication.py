@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import session_of
-from replicas import PATIENCE, Relay, follow, follows, freeze, port_of, replicated, role_of, thaw, until
+from engines import patiently, session_of
+from replicas import Relay, follow, follows, freeze, port_of, replicated, role_of, thaw, until
 from servers import Server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
@@ -38,12 +38,6 @@ def lengths_of(server: Server, namespace: str, *keys: str) -> list[int]:
         return [client.llen(f"{{{namespace}}}:log:{key}") for key in keys]
 
 
-def holds(server: Server, namespace: str, state: str) -> bool:
-    """Whether a server has timelines in a state."""
-    with server.client() as client:
-        return client.exists(f"{{{namespace}}}:{state}") == 1
-
-
 def waiting(server: Server) -> int:
     """How many clients of a server wait for something."""
     with server.client() as client:
@@ -53,13 +47,15 @@ def waiting(server: Server) -> int:
 async def cut_short(server: Server, call: Coroutine[Any, Any, object]) -> object:
     """What a call answers whose waits for replicas end as by its timeout: with how many there are then."""
     calling = asyncio.create_task(call)
+
+    def is_done() -> bool:
+        for each in client.client_list():
+            if "b" in each["flags"]:
+                client.client_unblock(each["id"])
+        return calling.done()
+
     with server.client() as client:
-        async with asyncio.timeout(PATIENCE):
-            while not calling.done():
-                for each in client.client_list():
-                    if "b" in each["flags"]:
-                        client.client_unblock(each["id"])
-                await asyncio.sleep(0.01)
+        await until(is_done)
     return await calling
 
 
@@ -87,18 +83,12 @@ async def test_an_add_that_too_few_replicas_have_in_time_may_be_stored_and_says_
         await until(lambda: lengths_of(replica, namespace, "key") == [1])
 
 
-async def test_an_add_waits_for_replicas_no_longer_than_the_timeout(namespace: str) -> None:
+async def test_adds_wait_for_replicas_no_longer_than_the_timeout_and_each_may_be_stored_and_says_so(
+    namespace: str,
+) -> None:
     async with replicated() as (primary, replica), greedy(primary, namespace, timeout=1) as engine:
-        with pytest.raises(BackendUnavailable) as caught:
-            await engine.add("key", 1)
-        assert caught.value.stored == "unknown"
-        await until(lambda: lengths_of(replica, namespace, "key") == [1])
-
-
-async def test_of_many_adds_each_that_too_few_replicas_have_may_be_stored_and_says_so(namespace: str) -> None:
-    async with replicated() as (primary, replica), greedy(primary, namespace) as engine:
         with pytest.raises(PartialAdd) as caught:
-            await cut_short(primary, engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")]))
+            await engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")])
         told = [error for error in caught.value.results if isinstance(error, BackendUnavailable)]
         assert [(error.stored, error.record_id) for error in told] == [("unknown", "a"), ("unknown", "b")]
         await until(lambda: lengths_of(replica, namespace, "one", "two") == [1, 1])
@@ -202,7 +192,8 @@ async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(
             "release": lambda: backend.release(0, [lease], started=False),
             "open": lambda: backend.open(0, "k", 60_000, limits),
         }
-        await until(lambda: holds(new, namespace, "leased"))
+        with new.client() as client:
+            await until(lambda: client.exists(f"{{{namespace}}}:leased"))
         follow(new, None)
         follow(old, new)
         await until(lambda: role_of(old) == "slave" and follows(old))
@@ -213,6 +204,10 @@ async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(
             await backend.aclose()
 
 
+async def is_dead(engine: DigestEngine[JSON]) -> bool:
+    return (await engine.stats()).dead == 1
+
+
 async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_the_new(namespace: str) -> None:
     async def reject(digest: Digest[JSON]) -> None:
         raise Reject("no such address")
@@ -220,11 +215,9 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
     async with replicated() as (primary, replica):
         async with engine_to(primary, namespace) as engine:
             await engine.add("k", 1)
-        told = asyncio.Event()
         worker = DigestEngine[JSON](f"redis://127.0.0.1:{port_of(primary)}/0", namespace=namespace)
-        worker.observe(lambda _: told.set())
-        async with asyncio.timeout(PATIENCE), worker.delivering(reject):
-            await told.wait()
+        async with worker.delivering(reject):
+            await until(lambda: is_dead(worker))
         async with engine_to(primary, namespace, wait_replicas=1) as engine:
             [letter] = [letter async for letter in engine.dead_letters()]
             backend = await engine._backend()
@@ -242,11 +235,13 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
 
 async def drained(backend: Backend) -> None:
     """Wait until the layout before is gone."""
-    left: object = "all"
-    async with asyncio.timeout(PATIENCE):
-        while left:
-            with suppress(BackendUnavailable):  # the replica links up with its primary anew
-                left = await backend.operations.drain()
+
+    async def is_gone() -> bool:
+        with suppress(BackendUnavailable):  # the replica links up with its primary anew
+            return await backend.operations.drain() == {}
+        return False
+
+    await until(is_gone)
 
 
 async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(namespace: str) -> None:
@@ -263,12 +258,7 @@ async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(n
             await cut_short(primary, engine.add("second", 1))
         assert caught.value.stored == "no"
         thaw(replica)
-        async with asyncio.timeout(PATIENCE):
-            stored = False
-            while not stored:
-                with suppress(BackendUnavailable):  # the replica links up with its primary anew
-                    await engine.add("second", 1)
-                    stored = True
+        await patiently(lambda: engine.add("second", 1))  # the replica links up with its primary anew
         with primary.client() as client:
             assert len(client.keys("*:log:second")) == 1
 
