@@ -133,14 +133,6 @@ async def test_processes_share_one_server_whoever_leaves_first(folder: Path, new
         assert await client.get("key") == "value"
 
 
-async def test_the_last_stop_returns_when_the_server_is_gone(folder: Path) -> None:
-    async with started(folder) as (server, _):
-        pid = pid_of(server)
-        assert lives(pid)
-    assert not lives(pid)
-    assert server.pid is None
-
-
 async def test_five_processes_that_start_at_once_get_one_server(folder: Path, new_user: NewUser) -> None:
     users = [new_user() for _ in range(5)]
     assert len({await each.server() for each in users}) == 1
@@ -185,12 +177,16 @@ async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) 
     await servers[0].stop()
 
 
-async def test_it_can_be_started_and_stopped_again_and_again_in_other_loops(folder: Path) -> None:
+async def test_it_can_be_started_and_stopped_again_and_again_in_other_loops_and_is_gone_at_each_stop(
+    folder: Path,
+) -> None:
     server = EmbeddedServer(folder)
 
     async def use() -> None:
         assert await server.start() == await server.start()
+        pid = pid_of(server)
         await server.stop()
+        assert (lives(pid), server.pid) == (False, None)
         await server.stop()
 
     await asyncio.to_thread(asyncio.run, use())
@@ -230,17 +226,6 @@ async def test_it_is_gone_when_all_its_users_were_killed(folder: Path, new_user:
     for each in users:
         each.kill()
     await until(lambda: not lives(pid) and not lives(supervisor))
-
-
-async def test_it_is_gone_when_its_users_and_its_supervisor_were_killed(folder: Path, new_user: NewUser) -> None:
-    killed = new_user()
-    pid = await killed.server()
-    supervisor = supervisor_of(pid)
-    killed.kill()
-    os.kill(supervisor, signal.SIGKILL)
-    await until(lambda: not lives(pid))
-    async with started(folder) as (_, client):
-        assert await client.ping()
 
 
 @pytest.mark.parametrize(

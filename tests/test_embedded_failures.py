@@ -379,33 +379,23 @@ async def test_what_was_acknowledged_until_the_folder_was_moved_is_in_the_moved_
     assert acknowledged >= 100
 
 
-async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays(folder: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["sockets in the folder", "sockets elsewhere"])
+async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays_and_no_other_touches_its_sockets(
+    folder: Path, elsewhere: bool
+) -> None:
+    folder = folder / LONG if elsewhere else folder
     async with started(folder) as (server, _):
         first = pid_of(server)
         delete(folder)
+        if elsewhere:
+            folder.mkdir()
+            server.socket.with_name("keeper.sock").unlink()  # so that the other does not join it
         async with started(folder) as (other, client):
             second = other.pid
             assert second != first
             await client.set("key", "value")
             await until(lambda: not lives(first) and server.pid == second)
             await client.connection_pool.disconnect()  # its socket is still there for new connections
-            assert await client.get("key") == "value"
-            assert other.pid == second
-
-
-async def test_two_servers_that_have_their_sockets_in_one_folder_leave_each_others_alone(folder: Path) -> None:
-    folder = folder / LONG
-    async with started(folder) as (server, _):
-        first = pid_of(server)
-        delete(folder)
-        folder.mkdir()
-        server.socket.with_name("keeper.sock").unlink()  # so that the other does not join it
-        async with started(folder) as (other, client):
-            second = other.pid
-            assert second != first
-            await until(lambda: not lives(first) and server.pid == other.pid)
-            assert await client.set("key", "value")
-            await client.connection_pool.disconnect()
             assert await client.get("key") == "value"
             assert other.pid == second
     await until(lambda: not server.socket.parent.exists())
