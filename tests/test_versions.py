@@ -59,10 +59,6 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(tree: Path) -> Mapping[str, str]:
-    return {**os.environ, "PYTHONPATH": str(tree)}
-
-
 class Process(Program):
     """A process of one version, and the records that it has delivered."""
 
@@ -97,7 +93,7 @@ class Process(Program):
 async def version(tree: Path, url: str, namespace: str) -> AsyncGenerator[Process, None]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, PROGRAMS / "version.py", url, namespace,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(tree),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tree)},
     )  # fmt: skip
     program = Process(process)
     try:

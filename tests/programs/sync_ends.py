@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -121,14 +120,4 @@ def adds_at_the_end() -> None:
     engine.sync.add("k", 1)
 
 
-ways: list[Callable[[], None]] = [
-    returns,
-    ends_in_order,
-    exits_in_a_thread,
-    is_interrupted,
-    leaves_a_server_that_hangs,
-    leaves_daemons,
-    is_outlived,
-    adds_at_the_end,
-]
-next(each for each in ways if each.__name__ == way)()
+globals()[way]()
