@@ -22,11 +22,13 @@ from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
 from replicas import Relay, server_on, until
 from servers import PASSWORD, USER, commands, tls_binary
+from stores import LEASE, Store
 from storestate import check_invariants, redis_state
 from traffic import NO_GAP, Inbox, Traffic
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
-from aiodigest import backend as store
+from aiodigest.backend import Add, Lease
+from aiodigest.backend import Move as Reschedule
 from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
@@ -645,62 +647,49 @@ async def test_when_a_primary_hands_over_nothing_is_lost_and_adds_go_on(
 
 # 5. Slots that move key by key
 
-LIMITS = Policy().terms.limits
-LEASE = 60_000
+LIMITS = NO_GAP.terms.limits
 Verb = Callable[["Held"], Awaitable[object]]
 
 
-class Held:
+class Held(Store):
     """A namespace of one shard with timelines in every state, a digest under delivery, and a dead letter."""
 
-    def __init__(self, backend: RedisBackend) -> None:
-        self.backend = backend
-        self.leases: dict[str, store.Lease] = {}
-        self.letter = ""
-
-    def entry(self, key: str, record: str, policy: Policy = NO_GAP) -> store.Add:
-        return store.Add(key, pack(record.encode(), None, b"1"), policy.terms)
+    leases: dict[str, Lease]
+    letter: str
 
     async def fill(self) -> None:
-        backend = self.backend
         for key in ("leased", "retry", "buried", "released"):
-            await backend.add(0, [self.entry(key, f"{key}-{number}") for number in range(3)])
-        claims = await backend.claim(0, 10, LEASE, LIMITS)
-        self.leases = {lease.key: lease for lease in claims.leases}
-        buried = self.leases["buried"]
-        await backend.close(
-            0, [store.Close(buried, 3, 0, 300_000, LIMITS, LEASE, dead_letters=[store.NewDeadLetter("bad")])]
-        )
-        await backend.retry(0, [store.Retry(self.leases["retry"], 3_600_000, "boo", LIMITS, 3)])
-        await backend.add(0, [self.entry("leased", "leased-new"), self.entry("ready", "r")])
-        await backend.add(0, [self.entry("waiting", f"w{number}", LATER) for number in range(3)])
-        [self.letter] = (await backend.operations.dead_letters(0, 10)).items
+            await self.add(key, *(f"{key}-{number}" for number in range(3)))
+        self.leases = {lease.key: lease for lease in (await self.claims()).leases}
+        await self.close(self.leases["buried"], letter="bad")
+        await self.retry(self.leases["retry"], 3_600_000)
+        await self.add("leased", "leased-new")
+        await self.add("ready", "r")
+        await self.add("waiting", "w0", "w1", "w2", policy=LATER)
+        [self.letter] = (await self.backend.operations.dead_letters(0, 10)).items
 
-    def closing(self) -> store.Close:
-        lease = self.leases["leased"]
-        return store.Close(lease, lease.size, lease.size, 300_000, LIMITS, LEASE)
 
-    def retrying(self) -> store.Retry:
-        lease = self.leases["leased"]
-        return store.Retry(lease, 1_000, "boo", LIMITS, lease.size)
+def call(held: Held, *arguments: Any) -> Awaitable[object]:
+    assert isinstance(held.backend, RedisBackend)
+    return held.backend.namespace.call(*arguments)
 
 
 VERBS: dict[str, Verb] = {
     "add": lambda held: held.backend.add(
-        0, [held.entry(key, "x") for key in ("waiting", "ready", "leased", "retry", "new")]
+        0, [Add(key, pack(b"x", None, b"1"), NO_GAP.terms) for key in ("waiting", "ready", "leased", "retry", "new")]
     ),
-    "claim": lambda held: held.backend.claim(0, 10, LEASE, LIMITS),
+    "claim": lambda held: held.claims(),
     "open": lambda held: held.backend.open(0, "ready", LEASE, LIMITS),
     "renew": lambda held: held.backend.renew(0, [held.leases["leased"]], 2 * LEASE),
-    "close": lambda held: held.backend.close(0, [held.closing()]),
-    "retry": lambda held: held.backend.retry(0, [held.retrying()]),
-    "release": lambda held: held.backend.release(0, [held.leases["released"]], True),
+    "close": lambda held: held.close(held.leases["leased"]),
+    "retry": lambda held: held.retry(held.leases["leased"]),
+    "release": lambda held: held.release(held.leases["released"], started=True),
     "schedule": lambda held: held.backend.schedule(4_000_000_000_000),
     "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
     "flush": lambda held: held.backend.flush("waiting"),
     "delete": lambda held: held.backend.delete("waiting"),
     "remove": lambda held: held.backend.remove("waiting", b"w1", LIMITS),
-    "reschedule": lambda held: held.backend.reschedule("waiting", store.Move(LATER.terms, delay_ms=1)),
+    "reschedule": lambda held: held.backend.reschedule("waiting", Reschedule(LATER.terms, delay_ms=1)),
     "replay": lambda held: held.backend.replay(held.letter, NO_GAP.terms, False),
     "discard": lambda held: held.backend.discard(held.letter),
     "look": lambda held: held.backend.operations.look("waiting"),
@@ -709,9 +698,9 @@ VERBS: dict[str, Verb] = {
     "letter": lambda held: held.backend.operations.dead_letter(held.letter),
     "letters": lambda held: held.backend.operations.dead_letters(0, 10),
     # those of a change of the layout
-    "keep": lambda held: held.backend.namespace.call("keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
-    "carry": lambda held: held.backend.namespace.call("carry", 0, "1:1:1:0", "delivered", 5),
-    "retire": lambda held: held.backend.namespace.call("retire", 0, ""),
+    "keep": lambda held: call(held, "keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
+    "carry": lambda held: call(held, "carry", 0, "1:1:1:0", "delivered", 5),
+    "retire": lambda held: call(held, "retire", 0, ""),
 }
 
 STAGES: dict[str, Callable[[bytes], bool]] = {  # by what has moved of a shard: the ends of its keys
@@ -748,7 +737,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
     backend = RedisBackend(cluster.url, namespace=namespace, timeout=60)
     await backend.connect()
     try:
-        held = Held(backend)
+        held = Held(backend, policy=NO_GAP)
         await held.fill()
         with source.client() as client:
             full = redis_state(client, namespace)
@@ -770,11 +759,8 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
             check_invariants(moved)
         kept = await backend.renew(0, [held.leases["leased"], held.leases["released"]], LEASE)
         assert kept == [True, True]
-        [closed] = await backend.close(0, [held.closing()])
-        assert isinstance(closed, store.Closed)
-        assert closed.status == "closed"
-        leases = (await backend.claim(0, 10, LEASE, LIMITS)).leases
-        assert [lease.key for lease in leases] == ["ready"]
+        assert (await held.close(held.leases["leased"])).status == "closed"
+        assert (await held.claim()).key == "ready"
         assert await backend.flush("retry")
     finally:
         await backend.aclose()
