@@ -230,7 +230,11 @@ class Cluster:
             if "unknown subcommand" not in str(error).lower():
                 raise
             return False
-        until(lambda: "failed" in jobs(source) or self.agree_on(slot, target), "the slot has moved")
+
+        def is_over() -> bool:
+            return "failed" in str(source.ask("CLUSTER", "GETSLOTMIGRATIONS")) or self.agree_on(slot, target)
+
+        until(is_over, "the slot has moved")
         return self.agree_on(slot, target)
 
 
@@ -287,10 +291,6 @@ class Move:
                     end = ends if exact else min(ends, 0)
                     found[node.port, key] = value + b" until %d" % end
         return found
-
-
-def jobs(node: Node) -> str:
-    return str(node.ask("CLUSTER", "GETSLOTMIGRATIONS"))
 
 
 def info(node: Node) -> bytes:

@@ -254,19 +254,6 @@ async def test_engines_with_the_same_client_share_its_connections(cluster: Clust
     await until(lambda: not connections(cluster, "sharer"))
 
 
-@asynccontextmanager
-async def relayed(cluster: Cluster) -> AsyncGenerator[tuple[Any, dict[int, Relay]]]:
-    """A client that comes to every node by a relay, and the relays by the nodes' ports."""
-    async with AsyncExitStack() as stack:
-        relays = {node.port: await stack.enter_async_context(Relay(node.port)) for node in cluster.nodes}
-        ports = {port: int(relay.url.rpartition(":")[2].partition("/")[0]) for port, relay in relays.items()}
-
-        def remap(address: tuple[str, int]) -> tuple[str, int]:
-            return address[0], ports[address[1]]
-
-        yield client_of(*ports.values(), address_remap=remap), relays
-
-
 @pytest.mark.parametrize(
     ("told", "address"),
     [
@@ -416,11 +403,14 @@ async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_ans
 
 async def test_a_client_s_remap_of_addresses_is_used_for_every_node(cluster: Cluster, namespace: str) -> None:
     inbox = Inbox()
-    async with relayed(cluster) as (given, relays), engine_to(given, namespace).delivering(inbox) as engine:
+    async with AsyncExitStack() as stack:
+        relays = {node.port: await stack.enter_async_context(Relay(node.port)) for node in cluster.nodes}
+        ports = {port: int(relay.url.rpartition(":")[2].partition("/")[0]) for port, relay in relays.items()}
+        given = client_of(*ports.values(), address_remap=lambda address: (address[0], ports[address[1]]))
+        engine = await stack.enter_async_context(engine_to(given, namespace).delivering(inbox))
         await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
         await inbox.got(*KEYS)
-        passed = sum(relay.connections for relay in relays.values())
-        assert len(connections(cluster)) <= passed
+        assert len(connections(cluster)) <= sum(relay.connections for relay in relays.values())
         assert all(relays[node.port].connections > 3 for node in cluster.primaries)
 
 
