@@ -406,7 +406,11 @@ async def test_a_client_s_remap_of_addresses_is_used_for_every_node(cluster: Clu
     async with AsyncExitStack() as stack:
         relays = {node.port: await stack.enter_async_context(Relay(node.port)) for node in cluster.nodes}
         ports = {port: int(relay.url.rpartition(":")[2].partition("/")[0]) for port, relay in relays.items()}
-        given = client_of(*ports.values(), address_remap=lambda address: (address[0], ports[address[1]]))
+
+        def remap(address: tuple[str, int]) -> tuple[str, int]:
+            return address[0], ports[address[1]]
+
+        given = client_of(*ports.values(), address_remap=remap)
         engine = await stack.enter_async_context(engine_to(given, namespace).delivering(inbox))
         await engine.add_many([Entry(key, 1, record_id=key) for key in KEYS])
         await inbox.got(*KEYS)
