@@ -139,26 +139,17 @@ async def test_five_processes_that_start_at_once_get_one_server(folder: Path, ne
 
 
 async def test_many_engines_of_one_process_share_one_server_in_all_its_threads(folder: Path) -> None:
-    pids: list[int | None] = []
-
-    def run_thread() -> None:
-        async def run() -> None:
-            servers = [EmbeddedServer(folder) for _ in range(3)]
-            await asyncio.gather(*(server.start() for server in servers))
-            pids.extend(server.pid for server in servers)
-            await asyncio.to_thread(barrier.wait, 60)
-            await asyncio.gather(*(server.stop() for server in servers))
-
-        asyncio.run(run())
+    async def use() -> set[int]:
+        servers = [EmbeddedServer(folder) for _ in range(3)]
+        await asyncio.gather(*(server.start() for server in servers))
+        pids = {pid_of(server) for server in servers}
+        await asyncio.to_thread(barrier.wait, 60)
+        await asyncio.gather(*(server.stop() for server in servers))
+        return pids
 
     barrier = threading.Barrier(4)
-    threads = [threading.Thread(target=run_thread) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
-    assert len(pids) == 12
-    assert len(set(pids)) == 1
+    found = await asyncio.gather(*(asyncio.to_thread(asyncio.run, use()) for _ in range(barrier.parties)))
+    assert len(set().union(*found)) == 1
 
 
 async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) -> None:

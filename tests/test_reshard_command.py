@@ -17,9 +17,10 @@ from zlib import crc32
 
 import pytest
 from commandline import DEADLINE, Command, environment, in_process, running
+from replicas import until
 from servers import Server, running_server
 
-from aiodigest import DigestEngine, Draining, Entry, Policy
+from aiodigest import DigestEngine, Entry, Policy
 from aiodigest.backends.redis.connections.url import hide_password
 from aiodigest.cli.options import Location
 from aiodigest.cli.reshard import Progress, _watch
@@ -73,19 +74,6 @@ def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, comma
     assert "0 replicas of " in errors or "no answer in time" in errors  # where the machine is busy
 
 
-class Looks(Progress):
-    """Tells when there were many looks."""
-
-    def __init__(self, namespace: str, shards: int) -> None:
-        super().__init__(namespace, shards)
-        self.many = asyncio.Event()
-
-    def show(self, left: Draining) -> None:
-        super().show(left)
-        if self._unchanged > 20:
-            self.many.set()
-
-
 def test_a_name_that_was_never_used_is_asked_about_and_the_number_that_is_there_is_nothing_to_do(
     place: Server, command: Command
 ) -> None:
@@ -102,17 +90,17 @@ def test_what_is_due_and_does_not_go_is_asked_about_once(
 ) -> None:
     monkeypatch.setattr("aiodigest.cli.reshard.STILL", 0)
     monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
-    looks = Looks("mail", 4)
+    progress = Progress("mail", 4)
 
     async def watch() -> None:
         async with DigestEngine(place.url, namespace="mail", policy=Policy(initial_delay=delay)) as engine:
             await engine.delete("slow")
             await engine.add("k", 1)
             location = Location(place.url, "mail", 5.0)
-            watching = asyncio.create_task(_watch(location, 4, looks, in_json=False))
+            watching = asyncio.create_task(_watch(location, 4, progress, in_json=False))
+            await until(lambda: progress._unchanged > 20)
+            await engine.delete("k")
             async with asyncio.timeout(DEADLINE):
-                await looks.many.wait()
-                await engine.delete("k")
                 await watching
 
     asyncio.run(watch())

@@ -31,13 +31,8 @@ class Shards(Store):
     namespace: str = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        found: list[list[str]] = [[] for _ in range(SHARDS)]
-        for key in (f"k{number}" for number in count()):
-            if len(found[(shard := self.backend.shard_map.shard_of(key))]) < 2:
-                found[shard].append(key)
-            elif all(len(keys) == 2 for keys in found):
-                break
-        self.keys = found
+        keys, shard_of = [f"k{number}" for number in range(200)], self.backend.shard_map.shard_of
+        self.keys = [[key for key in keys if shard_of(key) == shard][:2] for shard in range(SHARDS)]
 
     @property
     def all_keys(self) -> list[str]:
