@@ -138,7 +138,7 @@ def traffic_to(cluster: Cluster, namespace: str, **options: Any) -> Traffic:
     return Traffic(cluster.url, namespace, KEYS, shards=SHARDS, **options)
 
 
-# 1. What leads to a cluster
+# What leads to a cluster
 
 
 @pytest.fixture
@@ -346,24 +346,6 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
     moves[0].make()
 
 
-async def test_a_slot_is_refused_while_another_primary_gets_it_key_by_key_by_the_word_of_that_one(
-    cluster: Cluster,
-) -> None:
-    first, second, *_ = cluster.primaries
-    key = cluster.key_of(first)
-    slot = key_slot(key.encode())
-    for source, target in ((first, second), (second, first)):
-        move = Move(cluster, slot, source, target)
-        move.begin()
-        async with AsyncExitStack() as stack:
-            link = link_to(source)
-            stack.push_async_callback(link.close)
-            with pytest.raises(BackendUnavailable, match=f"slot {slot} is being moved"):
-                await link.command(key, "PING")
-            move.end()
-            assert await link.command(key, "PING") == b"PONG"
-
-
 async def test_who_is_cancelled_while_connections_close_that_ask_for_their_nodes_has_closed_them(
     cluster: Cluster,
 ) -> None:
@@ -442,24 +424,7 @@ if tls_binary():
                     await engine.add("key", 1)
 
 
-# 3. A call a shard
-
-
-def calls_of(cluster: Cluster, command: str) -> int:
-    return sum(
-        node.ask("INFO", "commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"] for node in cluster.primaries
-    )
-
-
-async def test_adds_of_one_turn_go_out_as_one_call_a_shard(cluster: Cluster, namespace: str) -> None:
-    async with engine_to(cluster.url, namespace) as engine:
-        await engine.add_many([Entry(key, 1) for key in KEYS])
-        before = calls_of(cluster, "evalsha")
-        await asyncio.gather(*(engine.add(f"k{number}", 1) for number in range(500)))
-        assert calls_of(cluster, "evalsha") - before <= 2 * SHARDS  # the first may go alone
-        before = calls_of(cluster, "evalsha")
-        await engine.add_many([Entry(f"k{number}", 1) for number in range(500)])
-        assert calls_of(cluster, "evalsha") - before == SHARDS
+# A primary that is dead
 
 
 async def outcome(awaitable: Awaitable[object]) -> object:
@@ -546,7 +511,7 @@ def is_leased(cluster: Cluster, namespace: str, shard: int) -> bool:
     return bool(cluster.primary_of(tag).ask("ZCARD", f"{tag}leased"))
 
 
-# 4. Failover
+# Failover
 
 
 async def test_when_a_primary_and_then_its_heir_are_killed_their_shards_go_on_and_nothing_acknowledged_is_lost(
@@ -639,7 +604,7 @@ async def test_when_a_primary_hands_over_nothing_is_lost_and_adds_go_on(
     check_shards(cluster, namespace)
 
 
-# 5. Slots that move key by key
+# Slots that move key by key
 
 LIMITS = NO_GAP.terms.limits
 Verb = Callable[["Held"], Awaitable[object]]
@@ -829,7 +794,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
     assert inbox.twice == set()
 
 
-# 6. Slots that move at once
+# Slots that move at once
 
 
 async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing(
@@ -856,7 +821,7 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
     check_shards(cluster, namespace)
 
 
-# 7. A cluster that is down
+# A cluster that is down
 
 
 def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
@@ -893,7 +858,7 @@ async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_
     assert not any(record.startswith("b") for record in inbox.digests)
 
 
-# 8. An idle worker
+# An idle worker
 
 
 async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two_for_calls_to_each_primary(
@@ -943,7 +908,7 @@ async def test_an_idle_worker_sends_no_more_than_eight_commands_to_each_shard_wh
     assert all('"AUTH"' in command or command.startswith("AUTH") for command in others)  # of new connections
 
 
-# 9. Workers that share shards
+# Workers that share shards
 
 
 async def test_digests_of_other_shards_are_not_held_back_behind_a_backlog_by_workers_with_few_slots(

@@ -41,7 +41,6 @@ from aiodigest.backend import (
 )
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
-from aiodigest.backends.redis.scripts import load_script
 from aiodigest.codecs import JSONCodec
 from aiodigest.records.entries import pack
 
@@ -539,21 +538,6 @@ async def test_timelines_that_wait_are_delivered_by_their_schedule_from_the_old_
     assert await held(new, "retried") == ["e"]
 
 
-async def test_add_many_over_a_change_stores_each_record_once(server: Server, namespace: str) -> None:
-    async with engine_of(server, namespace) as other:
-
-        async def chosen(key: str) -> Policy:
-            if key == "k1500":  # between two chunks, the second of which is made ready for the old layout
-                assert await anext(other.reshard(4)) == Draining(waiting=1_000)
-            return LATER
-
-        async with engine_of(server, namespace, policy=chosen) as adder:
-            entries = [Entry(f"k{number}", number, record_id=f"r{number}") for number in range(2_500)]
-            assert await adder.add_many(entries) == [False] * 2_500
-            found = [(timeline.key, timeline.size) async for timeline in adder.timelines()]
-    assert Counter(found) == Counter({(f"k{number}", 1): 1 for number in range(2_500)})
-
-
 async def test_a_call_of_adds_over_a_change_stores_each_record_once(server: Server) -> None:
     adds = [add_of(f"k{number}", f"r{number}") for number in range(600)]  # three calls to the server
 
@@ -986,18 +970,6 @@ async def test_another_number_is_refused_by_name_until_a_change_is_over_and_the_
     assert await second.operations.reshard(8) is False
 
 
-def test_a_change_that_is_begun_again_is_under_way_until_it_is_over(server: Server, namespace: str) -> None:
-    root, old, new = f"{{{namespace}}}:layout", "1:1:0", "1:4:1"
-    with server.client() as client:
-
-        def ask(old: str, new: str) -> object:
-            return client.eval(load_script("reshard").source, 1, root, old, new)
-
-        client.hset(root, "version", old)
-        assert [ask(old, new), ask(old, new), ask(old, "1:8:1")] == [1, 1, 0]
-        assert [ask(old, ""), ask(old, ""), ask(old, new)] == [1, 1, 0]
-
-
 async def test_two_changes_to_other_numbers_at_once_are_one_and_a_refusal(server: Server) -> None:
     @asynccontextmanager
     async def scene(place: Place) -> AsyncGenerator[tuple[Call, Work]]:
@@ -1070,17 +1042,6 @@ async def test_a_worker_that_presumed_one_shard_delivers_when_another_makes_the_
         async with engine_of(server, namespace, shards=4) as other:
             await other.add_many([Entry(f"k{number}", 1) for number in range(20)])
         await box.digest(20)
-
-
-async def test_a_process_that_was_given_one_shard_is_refused_by_name_when_another_makes_the_namespace_with_four(
-    place: Place,
-) -> None:
-    given, other = await place.process(shards=1), await place.process(shards=4)
-    await add(other, "k", "a")
-    for key in ("k", "another"):
-        with pytest.raises(ConfigurationError, match=r"has 4 shards, not 1: take shards= out of the engine, or give 4"):
-            await given.add(given.shard_map.shard_of(key), [add_of(key, "b")])
-    assert await held(other, "another") == []
 
 
 # What a failover forgets
