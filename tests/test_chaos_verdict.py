@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chaos.evidence import Evidence, of_master, of_process
+from chaos.evidence import of_master, of_process
 from chaos.journal import Line
 from chaos.plan import KINDS, LONGEST_GAP, plan
 from chaos.process import SPAN, shard_of
@@ -40,26 +40,28 @@ def stored(count: int, kind: str = "stored", first: int = FIRST) -> Line:
     return line(kind, 10, first, first + count - 1, 0.001)
 
 
-def evidence(story: Story, *master: Line, letters: list[int] | None = None, held: list[int] | None = None) -> Evidence:
-    given_up = {"dropped": 0, "aged": 0, "expired": 0}
+def verdict(
+    story: Story,
+    *master: Line,
+    ways: tuple[str, str, str] = ("socket", "socket", "proxy 0"),
+    store: str = "main",
+    letters: list[int] | None = None,
+    held: list[int] | None = None,
+) -> Verdict:
+    """What is found if these processes, each by its way to the store, and the one above them wrote this."""
+    processes = (PRODUCER, "producer", 0), (WORKER, "worker", 0), (OTHER, "worker", 1)
     facts = of_master(
         [
-            line("start", 0, PRODUCER, "producer", 0, "main", "socket"),
-            line("start", 0, WORKER, "worker", 0, "main", "socket"),
-            line("start", 0, OTHER, "worker", 1, "main", "proxy 0"),
+            *(line("start", 0, *process, store, way) for process, way in zip(processes, ways, strict=True)),
             *master,
             line("stop", 60_000),
-            line("audit", 61_000, "main", letters or [], held or [], given_up),
+            line("audit", 61_000, store, letters or [], held or [], {"dropped": 0, "aged": 0, "expired": 0}),
         ]
     )
     for incarnation, lines in story.items():
         of_process(facts, incarnation, lines)
     facts.calls.sort(key=lambda call: call.begun)
-    return facts
-
-
-def verdict(story: Story, *master: Line, letters: list[int] | None = None, held: list[int] | None = None) -> Verdict:
-    return judge(evidence(story, *master, letters=letters, held=held))
+    return judge(facts)
 
 
 def call(*ends: str, digest: str = "d1", at: float = 100, number: int = 1, records: int = 1) -> list[Line]:
@@ -135,9 +137,9 @@ def test_what_went_wrong_beside_the_records_is_a_finding(master: list[Line], fin
 # Duplicates
 
 
-def again(first: list[Line], digest: str = "d1", attempt: int = 2) -> Story:
+def again(first: list[Line], digest: str = "d1", attempt: int = 2, at: float = 5_000) -> Story:
     """A record that a worker got in whatever way, and then another one under a digest id."""
-    second = [begin(5_000, 1, digest, [FIRST], attempt), end(5_010, 1), told(5_011, digest, attempt=attempt)]
+    second = [begin(at, 1, digest, [FIRST], attempt), end(at + 10, 1), told(at + 11, digest, attempt=attempt)]
     return {PRODUCER: [stored(1)], WORKER: first, OTHER: second}
 
 
@@ -273,28 +275,14 @@ def test_faults_last_as_long_as_their_kind_allows() -> None:
 
 def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_slot: bool = True) -> Verdict:
     """A record that a worker got, and then another one, while the primary of its shard was lost at 120 ms."""
-    shards = [shard_of("cluster", "timeline")] if at_slot else []
     loss = [
         line("fault", 50, 1, "primary: SIGSTOP until it is none", "cluster", None, None, None),
-        line("hit", 120, 1, shards),
+        line("hit", 120, 1, [shard_of("cluster", "timeline")] if at_slot else []),
         line("forgot", 120, 1),
         line("over", 1_500, 1, ""),
         line("stale", 2_000, 1),
     ]
-    starts = [
-        line("start", 0, number, role, 0, "cluster", "cluster")
-        for number, role in ((PRODUCER, "producer"), (WORKER, "worker"), (OTHER, "worker"))
-    ]
-    facts = of_master([*starts, *loss, line("stop", 60_000)])
-    second = [
-        begin(second_at, 1, digest, [FIRST], attempt=2),
-        end(second_at + 10, 1),
-        told(second_at + 11, digest, attempt=2),
-    ]
-    for incarnation, lines in {PRODUCER: [stored(1)], WORKER: first, OTHER: second}.items():
-        of_process(facts, incarnation, lines)
-    facts.calls.sort(key=lambda call: call.begun)
-    return judge(facts)
+    return verdict(again(first, digest, at=second_at), *loss, store="cluster", ways=("cluster",) * 3)
 
 
 @pytest.mark.parametrize(
