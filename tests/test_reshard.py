@@ -859,15 +859,12 @@ async def test_a_reschedule_by_policy_moves_what_waits_beside_a_delivery_in_the_
 async def test_dead_letters_of_both_layouts_are_listed_once_each(place: Place) -> None:
     place.tell_time()
     old, new = await place.process(), await place.process()
-    letters = {await bury(old, "old", "a")}
+    letters = [await bury(old, "old", "a")]
     assert await new.operations.reshard(4)
-    await add(new, "new", "b")
-    [lease] = await claim(new, new.shard_map.shard_of("new"))
-    await close(new, new.shard_map.shard_of("new"), lease, letter="no")
+    letters.append(await bury(new, "new", "b"))
     async with DigestEngine[JSON](place.server.url, namespace=place.namespace) as engine:
         found = [letter async for letter in engine.dead_letters()]
-        assert sorted(letter.key for letter in found) == ["new", "old"]
-        assert letters < {letter.id for letter in found}
+        assert sorted(letter.id for letter in found) == sorted(letters)
         assert [await engine.dead_letter(letter.id) for letter in found] == found
 
 
