@@ -507,8 +507,10 @@ async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Pa
     whole = file.read_bytes()
     manifest = file.with_name("appendonly.aof.manifest")
     move(manifest)
+    server = EmbeddedServer(folder)
     with pytest.raises(BackendUnavailable, match=r"appendonly\.aof\.manifest is missing: put it back, or move"):
-        await EmbeddedServer(folder).start()
+        await server.start()
+    await until(lambda: not processes_of(server))
     assert file.read_bytes() == whole
     manifest.with_name("moved").rename(manifest)
     async with started(folder) as (_, client):
