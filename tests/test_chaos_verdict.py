@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -43,7 +44,7 @@ def stored(count: int, kind: str = "stored", first: int = FIRST) -> Line:
 def verdict(
     story: Story,
     *master: Line,
-    ways: tuple[str, str, str] = ("socket", "socket", "proxy 0"),
+    ways: Sequence[str] = ("socket", "socket", "proxy 0"),
     store: str = "main",
     letters: list[int] | None = None,
     held: list[int] | None = None,
@@ -97,7 +98,7 @@ PARTIAL = call("partial", "partial", records=2)
     ],
 )
 def test_what_became_of_a_record_is_found(
-    added: Line, calls: list[Line], kept: dict[str, list[int]], findings: list[str]
+    added: Line, calls: list[Line], kept: dict[str, Any], findings: list[str]
 ) -> None:
     assert verdict({PRODUCER: [added], WORKER: calls}, **kept).findings == findings
 

@@ -149,7 +149,7 @@ async def test_many_engines_of_one_process_share_one_server_in_all_its_threads(f
 
     barrier = threading.Barrier(4)
     found = await asyncio.gather(*(asyncio.to_thread(asyncio.run, use()) for _ in range(barrier.parties)))
-    assert len(set().union(*found)) == 1
+    assert len({pid for pids in found for pid in pids}) == 1
 
 
 async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) -> None:
