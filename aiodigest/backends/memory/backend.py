@@ -101,24 +101,24 @@ class ReferenceBackend(Backend):
             return list(machine.add(adds, self._now()))
 
     async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        with self._waking(shard) as machine:
-            claims = machine.claim(count, lease_ms, limits, self._now(), self._nonce())
+        with self.lock:
+            claims = self.machines[shard].claim(count, lease_ms, limits, self._now(), self._nonce())
             return replace(claims, wake_up=str(self._wake_ups[shard]))
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        with self._waking(shard) as machine:
-            return machine.open(key, lease_ms, limits, self._now(), self._nonce())
+        with self.lock:
+            return self.machines[shard].open(key, lease_ms, limits, self._now(), self._nonce())
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        with self._waking(shard) as machine:
-            delivery = machine.fenced(lease)
+        with self.lock:
+            delivery = self.machines[shard].fenced(lease)
             if isinstance(delivery, Closed):
                 raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
             return delivery.entries[start : start + count]
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
-        with self._waking(shard) as machine:
-            return machine.renew(leases, lease_ms, self._now())
+        with self.lock:
+            return self.machines[shard].renew(leases, lease_ms, self._now())
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
         with self._waking(shard) as machine:
@@ -149,8 +149,8 @@ class ReferenceBackend(Backend):
         return recovered
 
     async def delete(self, key: str) -> bool:
-        with self._waking(self.shard_map.shard_of(key)) as machine:
-            return machine.delete(key)
+        with self.lock:
+            return self.machines[self.shard_map.shard_of(key)].delete(key)
 
     async def flush(self, key: str) -> bool:
         with self._waking(self.shard_map.shard_of(key)) as machine:
@@ -169,5 +169,5 @@ class ReferenceBackend(Backend):
             return machine.replay(letter_id, terms, own, self._now())
 
     async def discard(self, letter_id: str) -> bool:
-        with self._waking(holder_of(self.machines, letter_id)) as machine:
-            return machine.dead.pop(letter_id, None) is not None
+        with self.lock:
+            return self.machines[holder_of(self.machines, letter_id)].dead.pop(letter_id, None) is not None
