@@ -93,7 +93,7 @@ class TestEngine(Generic[T]):
         self._needs_server = server
         self._start = start
         self._shared = clock
-        self._clock: Clock = Clock() if clock is None else clock._clock
+        self._clock: Clock = Clock() if clock is None else clock._clock  # noqa: SLF001  (of its own class)
         self._run: Run[T] | None = None  # while it is entered
         self._failures: deque[BaseException] = deque()
         self._test = ExitStack()
@@ -189,7 +189,7 @@ class TestEngine(Generic[T]):
         await self._server.aclose()
 
     def _begin(self, backend: Backend, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        if self._shared is not None and self._shared._run is None:
+        if self._shared is not None and self._shared._run is None:  # noqa: SLF001
             raise ConfigurationError("clock must be a TestEngine that is entered")
         with ExitStack() as stack:
             replacement = stack.enter_context(self._engine.replace_backend(backend, loop))

@@ -176,14 +176,8 @@ def of_master(lines: Iterable[Line]) -> Evidence:
                 process.how, process.ended = how, ended / 1e9
             case "fault":
                 faults[facts[0]] = Fault(*facts, begun=at)
-            case "hit":  # it had to wait until it could be inflicted
-                faults[facts[0]].begun, faults[facts[0]].shards = at, frozenset(facts[1])
-            case "forgot":
-                faults[facts[0]].forgot.append(at)
-            case "stale":
-                faults[facts[0]].stale.append(at)
-            case "over":  # the first one counts: things may be put in order after it
-                faults[facts[0]].over, faults[facts[0]].idle = min(faults[facts[0]].over, at), facts[1]
+            case "hit" | "forgot" | "stale" | "over":
+                note(faults[facts[0]], kind, at, facts[1:])
             case "audit":
                 evidence.audits.append(Audit(*facts))
             case "stop":
@@ -197,6 +191,18 @@ def of_master(lines: Iterable[Line]) -> Evidence:
                 if fault.concerns(process) and process.started < fault.begun < process.ended:
                     process.still.append((fault.begun, fault.over))
     return evidence
+
+
+def note(fault: Fault, kind: str, at: float, facts: Sequence[Any]) -> None:
+    """Add what is told of a fault while it lasts."""
+    if kind == "hit":  # it had to wait until it could be inflicted
+        fault.begun, fault.shards = at, frozenset(facts[0])
+    elif kind == "forgot":
+        fault.forgot.append(at)
+    elif kind == "stale":
+        fault.stale.append(at)
+    else:  # the first end counts: things may be put in order after it
+        fault.over, fault.idle = min(fault.over, at), facts[0]
 
 
 def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> None:
