@@ -150,8 +150,14 @@ class Policy:
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
-        delay = self.minimum_delay(iteration) if callable(self.minimum_delay) else self.minimum_delay
+        return self._cooled(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._cool_ms
+
+    def _cooled(self, delay: float | timedelta) -> int:
         return min(milliseconds(duration(delay, "minimum_delay")), self.terms.maximum_ms)
+
+    @cached_property  # read for each digest
+    def _cool_ms(self) -> int:
+        return 0 if callable(self.minimum_delay) else self._cooled(self.minimum_delay)
 
     @cached_property
     def terms(self) -> Terms:

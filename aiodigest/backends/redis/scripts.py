@@ -264,7 +264,7 @@ def unpack_lease(fields: Sequence[object]) -> Lease:
 
 def unpack_closed(fields: object) -> Closed:
     status, digest_id, left = cast("tuple[bytes, bytes, int]", fields)
-    return Closed(cast("Literal['closed', 'part', 'deleted', 'lost']", text(status)), text(digest_id), left)
+    return Closed(cast("Literal['closed', 'part', 'deleted', 'lost']", status.decode()), text(digest_id), left)
 
 
 def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:
