@@ -1,4 +1,4 @@
-"""What commands print: answers as tables or JSON on standard output; messages, questions and bars on standard error.
+"""Output of commands: answers as tables or JSON on standard output; messages, questions and bars on standard error.
 
 The last thing that a command tells is its exit code.
 """

@@ -1,1 +1,1 @@
-"""What connects aiodigest with FastAPI, Starlette and OpenTelemetry."""
+"""Connections of aiodigest with FastAPI, Starlette and OpenTelemetry."""

@@ -31,7 +31,7 @@ GOLDEN = 0.618  # its multiples lie far apart between whole numbers
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the shard workers of a process share.
+    """Parts that the shard workers of a process share.
 
     Durations are in seconds. ``on_answer`` is called when the store has answered, so that a change of the layout is
     noticed.
