@@ -88,7 +88,7 @@ def hide_password(url: str) -> str:
 
 @dataclass(frozen=True)
 class URL:
-    """Where a server, a service or a cluster is, and how to connect to it; ``str()`` of it hides the password."""
+    """Place of a server, a service or a cluster, and the way to connect to it; ``str()`` of it hides the password."""
 
     shown: str
     make: Connecting
