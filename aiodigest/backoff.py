@@ -10,7 +10,7 @@ from random import uniform
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from aiodigest.errors import InvalidArgument, shown
-from aiodigest.records.validation import duration, whole
+from aiodigest.records.validation import duration, require, whole
 
 Strategy: TypeAlias = Callable[[int], float]
 """Maps a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
@@ -66,8 +66,7 @@ class IntervalBackoff:
     default: float
 
     def __init__(self, intervals: Mapping[int, float | timedelta], default: float | timedelta) -> None:
-        if not isinstance(intervals, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers are untyped)
-            raise InvalidArgument(f"intervals must be a mapping from counts to waits, not {shown(intervals)}")
+        require(isinstance(intervals, Mapping), "intervals", "a mapping from counts to waits", intervals)  # pyright: ignore[reportUnnecessaryIsInstance]
         checked = {
             whole(n, "a key of intervals", least=0): duration(wait, f"intervals[{shown(n)}]")
             for n, wait in intervals.items()
@@ -97,8 +96,7 @@ class DecorrelatedJitter:
         object.__setattr__(self, "base", duration(base, "base", positive=True))
         object.__setattr__(self, "cap", duration(cap, "cap", positive=True))
         object.__setattr__(self, "random", random)
-        if not callable(random):
-            raise InvalidArgument(f"random must be a function of two bounds, not {shown(random)}")
+        require(callable(random), "random", "a function of two bounds", random)
         if self.base > self.cap:
             raise InvalidArgument(f"base must be at most cap, not {base!r} with a cap of {cap!r}")
 
@@ -150,33 +148,25 @@ class ConsumerBackoff:
         self._mode = mode
         self._random = random
         self._failing: set[str] = set()
-        self._level = 0
+        self.level = 0  # the depth of backoff mode: 0 is full concurrency
         self._pause_end = -inf
-
-    @property
-    def level(self) -> int:
-        """The depth of backoff mode: 0 is full concurrency."""
-        return self._level
 
     @property
     def resumes_at(self) -> float | None:
         """The end of the latest pause, past if one delivery is let through; None at full concurrency."""
-        return self._pause_end if self._level else None
+        return self._pause_end if self.level else None
 
     def allowed(self, now: float, concurrency: int) -> int:
         """Return how many deliveries may be in flight: none in a pause, then one; ``concurrency`` at level 0."""
-        if not self._level:
-            return concurrency
-        return 0 if now < self._pause_end else 1
+        return concurrency if not self.level else 0 if now < self._pause_end else 1
 
     def failed(self, key: str, now: float, *, started: float | None = None) -> None:
         """Report that a delivery of ``key``, begun at ``started`` (default ``now``), failed."""
         if not self._mode.maximum or not self._counts(now, started):
             return
-        if self._level:
-            saturated = self._mode.wait(self._level) >= self._mode.maximum
-            self._pause(self._level if saturated else self._level + 1, now)
-            return
+        if self.level:
+            saturated = self._mode.wait(self.level) >= self._mode.maximum
+            return self._pause(self.level if saturated else self.level + 1, now)
         self._failing.add(key)
         if len(self._failing) >= self._mode.threshold:
             self._pause(1, now)
@@ -186,10 +176,10 @@ class ConsumerBackoff:
         if not self._counts(now, started):
             return
         self._failing.clear()
-        if self._level > 1:
-            self._pause(self._level - 1, now)
+        if self.level > 1:
+            self._pause(self.level - 1, now)
         else:
-            self._level = 0
+            self.level = 0
 
     def _counts(self, now: float, started: float | None) -> bool:
         # Nothing starts in a pause, so a delivery that started before its end started before the pause.
@@ -197,7 +187,7 @@ class ConsumerBackoff:
 
     def _pause(self, level: int, now: float) -> None:
         wait = self._mode.wait(level)
-        self._level = level
+        self.level = level
         self._pause_end = now + self._random(wait / 2, wait)
 
 

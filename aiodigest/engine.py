@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Container,
-    Generator,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from secrets import token_hex
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, get_args
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 
 from typing_extensions import TypeVar
 
@@ -28,15 +18,7 @@ from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, St
 from aiodigest.backends import open_backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
-from aiodigest.errors import (
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    InvalidArgument,
-    InvalidState,
-    PartialAdd,
-    shown,
-)
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, PartialAdd
 from aiodigest.models import (
     OVERDUE,
     Activity,
@@ -51,7 +33,7 @@ from aiodigest.models import (
     Stats,
     Timeline,
 )
-from aiodigest.policy import Policies, Policy, PolicySource, RetryPolicy, milliseconds
+from aiodigest.policy import Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
 from aiodigest.records.entries import unpack
 from aiodigest.records.tracing import Tracing
 from aiodigest.records.validation import (
@@ -59,7 +41,6 @@ from aiodigest.records.validation import (
     MADE_UP,
     Bounds,
     can_call_back,
-    can_code,
     can_observe,
     duration,
     microseconds,
@@ -70,10 +51,9 @@ from aiodigest.records.validation import (
     taken,
     whole,
 )
-from aiodigest.session.background import BackgroundSession
-from aiodigest.session.session import Session
+from aiodigest.session.background import BackgroundSession, Session
 from aiodigest.session.signals import on_signals
-from aiodigest.session.sync import Sync, forget_session, sync_session_of
+from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.contents import read
 from aiodigest.worker.delivery import Callback, Dispatcher
 from aiodigest.worker.reasons import describe
@@ -83,9 +63,6 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
 
-    from aiodigest.scheduler import Scheduler
-    from aiodigest.worker.availability import Availability
-
 T = TypeVar("T", default=JSON)
 Item = TypeVar("Item")
 
@@ -93,7 +70,6 @@ CHUNK = 1_000
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
 TIMES = ("oldest_due", "overdue")  # of Stats; the others are counts that the store has under the same names
-new_id = partial(token_hex, MADE_UP // 2)
 EMBEDDED = "embedded://"
 
 
@@ -102,25 +78,19 @@ class Registered(Generic[T]):
     """Everything that users register with an engine, and what it has counted since."""
 
     callback: Callback[T] | None = None
+    chosen: list[Callback[T]] = field(default_factory=list[Callback[T]])  # those given to `delivering`, the latest last
     observers: list[Callable[[Delivery], None]] = field(default_factory=list[Callable[[Delivery], None]])
     tracing: Tracing | None = None
     added: int = 0  # records
 
 
-@dataclass
-class Replacement(Generic[T]):
+class Replacement(NamedTuple, Generic[T]):
     """An engine that works on another backend, and whose digests somebody delivers by hand."""
 
     session: Session
     registered: Registered[T]
-    policies: Policies
+    limits: Limits
     dispatcher: Callable[[Callback[T]], Dispatcher[T]]
-    chosen: list[Callback[T]] = field(default_factory=list[Callback[T]])  # those given to `delivering`, the latest last
-
-    @property
-    def callback(self) -> Callback[T] | None:
-        """The callback that a worker would call now."""
-        return self.chosen[-1] if self.chosen else self.registered.callback
 
 
 class DigestEngine(Generic[T]):
@@ -209,7 +179,8 @@ class DigestEngine(Generic[T]):
         require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
         require(isinstance(retry, RetryPolicy), "retry", "a RetryPolicy", retry)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
-        require(codec is None or can_code(codec), "codec", "a Codec", codec)
+        codes = all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
+        require(codec is None or codes, "codec", "a Codec", codec)
         require(isinstance(bounds, Bounds), "bounds", "a Bounds", bounds)  # pyright: ignore[reportUnnecessaryIsInstance]
         self.namespace = namespace
         self.bounds = bounds
@@ -226,18 +197,15 @@ class DigestEngine(Generic[T]):
         wait_replicas = whole(wait_replicas, "wait_replicas", 0, 1_000)
         if backend is not None and (url != EMBEDDED or shards is not None or wait_replicas):
             raise ConfigurationError("give a URL, with shards and wait_replicas, or a backend, which has its own")
-        self.backend = (
-            backend
-            if backend is not None
-            else open_backend(
+        if backend is None:
+            backend = open_backend(
                 url, namespace=namespace, shards=shards, timeout=self.timeout, wait_replicas=wait_replicas
             )
-        )
+        self.backend = backend
         self._url = self.backend.url  # also while a test replaces the backend
         self._policies = Policies(policy, retry, self.delivery_timeout)
         self._registered: Registered[T] = Registered()
-        self._session: BackgroundSession | None = None
-        self._replacement: Replacement[T] | None = None
+        self._session: Session | None = None
 
     @property
     def url(self) -> str:
@@ -247,8 +215,6 @@ class DigestEngine(Generic[T]):
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """The event loop in which the engine is entered; None if it is not, or may be used in any (in a test)."""
-        if self._replacement is not None:
-            return self._replacement.session.loop
         return None if self._session is None or self._session.is_over else self._session.loop
 
     @property
@@ -257,7 +223,8 @@ class DigestEngine(Generic[T]):
 
         If the engine is not entered but used by ``sync``, ``unavailable`` describes the calls of ``sync``.
         """
-        now = next((session.activity for session in self._sessions() if not session.is_over), Activity())
+        sessions = (self._session, bridge().session_of(self))
+        now = next((each.activity for each in sessions if each is not None and not each.is_over), Activity())
         return replace(now, adds=self._registered.added)
 
     @property
@@ -310,7 +277,7 @@ class DigestEngine(Generic[T]):
         self._registered.tracing = tracing
 
     async def __aenter__(self) -> Self:
-        await self._enter(None)
+        await self._enter()
         return self
 
     async def __aexit__(
@@ -333,13 +300,15 @@ class DigestEngine(Generic[T]):
         require(can_call_back(chosen), "the callback", "an async function without yield", chosen)
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
-        replacement = await self._enter(chosen, shards)
+        registered = self._registered
+        await self._enter(chosen, shards)
+        session = self._session
+        registered.chosen.append(chosen)
         try:
             yield self
         finally:
-            if replacement is not None:  # which may have ended before
-                replacement.chosen.remove(chosen)
-            else:
+            registered.chosen.remove(chosen)
+            if session is self._session:  # else it was a test's, which has ended before
                 await self._leave()
 
     async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
@@ -350,18 +319,15 @@ class DigestEngine(Generic[T]):
         stop = asyncio.Event()
 
         def on_signal() -> None:
-            if stop.is_set() and self._session is not None:
+            if stop.is_set() and isinstance(self._session, BackgroundSession):
                 self._session.hurry()
             stop.set()
 
         with on_signals(on_signal):
             async with self.delivering(callback, shards=shards):
-                ended = asyncio.create_task(stop.wait())
-                others = [] if self._session is None else [self._session.main]
-                try:
-                    await asyncio.wait([ended, *others], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    ended.cancel()
+                if isinstance(self._session, BackgroundSession):
+                    self._session.main.add_done_callback(lambda _: stop.set())
+                await stop.wait()
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
@@ -375,7 +341,7 @@ class DigestEngine(Generic[T]):
     @property
     def is_entered(self) -> bool:
         """True while the engine is entered in this process, or tested."""
-        return self._replacement is not None or (self._session is not None and not self._session.is_over)
+        return self._session is not None and not self._session.is_over
 
     @contextmanager
     def replace_backend(
@@ -387,43 +353,38 @@ class DigestEngine(Generic[T]):
         the replacement of a callback: nothing is delivered, unless by the tool. What is registered inside is forgotten
         with it. Raises ConfigurationError if the engine is entered, or its backend is replaced already.
         """
-        if self._replacement is not None:
-            raise ConfigurationError(f"engine {self.namespace!r} is in a TestEngine already")
         if self.is_entered:
-            raise ConfigurationError(f"engine {self.namespace!r} is entered already: enter its TestEngine before it")
-        before = self.backend, self._registered
-        self.backend = backend
-        self._registered = replace(before[1], observers=[*before[1].observers])
-        self._replacement = Replacement(Session(backend, loop), self._registered, self._policies, self._dispatcher)
-        forget_session(self)
+            is_background = isinstance(self._session, BackgroundSession)
+            how = "entered already: enter its TestEngine before it" if is_background else "in a TestEngine already"
+            raise ConfigurationError(f"engine {self.namespace!r} is {how}")
+        before = self.backend, self._registered, self._session
+        registered = replace(self._registered, chosen=[], observers=[*self._registered.observers])
+        session = Session(backend, loop)
+        self.backend, self._registered, self._session = backend, registered, session
+        bridge().forget(self)
         try:
-            yield self._replacement
+            yield Replacement(session, registered, self._policies.limits, self._dispatcher)
         finally:
-            self._replacement = None
-            self.backend, self._registered = before
-            forget_session(self)
+            self.backend, self._registered, self._session = before
+            bridge().forget(self)
 
-    async def _enter(self, callback: Callback[T] | None, shards: Container[int] | None = None) -> Replacement[T] | None:
-        """Begin a session; if the backend is replaced, only tell the replacement of the callback, and return it."""
-        if (replacement := self._replacement) is not None:
-            await replacement.session.backend()
-            if callback is not None:
-                replacement.chosen.append(callback)
-            return replacement
+    async def _enter(self, callback: Callback[T] | None = None, shards: Container[int] | None = None) -> None:
+        """Begin a session, unless a test has begun one."""
+        schedule = None
         if self._session is not None:
             if not self._session.is_over:
-                raise ConfigurationError(f"engine {self.namespace!r} is entered already")
+                if isinstance(self._session, BackgroundSession):
+                    raise ConfigurationError(f"engine {self.namespace!r} is entered already")
+                self._entered()
+                return
             self.backend = self.backend.clone()  # the other one is still connected, elsewhere
-
-        def schedule(backend: Backend, availability: Availability) -> Scheduler:
+        if callback is not None:
             from aiodigest.scheduler import Scheduler  # not needed just to add
 
-            assert callback is not None
-            return Scheduler(
-                backend,
-                self._dispatcher(callback),
-                self._policies.limits,
-                availability,
+            schedule = partial(
+                Scheduler,
+                dispatcher=self._dispatcher(callback),
+                limits=self._policies.limits,
                 backoff_mode=self.backoff_mode,
                 concurrency=self.concurrency,
                 lease_timeout=self.lease_timeout,
@@ -432,9 +393,7 @@ class DigestEngine(Generic[T]):
                 observers=self._registered.observers,
                 numbers=shards,
             )
-
-        session = BackgroundSession(self.backend, self.timeout, schedule if callback is not None else None)
-        self._session = session
+        self._session = session = BackgroundSession(self.backend, self.timeout, schedule)
         try:
             await session.backend()
         except BackendUnavailable:
@@ -443,38 +402,25 @@ class DigestEngine(Generic[T]):
             session.hurry()
             await self._leave()
             raise
-        return None
 
     async def _leave(self) -> None:
-        if self._replacement is None and self._session is not None:
+        if isinstance(self._session, BackgroundSession):
             try:
                 await self._session.stop()
             finally:
                 self._session = None
 
-    def _sessions(self) -> Iterator[Session]:
-        """Yield the sessions in which a call may be made; each has its own event loop."""
-        if self._replacement is not None:
-            yield self._replacement.session
-        elif self._session is not None:
-            yield self._session
-        if (session := sync_session_of(self)) is not None:
-            yield session
-
     def _entered(self) -> Session:
-        if self._session is not None and self._replacement is None and self._session.is_here:
-            return self._session  # as most calls find it
-        sessions = list(self._sessions())
-        for session in sessions:
-            if session.is_here:
-                return session
-        if not sessions or (self._session is None and self._replacement is None):
+        """Return the session in which a call may be made here: that of the engine, or of ``sync`` in its thread."""
+        own = self._session
+        if own is not None and own.is_here:
+            return own
+        bridged = bridge().session_of(self)
+        if bridged is not None and bridged.is_here:
+            return bridged
+        if own is None:
             raise ConfigurationError(f"engine {self.namespace!r} is not entered: use it inside `async with engine:`")
-        if self._replacement is not None:
-            return self._replacement.session  # which says where it can be used
-        raise ConfigurationError(
-            f"engine {self.namespace!r} was entered in another event loop or process: it can be used there alone"
-        )
+        raise ConfigurationError(f"engine {self.namespace!r} {own.elsewhere}")
 
     def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
         return Dispatcher(
@@ -508,12 +454,11 @@ class DigestEngine(Generic[T]):
             Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
         """
         session, began = self._entered(), asyncio.get_running_loop().time()
-        record = record_id if record_id is not None else new_id()
-        add = await self._encode(key, value, record, timestamp)
+        add = await self._encode(key, value, record_id, timestamp)
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
-            raise session.explained(error, record) from None  # its message says it all
+            raise session.explained(error, unpack(add.entry).id.decode()) from None  # its message says it all
         self._registered.added += 1
         return ready
 
@@ -547,8 +492,7 @@ class DigestEngine(Generic[T]):
             if index % CHUNK == CHUNK - 1:
                 await asyncio.sleep(0)
             try:
-                record = entry.record_id if entry.record_id is not None else new_id()
-                adds[index] = await self._encode(entry.key, entry.value, record, entry.timestamp)
+                adds[index] = await self._encode(entry.key, entry.value, entry.record_id, entry.timestamp)
             except AiodigestError as error:
                 results[index] = error
             except Exception as error:  # of the policy function, or the codec
@@ -562,9 +506,9 @@ class DigestEngine(Generic[T]):
             results[index] = answer
         return results
 
-    async def _encode(self, key: str, value: T, record_id: str, timestamp: datetime | float | None) -> Add:
+    async def _encode(self, key: str, value: T, record_id: str | None, timestamp: datetime | float | None) -> Add:
         name(key, "key", self.bounds.name)
-        record = name(record_id, "record_id", self.bounds.name)
+        record = name(token_hex(MADE_UP // 2) if record_id is None else record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policy(key)
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
         entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
@@ -616,8 +560,7 @@ class DigestEngine(Generic[T]):
         Raises InvalidState if the timeline is not waiting, or if it waits for a retry and neither is given.
         """
         session, backend = self._entered(), await self._timeline(key)
-        if at is not None and delay is not None:
-            raise InvalidArgument("give at or delay to reschedule, not both")
+        require(at is None or delay is None, "delay", "absent if at is given", delay)
         policy = await self._policy(key)
         at_ms = None if at is None else microseconds(at, "at") // 1000
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
@@ -626,9 +569,10 @@ class DigestEngine(Generic[T]):
             windows = await backend.operations.look_all(key)
             if not windows:
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
-            iterations = _movable(windows) if by_policy else [windows[0].iteration]
+            # a policy moves it from its iteration: one, except while resharding. None can be moved: the store says why
+            waiting = {each.iteration for each in windows if each.state == "waiting" and not each.digest_id}
             dues: list[int | None] = []
-            for iteration in iterations:
+            for iteration in sorted(waiting if by_policy else ()) or [windows[0].iteration]:
                 gap_ms = policy.cool_ms(iteration) if iteration else 0
                 dues.append(await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, iteration)))
             moved = [due for due in dues if due is not None]
@@ -651,8 +595,8 @@ class DigestEngine(Generic[T]):
         time changes meanwhile may be missed, or come again. Every other one comes once, whatever is deleted meanwhile.
         """
         states: tuple[State, ...] = get_args(State)
-        if state is not None and (not isinstance(state, str) or state not in states):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"state must be one of {', '.join(states)}, not {shown(state)}")
+        fits = state is None or (isinstance(state, str) and state in states)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(fits, "state", f"one of {', '.join(states)}", state)
         backend = await self._backend()
         for shard in _shards_of(backend):
             for each in states if state is None else (state,):
@@ -771,44 +715,19 @@ class DigestEngine(Generic[T]):
             yield Draining(**left)
             await asyncio.sleep(PACE)
 
-    async def _records(self, entries: list[bytes]) -> list[Record[T | bytes]]:
+    async def _records(self, entries: Sequence[bytes]) -> tuple[Record[T | bytes], ...]:
         contents = await read(entries, self.codec)
-        return [*contents.records, *contents.raw]
+        return (*contents.records, *contents.raw)
 
-    def _view(self, window: StoredTimeline, records: list[Record[T | bytes]] | None = None) -> Timeline[T]:
-        return Timeline(
-            window.key,
-            window.state,
-            nearest(window.due_ms),
-            window.logged + window.opened,
-            window.attempt,
-            window.iteration,
-            window.dropped,
-            nearest(window.cool_ms) if window.cool_ms else None,
-            window.digest_id or None,
-            window.last_error or None,
-            tuple(records or ()),
-        )
+    def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:
+        key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = window
+        at, size, until = nearest(due), logged + opened, nearest(cool) if cool else None
+        named = digest_id or None, error or None
+        return Timeline(key, state, at, size, attempt, iteration, dropped, until, *named, records)
 
     async def _letter(self, letter: StoredDeadLetter) -> DeadLetter[T]:
-        return DeadLetter(
-            letter.id,
-            letter.key,
-            letter.reason,
-            nearest(letter.buried_ms),
-            letter.attempt,
-            letter.digest_id,
-            tuple(await self._records(list(letter.entries))),
-        )
-
-
-def _movable(windows: Sequence[StoredTimeline]) -> list[int]:
-    """Return the iterations at which a policy can move a timeline: one, except while resharding.
-
-    If nothing can be moved, return the first one's: the store then gives the reason.
-    """
-    waiting = {window.iteration for window in windows if window.state == "waiting" and not window.digest_id}
-    return sorted(waiting) or [windows[0].iteration]
+        records, buried = await self._records(letter.entries), nearest(letter.buried_ms)
+        return DeadLetter(letter.id, letter.key, letter.reason, buried, letter.attempt, letter.digest_id, records)
 
 
 async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) -> AsyncIterator[Item]:
@@ -822,7 +741,7 @@ async def _paged(read: Callable[[int, Bookmark | None], Awaitable[Page[Item]]]) 
         page = await read(PAGE, page.end)
 
 
-def _shards_of(backend: Backend) -> Iterator[int]:
+def _shards_of(backend: Backend) -> Generator[int]:
     """Yield all shards, including any that a call to one of them reveals."""
     shard = 0
     while shard < backend.shard_map.count:

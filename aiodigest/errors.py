@@ -102,7 +102,6 @@ class PartialFailure(DeliverySignal):
             else:
                 self.failed = dict.fromkeys([failed] if isinstance(failed, str) else failed, "failed")
         except TypeError:
-            allowed = "a mapping from record ids to reasons, or record ids"
-            given = shown(cast("object", failed))
+            allowed, given = "a mapping from record ids to reasons, or record ids", shown(cast("object", failed))
             raise InvalidArgument(f"PartialFailure takes {allowed}, not {given}") from None
         super().__init__(f"{len(self.failed)} records failed")

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import duration, whole
+from aiodigest.records.validation import duration, require, whole
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
@@ -58,8 +58,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         whole(self.max_attempts, "max_attempts", 1, 1000)
-        if not callable(self.backoff):
-            raise InvalidArgument(f"backoff must be a strategy (from an attempt to seconds), not {shown(self.backoff)}")
+        require(callable(self.backoff), "backoff", "a strategy (from an attempt to seconds)", self.backoff)
 
     def delay_ms(self, attempt: int) -> int:
         """Return the milliseconds from the failure of ``attempt`` to the next try; checks the strategy's answer."""
@@ -150,14 +149,8 @@ class Policy:
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
-        return self._cooled(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._cool_ms
-
-    def _cooled(self, delay: float | timedelta) -> int:
+        delay = self.minimum_delay(iteration) if callable(self.minimum_delay) else self.minimum_delay
         return min(milliseconds(duration(delay, "minimum_delay")), self.terms.maximum_ms)
-
-    @cached_property  # read for each digest
-    def _cool_ms(self) -> int:
-        return 0 if callable(self.minimum_delay) else self._cooled(self.minimum_delay)
 
     @cached_property
     def terms(self) -> Terms:
@@ -200,21 +193,18 @@ class Policies:
             return self._source
         policy = self._source(key)
         if isinstance(policy, Awaitable):
-            policy = await self._awaited(policy, timeout)
+            timer = asyncio.timeout(timeout)
+            try:
+                async with timer:
+                    policy = await policy
+            except TimeoutError as error:
+                if not timer.expired():  # its own
+                    raise
+                raise ConfigurationError(f"the policy function took longer than {timeout:g} s") from error
         if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
             raise InvalidArgument(f"the policy function must return a Policy, not {shown(policy)}")
         policy.check(self._retry, self._delivery_timeout)
         return policy
-
-    async def _awaited(self, policy: Awaitable[Policy], timeout: float | None) -> Policy:
-        timer = asyncio.timeout(timeout)
-        try:
-            async with timer:
-                return await policy
-        except TimeoutError as error:
-            if timer.expired():
-                raise ConfigurationError(f"the policy function took longer than {timeout:g} s") from error
-            raise  # its own
 
     def own(self, policy: Policy) -> bool:
         """True if a timeline must keep its own limits, because a claim would bring others."""

@@ -30,17 +30,17 @@ class Scheduler:
     def __init__(
         self,
         backend: Backend,
-        dispatcher: Dispatcher[Any],
-        limits: Limits,
         availability: Availability,
         *,
+        dispatcher: Dispatcher[Any],
+        limits: Limits,
         backoff_mode: BackoffMode,
         concurrency: int,
         lease_timeout: float,
         drain_timeout: float,
         timeout: float,
-        observers: Iterable[Observer] = (),
-        numbers: Container[int] | None = None,
+        observers: Iterable[Observer],
+        numbers: Container[int] | None,
     ) -> None:
         self._backend = backend
         self._lease_timeout = lease_timeout

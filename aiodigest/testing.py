@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,20 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.backend import Backend, Close, Closed, Lease, Retry, entries_of
+from aiodigest.backend import Backend, Close, Lease, entries_of
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, shown
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
-from aiodigest.session.sync import leave_session
+from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Attempt, Outcome, tell
 
 __all__ = ["TestEngine"]
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 SHARD = 0  # the only one
@@ -184,7 +185,8 @@ class TestEngine(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await leave_session(self._engine)  # which uses the server, too
+        if (leaving := bridge().forget(self._engine)) is not None:
+            await asyncio.wrap_future(leaving)  # the adds of other threads use the server, too
         self._test.close()
         await self._server.aclose()
 
@@ -195,8 +197,8 @@ class TestEngine(Generic[T]):
             replacement = stack.enter_context(self._engine.replace_backend(backend, loop))
             if self._shared is None:
                 self._clock.ms = system_ms() if self._start is None else microseconds(self._start) // 1000
-            self.delivered, self.attempts = [], []
-            run = self._run = Run(self._engine, replacement, self._failures, self.delivered, self.attempts)
+            run = self._run = Run(self._engine, replacement, self._failures)
+            self.delivered, self.attempts = run.delivered, run.attempts
             self._clock.runs.append(run)
             stack.callback(self._end, run)
             self._test = stack.pop_all()
@@ -207,84 +209,67 @@ class TestEngine(Generic[T]):
         self._failures.clear()
 
 
+@dataclass(eq=False)
 class Run(Generic[T]):
     """One entering of a ``TestEngine``: claims and delivers when its clock says so."""
 
-    def __init__(
-        self,
-        engine: DigestEngine[T],
-        replacement: Replacement[T],
-        failures: deque[BaseException],
-        delivered: list[Digest[T]],
-        attempts: list[Delivery],
-    ) -> None:
-        self._engine = engine
-        self._replacement = replacement
-        self._failures = failures
-        self._delivered = delivered
-        self._attempts = attempts
-        self._paused_ms = 0  # until when a callback asked to claim nothing
+    engine: DigestEngine[T]
+    replacement: Replacement[T]
+    failures: deque[BaseException]
+    delivered: list[Digest[T]] = field(default_factory=list[Digest[T]])
+    attempts: list[Delivery] = field(default_factory=list[Delivery])
+    paused_ms: int = 0  # until when a callback asked to claim nothing
 
     async def due(self) -> tuple[int | None, int]:
         """Return the next due time, and the number of timelines that wait or are due."""
-        counts = await (await self._backend()).operations.counts()
-        due = counts.get("oldest_due_ms")
-        return None if due is None else max(due, self._paused_ms), counts["waiting"] + counts["ready"]
+        stats = await self.engine.stats()
+        due = None if stats.oldest_due is None else max(microseconds(stats.oldest_due) // 1000, self.paused_ms)
+        return due, stats.waiting + stats.ready
 
     async def claim(self, now: int) -> Sequence[Lease]:
-        backend = await self._backend()
-        if now < self._paused_ms:
+        if now < self.paused_ms:
             return ()
-        engine, limits = self._engine, self._replacement.policies.limits
-        claims = await backend.claim(SHARD, engine.concurrency, milliseconds(engine.lease_timeout), limits)
-        return claims.leases
+        engine, backend = self.engine, self.replacement.session.store
+        lease_ms = milliseconds(engine.lease_timeout)
+        return (await backend.claim(SHARD, engine.concurrency, lease_ms, self.replacement.limits)).leases
 
     async def deliver(self, lease: Lease, now: int) -> None:
         """Deliver a digest, in all its parts, as a worker does."""
-        replacement, backend = self._replacement, await self._backend()
-        dispatcher = replacement.dispatcher(self._call)
-        replacement.session.delivering += 1
+        session, backend = self.replacement.session, self.replacement.session.store
+        dispatcher = self.replacement.dispatcher(self._call)
+        session.delivering += 1
         try:
             while True:
                 entries = await entries_of(lease, partial(backend.read, SHARD, lease))
                 attempt = await dispatcher.prepare(lease, entries)
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:
-                    self._paused_ms = max(self._paused_ms, now + milliseconds(outcome.pause))
+                    self.paused_ms = max(self.paused_ms, now + milliseconds(outcome.pause))
                 if (delivered := _delivered_of(attempt, outcome)) is not None:
-                    self._delivered.append(delivered)
+                    self.delivered.append(delivered)
                 # once, and without another try as a worker makes it: a test is to hear of a server that is gone
-                closed = await outcome.report_to(self._close, self._retry)
+                closed = await outcome.report_to(partial(_tell, backend.close), partial(_tell, backend.retry))
                 delivery = outcome.delivery(closed, max(0, now - lease.due_ms) / 1000, 0.0)
-                self._attempts.append(delivery)
-                tell(replacement.registered.observers, delivery)
+                self.attempts.append(delivery)
+                tell(self.replacement.registered.observers, delivery)
                 if closed.status != "part":
                     return
                 lease = outcome.rest(closed)
         except BaseException:  # the test was cut short: nobody knows what the callback did
-            await backend.release(SHARD, [lease], started=True)
+            await self.release(lease, started=True)
             raise
         finally:
-            replacement.session.delivering -= 1
+            session.delivering -= 1
 
-    async def _close(self, close: Close) -> Closed:
-        return answered(await (await self._backend()).close(SHARD, [close]))
-
-    async def _retry(self, retry: Retry) -> bool:
-        return answered(await (await self._backend()).retry(SHARD, [retry]))
-
-    async def release(self, lease: Lease) -> None:
-        """Give back a digest that was claimed and not delivered."""
-        await (await self._backend()).release(SHARD, [lease], started=False)
+    async def release(self, lease: Lease, started: bool = False) -> None:
+        await self.replacement.session.store.release(SHARD, [lease], started)
 
     def _call(self, digest: Digest[T]) -> Awaitable[object]:
-        if self._failures:
-            raise self._failures.popleft()
-        callback = self._replacement.callback
+        if self.failures:
+            raise self.failures.popleft()
+        registered = self.replacement.registered
+        callback = registered.chosen[-1] if registered.chosen else registered.callback
         return asyncio.sleep(0) if callback is None else callback(digest)
-
-    async def _backend(self) -> Backend:
-        return await self._replacement.session.backend()
 
 
 class Clock:
@@ -365,9 +350,9 @@ async def _on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> Async
             await backend.aclose()
 
 
-def answered(answers: Sequence[Answer | AiodigestError]) -> Answer:
-    """Return the only answer, or raise it if it is an error."""
-    [answer] = answers
+async def _tell(call: Callable[[int, list[Item]], Awaitable[Sequence[Answer | AiodigestError]]], item: Item) -> Answer:
+    """Report one item to the store; return its answer, or raise it if it is an error."""
+    [answer] = await call(SHARD, [item])
     if isinstance(answer, AiodigestError):
         raise answer
     return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -89,8 +90,7 @@ DEFAULT = Bounds()
 
 def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
     """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
-    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-        raise InvalidArgument(f"{what} must be a str, not {shown(value)}")
+    require(isinstance(value, str), what, "a str", value)  # pyright: ignore[reportUnnecessaryIsInstance]
     try:
         encoded = value.encode()
     except UnicodeEncodeError:
@@ -100,18 +100,13 @@ def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
     return encoded
 
 
-def _offset(timestamp: datetime) -> timedelta | None:
-    try:
-        return timestamp.utcoffset()
-    except Exception:  # a time zone of the user's, which may not know one
-        return None
-
-
 def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
     """Convert an aware datetime or epoch seconds to microseconds since the epoch."""
     if isinstance(timestamp, datetime):
-        if _offset(timestamp) is None:
-            raise InvalidArgument(f"{what} must be an aware datetime (with a time zone), not {shown(timestamp)}")
+        offset = None
+        with suppress(Exception):  # a time zone of the user's, which may not know one
+            offset = timestamp.utcoffset()
+        require(offset is not None, what, "an aware datetime (with a time zone)", timestamp)
         micros = (timestamp - EPOCH) // timedelta(microseconds=1)
     elif isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not -inf < timestamp < inf:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"{what} must be an aware datetime or finite epoch seconds, not {shown(timestamp)}")
@@ -175,11 +170,6 @@ def can_call_back(function: object) -> bool:
 def can_observe(function: object) -> bool:
     """True if it may be an observer, which nobody awaits."""
     return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
-
-
-def can_code(codec: object) -> bool:
-    """True if it has the methods of a codec."""
-    return all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
 
 
 def never_ran(answer: object) -> bool:

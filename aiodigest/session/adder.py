@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.worker.availability import Availability
 from aiodigest.worker.batcher import Batcher, batches
+
+if TYPE_CHECKING:
+    from aiodigest.session.background import BackgroundSession
 
 ADDS = "adds"  # the kind of calls, for the state of the server
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
-
-Start: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 def weight(add: Add) -> int:
@@ -30,33 +30,18 @@ def place(backend: Backend, key: str) -> tuple[int, int]:
 
 
 class Adder:
-    """Sends adds to a backend in batches, one batcher a shard, and notes whether they arrive.
+    """Sends the adds of a session in batches, one batcher a shard, and notes whether they arrive."""
 
-    ``connected`` returns the connected backend, within the time that began at its argument, or now. ``start`` starts a
-    batcher's task, whose owner is the session; ``refusal`` returns why no more may begin, or ''.
-    """
-
-    def __init__(
-        self,
-        connected: Callable[[float | None], Awaitable[Backend]],
-        timeout: float,
-        availability: Availability,
-        start: Start,
-        refusal: Callable[[], str],
-    ) -> None:
+    def __init__(self, session: BackgroundSession) -> None:
         self.is_cut_off = False  # the latest add failed
-        self._connected = connected
-        self._timeout = timeout
-        self._availability = availability
-        self._start = start
-        self._refusal = refusal
+        self._session = session
         self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def add(self, add: Add, began: float) -> bool:
         """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
         try:
-            backend = await self._connected(began)
+            backend = await self._session.backend(began)
             shard, queue = place(backend, add.key)
             batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
             ready = await batcher.submit(add, weight(add), queue=queue, since=began)
@@ -70,12 +55,11 @@ class Adder:
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Send adds past the queue; those of a timeline in order."""
         try:
-            backend = await self._connected(None)
+            backend = await self._session.backend(None)
         except AiodigestError as error:
             self._missed(error)
             return [error] * len(adds)
         answers: dict[int, bool | AiodigestError] = {}
-
         places: dict[tuple[int, int], list[int]] = {}
         for index, add in enumerate(adds):
             places.setdefault(place(backend, add.key), []).append(index)
@@ -108,7 +92,7 @@ class Adder:
     def reached(self) -> None:
         """Note that an add, or the connection that it waited for, has reached the server, after one that had not."""
         self.is_cut_off = False
-        self._availability.eased(ADDS)
+        self._session.availability.eased(ADDS)
 
     def _note(self, results: Sequence[bool | AiodigestError]) -> None:
         """Note the answers to a call."""
@@ -120,17 +104,18 @@ class Adder:
 
     def _missed(self, error: AiodigestError) -> None:
         """Note that an add has failed, which may mean that its server is away."""
-        if isinstance(error, BackendUnavailable) and not self._refusal():
+        if isinstance(error, BackendUnavailable) and not self._session.refusal:
             self.is_cut_off = True
-            self._availability.failed(error, ADDS)
+            self._session.availability.failed(error, ADDS)
 
     def _new_batcher(self, backend: Backend, shard: int) -> Batcher[Add, bool]:
-        if refusal := self._refusal():
+        if refusal := self._session.refusal:
             raise BackendUnavailable(refusal)
         self._end_retired(backend)
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
-        batcher = Batcher[Add, bool](partial(backend.add, shard), self._timeout, queues, share=backend.shard_map.adding)
-        self._tasks[shard] = self._start(batcher.run())
+        send, share = partial(backend.add, shard), backend.shard_map.adding
+        batcher = Batcher[Add, bool](send, self._session.timeout, queues, share)
+        self._tasks[shard] = self._session.start(batcher.run())
         self._batchers[shard] = batcher
         return batcher
 

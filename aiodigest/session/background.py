@@ -1,14 +1,15 @@
-"""A single entering of an engine: its backend, its adds and its tasks, all in one event loop."""
+"""The sessions of an engine: its calls to a backend, and the tasks behind them, all in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
-from functools import partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from anyio import CancelScope
 
@@ -16,7 +17,6 @@ from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import Activity
 from aiodigest.session.adder import Adder
-from aiodigest.session.session import Session
 from aiodigest.worker.availability import BACKOFF, Availability
 from aiodigest.worker.batcher import LEFT
 from aiodigest.worker.tasks import elapse, retrieve
@@ -27,29 +27,108 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class BackgroundSession(Session):
-    """Owns one background task, which does everything that the engine does by itself.
+class Session:
+    """The calls of an engine to a connected backend, made one by one, with no task of its own: those of a test.
 
-    The server need not be up when a session starts: the first caller to need it connects, and others share the attempt.
+    It serves any event loop, one thread at a time, or only ``loop`` if given.
+    """
+
+    elsewhere = (  # what is wrong with a call from another event loop
+        "is in a TestEngine with server=True, which can be used in its own event loop alone, and Starlette's "
+        "TestClient starts another one: use httpx2.AsyncClient(transport=httpx2.ASGITransport(app)), or no server"
+    )
+
+    def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop
+        self.delivering = 0  # digests that who made this delivers by hand
+        self.store = backend
+        self._turn = nullcontext() if loop is None else asyncio.Lock()  # adds stay in order
+
+    @property
+    def is_here(self) -> bool:
+        """True if it can be used here, in this process and event loop."""
+        return self.loop in (None, asyncio.get_running_loop())
+
+    @property
+    def is_over(self) -> bool:
+        """True if it was left behind: by a fork, or by a loop that was closed before the engine was left."""
+        return False
+
+    @property
+    def activity(self) -> Activity:
+        """The current work; the engine itself counts adds."""
+        return Activity(delivering=self.delivering)
+
+    @property
+    def fault(self) -> str:
+        """A message if the background task has ended although nobody stopped it, else ''."""
+        return ""
+
+    @property
+    def breadth(self) -> int:
+        """The factor for a slice of ``add_many`` that fills the calls of all shards; at most 4."""
+        return 1
+
+    async def backend(self, began: float | None = None) -> Backend:
+        """Return the connected backend. Raises BackendUnavailable if it cannot be reached within the engine's timeout,
+        counted from ``began``, or from now."""
+        return self.store
+
+    async def add(self, add: Add, began: float) -> bool:
+        """Send an add, timed from ``began``; True if it made its timeline ready."""
+        [ready] = await self.add_many([add])
+        if isinstance(ready, AiodigestError):
+            raise ready
+        return ready
+
+    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        """Send adds, those of a timeline in order; return the answer to each."""
+        answers: list[bool | AiodigestError] = []
+        async with self._turn:
+            for shard, group in groupby(adds, lambda add: self.store.shard_map.shard_of(add.key)):
+                some = list(group)
+                try:
+                    answers += await self.store.add(shard, some)
+                except AiodigestError as error:
+                    answers += [error] * len(some)
+        return answers
+
+    def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
+        """Return the same error, for a record if one is named, with the cause behind it: a fault, or the log of an
+        embedded server."""
+        message, reason = self.fault or str(error), self.store.why_down()
+        if reason and reason not in message:
+            message += f" ({reason})"
+        return BackendUnavailable(message, record_id=record_id, stored=error.stored)
+
+    def poke(self, shard: int) -> None:
+        """Wake this process's own worker, if it has one: something in a shard may be due earlier."""
+
+
+class BackgroundSession(Session):
+    """The session of an engine that was entered: one background task does everything that the engine does by itself.
+
+    The server need not be up when it starts: the first caller to need it connects, and others share the attempt.
     ``schedule`` makes the scheduler of an engine that delivers.
     """
+
+    elsewhere = "was entered in another event loop or process: it can be used there alone"
 
     def __init__(
         self, backend: Backend, timeout: float, schedule: Callable[[Backend, Availability], Scheduler] | None = None
     ) -> None:
         super().__init__(backend, asyncio.get_running_loop())
-        self._timeout = timeout
+        self.timeout = timeout
+        self.availability = Availability()
         self._schedule = schedule
         self._scheduler: Scheduler | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._is_connected = False
-        self._availability = Availability()
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._context = copy_context()  # that of its tasks, and not that of a call which happens to need one first
-        start = partial(self._group.create_task, context=self._context)
-        self._adder = Adder(self.backend, timeout, self._availability, start, self._refusal)
+        self._adder = Adder(self)
         self._pid = os.getpid()
         self.main = asyncio.create_task(self._run(), name="aiodigest")
         self.main.add_done_callback(self._ended)
@@ -80,8 +159,14 @@ class BackgroundSession(Session):
     def breadth(self) -> int:
         return min(self.store.shard_map.adding, 4) if self._is_connected else 1
 
-    def _refusal(self) -> str:
+    @property
+    def refusal(self) -> str:
+        """The reason why no new work may begin, or ''."""
         return LEFT if self._stopping.is_set() else self.fault
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that ends with this session."""
+        return self._group.create_task(work, context=self._context)
 
     # Connecting
 
@@ -103,9 +188,9 @@ class BackgroundSession(Session):
             self._connecting = asyncio.create_task(self._open(), context=self._context)
             self._connecting.add_done_callback(retrieve)
         connecting = self._connecting
-        await asyncio.wait([connecting], timeout=(began or now) + self._timeout - now)
+        await asyncio.wait([connecting], timeout=(began or now) + self.timeout - now)
         if not connecting.done():
-            raise BackendUnavailable(f"no connection within {self._timeout:g} s")
+            raise BackendUnavailable(f"no connection within {self.timeout:g} s")
         if connecting.cancelled():
             raise BackendUnavailable("the engine was left before it was connected")
         connecting.result()
@@ -175,19 +260,19 @@ class BackgroundSession(Session):
             await self._adder.drain()
 
     async def _deliver(self, schedule: Callable[[Backend, Availability], Scheduler]) -> None:
-        availability, tries = self._availability, 0
+        tries = 0
         while not self._stopping.is_set():
             try:
                 backend = await self.backend()
             except Exception as error:
                 if not self._stopping.is_set():
-                    availability.failed(error)
+                    self.availability.failed(error)
                     tries += 1
                     await elapse(self._stopping, BACKOFF(tries))
                 continue
-            availability.answered()
+            self.availability.answered()
             if not self._stopping.is_set():  # it may have begun during the very last try
-                self._scheduler = schedule(backend, availability)
+                self._scheduler = schedule(backend, self.availability)
                 await self._scheduler.run()
 
     def _ended(self, main: asyncio.Task[None]) -> None:

@@ -104,23 +104,7 @@ class Sync(Generic[T]):
                 f"engine.sync.{name} would block the event loop that runs in this thread: "
                 f"await engine.{name}, inside `async with engine:`"
             )
-        return _current().call(self._engine, work)
-
-
-def sync_session_of(engine: object) -> BackgroundSession | None:
-    """Return the session in which ``engine.sync`` adds, or None if it has not added yet in this process."""
-    return _current().session_of(engine)
-
-
-async def leave_session(engine: object) -> None:
-    """Leave the session of ``engine.sync``, and return when it has closed its connections."""
-    if (leaving := _current().forget(engine)) is not None:
-        await asyncio.wrap_future(leaving)
-
-
-def forget_session(engine: object) -> None:
-    """Leave the session of ``engine.sync``; its next add begins another one, on the backend the engine has then."""
-    _current().forget(engine)
+        return bridge().call(self._engine, work)
 
 
 class Helpers(ThreadPoolExecutor):
@@ -220,6 +204,7 @@ class Bridge:
         return await work()
 
     def session_of(self, engine: object) -> BackgroundSession | None:
+        """Return the session in which ``engine.sync`` adds, or None if it has not added yet in this process."""
         return self._sessions.get(engine)
 
     def _note(self, task: asyncio.Task[Answer]) -> asyncio.Task[Answer]:
@@ -229,6 +214,7 @@ class Bridge:
         return task
 
     def forget(self, engine: object) -> Future[None] | None:
+        """Leave the session of an engine; its next add begins another one, on the backend that it has then."""
         session = self._sessions.pop(engine, None)
         return None if session is None else self.leave(session)
 
@@ -238,7 +224,7 @@ class Bridge:
         async def stop() -> None:
             await self._note(asyncio.create_task(session.stop()))
 
-        if self._loop is None or self._loop.is_closed() or self is not _current():
+        if self._loop is None or self._loop.is_closed() or self is not bridge():
             return None
         return asyncio.run_coroutine_threadsafe(stop(), self._loop)
 
@@ -282,22 +268,20 @@ _bridge = Bridge()
 _parents: list[Bridge] = []
 
 
-def _current() -> Bridge:
+def bridge() -> Bridge:
+    """Return the bridge of this process."""
     if _bridge.pid != os.getpid():  # a C program has forked and did not tell Python, as uWSGI does
-        _new_bridge()
+        _renew()
     return _bridge
 
 
-def _new_bridge() -> None:
+def _renew() -> None:
     global _bridge
     _parents.append(_bridge)
     _bridge = Bridge()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_new_bridge)
+    os.register_at_fork(after_in_child=_renew)
 
-
-@atexit.register
-def _end() -> None:
-    _current().end()
+atexit.register(lambda: bridge().end())
