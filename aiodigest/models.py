@@ -50,17 +50,10 @@ OVERDUE = 60.0  # seconds that a timeline may be due before somebody should look
 
 @dataclass(frozen=True)
 class Record(Generic[T]):
-    """One notification, alert or event.
+    """One notification, alert or event, with the ``value`` that was added.
 
-    Attributes
-    ----------
-    id : str
-        The record's name in its timeline: a later add under the same id replaces it while it waits.
-    value : T
-        The value that was added.
-    timestamp : datetime
-        Aware, in UTC: the time given to the add, else the server's time of arrival. It orders records and schedules
-        nothing.
+    A later add under the same ``id`` replaces it while it waits. ``timestamp`` (aware, in UTC) is the time given to the
+    add, else the server's time of arrival. It orders records and schedules nothing.
     """
 
     id: str
@@ -76,23 +69,13 @@ class Record(Generic[T]):
 
 @dataclass(frozen=True)
 class Digest(Generic[T]):
-    """The records of one delivery. A test can make one from just a key and records.
+    """The ``records`` of one delivery, ordered by timestamp, then by arrival. A test can make one from just a ``key``
+    and records.
 
-    Attributes
-    ----------
-    key : str
-        The timeline's key.
-    records : Sequence[Record[T]]
-        Ordered by timestamp, then by arrival.
-    id : str, default made up
-        Names exactly these contents: a digest that is delivered again because its outcome is unknown comes with the
-        same id, so that a receiver can use it as an idempotency key.
-    attempt : int, default 1
-        The number of this try to deliver it.
-    dropped : int, default 0
-        The number of records that the timeline's capacity trimmed since the last digest.
-    iteration : int, default 1
-        The number of digests in a row of this timeline, including this one.
+    ``id`` names exactly these contents: a digest that is delivered again because its outcome is unknown comes with the
+    same id, so that a receiver can use it as an idempotency key. ``attempt`` is the number of this try to deliver it.
+    ``dropped`` counts the records that the timeline's capacity trimmed since the last digest, and ``iteration`` the
+    digests in a row of this timeline, including this one.
     """
 
     key: str
@@ -105,19 +88,8 @@ class Digest(Generic[T]):
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One add of ``add_many``; the fields are the arguments of ``DigestEngine.add``.
-
-    Attributes
-    ----------
-    key : str
-        The timeline's key.
-    value : T
-        The value to add.
-    record_id : str or None, default None (made up)
-        Replaces the value held under it.
-    timestamp : datetime, float or None, default None (the server's time of arrival)
-        An aware datetime, or epoch seconds.
-    """
+    """One add of ``add_many``; ``key``, ``value``, ``record_id`` (made up if None) and ``timestamp`` (the server's time
+    of arrival if None) are the arguments of ``DigestEngine.add``."""
 
     key: str
     value: T
@@ -127,33 +99,15 @@ class Entry(Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):
-    """A view of a timeline that holds records.
+    """A view of the timeline ``key``, which holds records.
 
-    Attributes
-    ----------
-    key : str
-        The key it was added under.
-    state : State
-        "waiting", "ready" or "leased".
-    due : datetime
-        The time it is due (waiting), was due (ready), or its lease ends (leased).
-    size : int, default 0
-        Entries held: a record that was added again counts once for each add until a digest is opened.
-    attempt : int, default 0
-        The tries of the digest under delivery or in a retry wait; 0 if there is none.
-    iteration : int, default 0
-        Digests in a row so far.
-    dropped : int, default 0
-        Records that capacity trimmed since the last digest.
-    cool_until : datetime or None, default None
-        The end of the latest cool-down, which may be past.
-    digest_id : str or None, default None
-        The digest under delivery or in a retry wait.
-    last_error : str or None, default None
-        The error of its latest attempt.
-    records : Sequence[Record[T | bytes]], default ()
-        Filled by ``peek`` alone: records under delivery, then those that came since. A value that cannot be decoded
-        is given as its raw bytes.
+    ``due`` is the time it is due (its ``state`` is "waiting"), was due ("ready"), or its lease ends ("leased").
+    ``size`` counts entries: a record that was added again counts once for each add until a digest is opened.
+    ``digest_id`` is the digest under delivery or in a retry wait, ``attempt`` the number of its tries (0 if there is
+    none), and ``last_error`` the error of the latest. ``iteration`` counts the digests in a row so far, and ``dropped``
+    the records that capacity trimmed since the last one. ``cool_until`` is the end of the latest cool-down, which may
+    be past. ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that cannot be
+    decoded is given as its raw bytes.
     """
 
     key: str
@@ -173,22 +127,10 @@ class Timeline(Generic[T]):
 class DeadLetter(Generic[T]):
     """Records that will not be delivered unless they are replayed; kept for 30 days.
 
-    Attributes
-    ----------
-    id : str
-        The id for ``replay`` and ``discard``.
-    key : str
-        The timeline's key.
-    reason : str
-        The text of a ``Reject``, the error of the last attempt, or the reason a value could not be decoded.
-    buried_at : datetime
-        By the server's clock.
-    attempt : int
-        The number of tries.
-    digest_id : str
-        The id of the digest that could not be delivered.
-    records : Sequence[Record[T | bytes]]
-        A value that cannot be decoded is given as its raw bytes.
+    ``id`` is the one for ``replay`` and ``discard``. ``reason`` is the text of a ``Reject``, the error of the last
+    attempt, or the reason a value could not be decoded. ``digest_id`` is the digest of the timeline ``key`` that could
+    not be delivered in so many tries (``attempt``), and ``buried_at`` the end of that, by the server's clock. In
+    ``records``, a value that cannot be decoded is given as its raw bytes.
     """
 
     id: str
@@ -206,25 +148,13 @@ class Delivery:
 
     An attempt that was cut short, or whose end the store could not be told, is not reported.
 
-    Attributes
-    ----------
-    key : str
-        The timeline's key.
-    digest_id : str
-        The digest's id.
-    attempt : int
-        The number of the try, from 1.
-    result : str
-        "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``) or
-        "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter; "empty" (``max_age``
-        left nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then
-        (it comes, or came, again); "deleted" if its timeline was deleted under delivery.
-    records : int
-        The number of records the callback delivered, whatever the result.
-    lateness : float
-        Seconds from its due time to the start of the attempt.
-    duration : float
-        Seconds that the attempt took.
+    ``key`` is the timeline's, and ``attempt`` the number of the try to deliver ``digest_id``, from 1. ``result`` is
+    "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``) or
+    "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter; "empty" (``max_age`` left
+    nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then (it comes,
+    or came, again); "deleted" if its timeline was deleted under delivery. ``records`` is the number of records the
+    callback delivered, whatever the result. ``lateness`` is the time in seconds from its due time to the start of the
+    attempt, and ``duration`` the seconds that the attempt took.
     """
 
     key: str
@@ -238,15 +168,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The contents of a namespace's old shards while it moves to another number of them.
-
-    Attributes
-    ----------
-    waiting, ready, leased : int, default 0
-        Timelines by their state.
-    dead : int, default 0
-        Dead letters.
-    """
+    """The contents of a namespace's old shards while it moves to another number of them: timelines by their state
+    (``waiting``, ``ready``, ``leased``), and dead letters (``dead``)."""
 
     waiting: int = 0
     ready: int = 0
@@ -258,23 +181,11 @@ class Draining:
 class Stats:
     """Timelines by state, dead letters, and counts of events since the namespace was made.
 
-    Attributes
-    ----------
-    waiting, ready, leased : int, default 0
-        Timelines by their state.
-    dead : int, default 0
-        Dead letters.
-    digests : int, default 0
-        Deliveries so far.
-    delivered, dropped, aged, expired, buried : int, default 0
-        Records so far that were delivered, dropped by capacity, left out by ``max_age``, ended by ``ttl``, and put in
-        dead letters.
-    letters_dropped : int, default 0
-        Dead letters that made room for newer ones or reached their 30 days.
-    oldest_due : datetime or None, default None
-        The earliest due time of a timeline that waits or is ready.
-    overdue : float, default 0.0
-        Seconds for which that timeline has been due, by the server's clock; 0 if it is not due.
+    ``waiting``, ``ready`` and ``leased`` are timelines, ``dead`` dead letters, and ``digests`` deliveries so far.
+    ``delivered``, ``dropped``, ``aged``, ``expired`` and ``buried`` are records so far: delivered, dropped by capacity,
+    left out by ``max_age``, ended by ``ttl``, and put in dead letters. ``letters_dropped`` are dead letters that made
+    room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that waits or is
+    ready, and ``overdue`` the seconds for which that one has been due, by the server's clock; 0 if it is not due.
     """
 
     waiting: int = 0
@@ -302,19 +213,10 @@ class Stats:
 class Activity:
     """The current work of one engine in this process.
 
-    Attributes
-    ----------
-    adds : int, default 0
-        Records whose add returned since the engine was made.
-    delivering : int, default 0
-        Deliveries under way.
-    backoff_level : int, default 0
-        The depth of backoff mode in its worker; 0 means full concurrency.
-    unavailable : bool, default False
-        True if its latest calls to the server failed.
-    fault : str, default ""
-        The fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process
-        is restarted.
+    ``adds`` counts records whose add returned since the engine was made, and ``delivering`` the deliveries under way.
+    ``backoff_level`` is the depth of backoff mode in its worker; 0 means full concurrency. ``unavailable`` is True if
+    its latest calls to the server failed. ``fault`` is the fault of aiodigest that ended its background task, if one
+    did: it delivers nothing more until the process is restarted.
     """
 
     adds: int = 0
@@ -326,20 +228,12 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one check of ``DigestEngine.examine``.
+    """The finding of one ``check`` of ``DigestEngine.examine``; one may have several, for each server or matter one.
 
-    Attributes
-    ----------
-    check : str
-        Its name; the reference has a table of them. A check may have several findings, one for each server or matter.
-    level : str
-        "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they are).
-    message : str
-        The finding, for people: the wording may change in the next version.
-    remedy : str, default ""
-        The fix: a command or a setting where there is one.
-    value : float or None, default None
-        The measured value, in the unit that the table has for the check, if it measures anything.
+    ``level`` is "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they
+    are). ``message`` is for people: the wording may change in the next version. ``remedy`` is the fix, a command or a
+    setting where there is one. ``value`` is what was measured, if anything, in the unit that the reference's table of
+    checks has for it.
     """
 
     check: Check
@@ -351,16 +245,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of deliveries.
+    """The health of deliveries: ``ok`` is True if the server answers, and no timeline has been due for too long.
 
-    Attributes
-    ----------
-    ok : bool
-        True if the server answers, and no timeline has been due for too long.
-    reason : str, default ""
-        The reason if it is not ok.
-    overdue : float, default 0.0
-        Seconds for which the earliest due timeline has been due, by the server's clock.
+    ``reason`` says why it is not. ``overdue`` is the time in seconds for which the earliest due timeline has been due,
+    by the server's clock.
     """
 
     ok: bool
