@@ -47,6 +47,7 @@ class JSONCodec(Generic[T]):
     An encoded value comes back equal, or is refused. A value must already be of its type: nothing is coerced, so "5" is
     not an int and a dict is not a model. Fields are stored under their names, whatever their aliases. Anything pydantic
     leaves out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
+    Raises InvalidArgument if an argument is out of its range, or pydantic has no schema for ``value_type``.
 
     Parameters
     ----------
@@ -57,19 +58,10 @@ class JSONCodec(Generic[T]):
     max_size : int, default 1 MiB, at most 512 MiB
         The most bytes of JSON, before compression, to encode or to decompress. A lower value makes larger stored
         values unreadable.
-
-    Raises
-    ------
-    InvalidArgument
-        If an argument is out of its range, or pydantic has no schema for ``value_type``.
     """
 
     def __init__(
-        self,
-        value_type: TypeForm[T] | TypeAdapter[T] = JSON,
-        *,
-        compress_above: int = 1024,
-        max_size: int = 1_048_576,
+        self, value_type: TypeForm[T] | TypeAdapter[T] = JSON, *, compress_above: int = 1024, max_size: int = 1_048_576
     ) -> None:
         from pydantic import TypeAdapter
 

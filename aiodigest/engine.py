@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from secrets import token_hex
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 
 from typing_extensions import TypeVar
@@ -96,10 +95,11 @@ class Replacement(NamedTuple, Generic[T]):
 class DigestEngine(Generic[T]):
     """Adds records to timelines, and delivers each timeline's records as digests to an awaitable callback.
 
-    One engine is one namespace, one type of value and one callback. The constructor does no I/O; ``async with
-    engine`` connects, ``async with engine.delivering()`` also delivers in the background, and ``await engine.run()``
-    is a service until SIGTERM or SIGINT. None of them needs the server to be up yet. After leaving an engine you can
-    enter it again, even from another event loop.
+    One engine is one namespace, one type of value and one callback. The constructor does no I/O, and raises
+    ConfigurationError or InvalidArgument for an argument that is not allowed; ``async with engine`` connects, ``async
+    with engine.delivering()`` also delivers in the background, and ``await engine.run()`` is a service until SIGTERM or
+    SIGINT. None of them needs the server to be up yet. After leaving an engine you can enter it again, even from
+    another event loop.
 
     In its methods ``key`` names a timeline, and ``letter_id`` a dead letter. What is awaited may raise InvalidArgument
     (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
@@ -148,11 +148,6 @@ class DigestEngine(Generic[T]):
     backend : Backend or None, default None
         A store of timelines in place of ``url``, ``shards`` and ``wait_replicas``, such as a ``ReferenceBackend`` in a
         test. The engine connects and closes it; it must serve no other engine.
-
-    Raises
-    ------
-    ConfigurationError, InvalidArgument
-        If an argument is not allowed; the message says what is.
     """
 
     def __init__(
@@ -280,9 +275,7 @@ class DigestEngine(Generic[T]):
         await self._enter()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self._leave()
 
     @asynccontextmanager
@@ -423,15 +416,9 @@ class DigestEngine(Generic[T]):
         raise ConfigurationError(f"engine {self.namespace!r} {own.elsewhere}")
 
     def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
-        return Dispatcher(
-            callback,
-            self.codec,
-            partial(self._policies.of, timeout=self.delivery_timeout),
-            self.retry,
-            self.lease_timeout,
-            self.delivery_timeout,
-            self._registered.tracing,
-        )
+        lease_timeout, timeout, tracing = self.lease_timeout, self.delivery_timeout, self._registered.tracing
+        policy = partial(self._policies.of, timeout=timeout)
+        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing)
 
     # Adding
 
@@ -444,14 +431,9 @@ class DigestEngine(Generic[T]):
         up if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
         time of arrival if absent) orders the records of a digest. When this returns, the record is stored.
 
-        Raises
-        ------
-        InvalidArgument, LimitExceeded, CodecError
-            If an argument is not allowed, and nothing was stored.
-        ConfigurationError
-            If the user may not add, or the policy function took longer than ``timeout``, and nothing was stored.
-        BackendUnavailable
-            Within the engine's ``timeout``; its ``stored`` is "no" or "unknown".
+        Raises InvalidArgument, LimitExceeded or CodecError if an argument is not allowed, ConfigurationError if the
+        user may not add or the policy function took longer than ``timeout``, and BackendUnavailable within ``timeout``:
+        only if its ``stored`` is "unknown" may anything be stored.
         """
         session, began = self._entered(), asyncio.get_running_loop().time()
         add = await self._encode(key, value, record_id, timestamp)
@@ -509,7 +491,7 @@ class DigestEngine(Generic[T]):
     async def _encode(self, key: str, value: T, record_id: str | None, timestamp: datetime | float | None) -> Add:
         name(key, "key", self.bounds.name)
         record = name(token_hex(MADE_UP // 2) if record_id is None else record_id, "record_id", self.bounds.name)
-        policy = self._policies.fixed or await self._policy(key)
+        policy = self._policies.fixed or await self._policies.of(key, self.timeout)
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
         entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
         return Add(key, entry, policy.terms, self._policies.own(policy))
@@ -523,9 +505,6 @@ class DigestEngine(Generic[T]):
         """Check a key, and return the store."""
         name(key, "key", self.bounds.name)
         return await self._backend()
-
-    async def _policy(self, key: str) -> Policy:
-        return await self._policies.of(key, self.timeout)
 
     async def flush(self, key: str) -> bool:
         """Make a timeline due now, or at the end of the delivery under way; True if it holds records."""
@@ -545,7 +524,7 @@ class DigestEngine(Generic[T]):
         """Drop the record ``record_id``; True if dropped. One under delivery, or of unknown outcome, stays."""
         backend = await self._timeline(key)
         record = name(record_id, "record_id", self.bounds.name)
-        policy = await self._policy(key)
+        policy = await self._policies.of(key, self.timeout)
         return await backend.remove(key, record, policy.terms.limits)
 
     async def reschedule(
@@ -561,7 +540,7 @@ class DigestEngine(Generic[T]):
         """
         session, backend = self._entered(), await self._timeline(key)
         require(at is None or delay is None, "delay", "absent if at is given", delay)
-        policy = await self._policy(key)
+        policy = await self._policies.of(key, self.timeout)
         at_ms = None if at is None else microseconds(at, "at") // 1000
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
         by_policy = at_ms is None and delay_ms is None
@@ -621,14 +600,13 @@ class DigestEngine(Generic[T]):
         """
         bound = duration(overdue, "overdue")
         try:
-            session = self._entered()
-            if fault := session.fault:
+            if fault := self._entered().fault:
                 return Health(False, fault)
-            try:
-                async with asyncio.timeout(self.timeout):  # for the calls to all shards together
-                    stats = await self.stats()
-            except TimeoutError:
-                raise session.explained(BackendUnavailable(f"no answer within {self.timeout:g} s")) from None
+            async with asyncio.timeout(self.timeout):  # for the calls to all shards together
+                stats = await self.stats()
+        except TimeoutError:
+            late = BackendUnavailable(f"no answer within {self.timeout:g} s")
+            return Health(False, str(self._entered().explained(late)))
         except AiodigestError as error:
             return Health(False, str(error))
         return stats.health(bound)
@@ -660,7 +638,7 @@ class DigestEngine(Generic[T]):
         letter = await backend.operations.dead_letter(letter_id)
         if letter is None:
             raise InvalidState(f"there is no dead letter {letter_id!r}")
-        policy = await self._policy(letter.key)
+        policy = await self._policies.of(letter.key, self.timeout)
         ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
         session.poke(backend.shard_map.shard_of(letter.key))
         return ready
@@ -673,11 +651,9 @@ class DigestEngine(Generic[T]):
     async def examine(self) -> list[Finding]:
         """Check the servers and the namespace: return each check's findings, with remedies.
 
-        Every primary is asked for its version, memory, eviction, persistence, replicas, clock, round trip and slow
-        scripts, and the namespace for its shards, workers, overdue timelines and dead letters. Nothing is changed, and
-        a namespace that was never used is not created. If the user may not ask something, a note names the missing
-        command. It takes some thirty calls to each server. Replicas that sentinels or a cluster may promote are asked
-        if they know the user, provided that the primary lists them (``INFO``).
+        Nothing is changed, and a namespace that was never used is not created. If the user may not ask something, a
+        note names the missing command. It takes some thirty calls to each server. Replicas that sentinels or a cluster
+        may promote are asked if they know the user, provided that the primary lists them (``INFO``).
         """
         return await (await self._backend()).operations.examine()
 

@@ -45,12 +45,9 @@ def milliseconds(delay: float) -> int:
 class RetryPolicy:
     """The tries of a digest whose callback raised, before it becomes a dead letter, and the waits between them.
 
-    Parameters
-    ----------
-    max_attempts : int, default 12
-        Tries in all, the first included.
-    backoff : Strategy, default DecorrelatedJitter(base=1, cap=3600)
-        Seconds from a failed attempt n (1 first) to the next try. The default spans 2.5 hours on average, 5 at most.
+    There are ``max_attempts`` in all, the first included. ``backoff`` gives the seconds from a failed attempt n (1
+    first) to the next try. The default, ``DecorrelatedJitter(base=1, cap=3600)``, spans 2.5 hours on average, 5 at
+    most.
     """
 
     max_attempts: int = 12
@@ -120,10 +117,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         maximum = duration(self.maximum_delay, "maximum_delay")
-        below = {"initial_delay": self.initial_delay}
-        if not callable(self.minimum_delay):
-            below["minimum_delay"] = self.minimum_delay
-        for name, delay in below.items():
+        minimum = 0.0 if callable(self.minimum_delay) else self.minimum_delay
+        for name, delay in (("initial_delay", self.initial_delay), ("minimum_delay", minimum)):
             if duration(delay, name) > maximum:
                 raise InvalidArgument(f"{name} ({delay}) must not be above maximum_delay ({maximum:g} s)")
         duration(self.increment_delay, "increment_delay")
@@ -155,17 +150,9 @@ class Policy:
     @cached_property
     def terms(self) -> Terms:
         """The policy as the store takes it."""
-        return Terms(
-            milliseconds(duration(self.initial_delay, "initial_delay")),
-            milliseconds(duration(self.increment_delay, "increment_delay")),
-            milliseconds(duration(self.maximum_delay, "maximum_delay")),
-            Limits(
-                self.capacity,
-                self.max_size or 0,
-                milliseconds(duration(self.max_age or 0, "max_age")),
-                milliseconds(duration(self.ttl, "ttl")),
-            ),
-        )
+        durations = (self.initial_delay, self.increment_delay, self.maximum_delay, self.max_age or 0, self.ttl)
+        initial, increment, maximum, age, ttl = (milliseconds(duration(each, "a duration")) for each in durations)
+        return Terms(initial, increment, maximum, Limits(self.capacity, self.max_size or 0, age, ttl))
 
 
 PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awaitable[Policy]]

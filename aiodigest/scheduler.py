@@ -49,20 +49,12 @@ class Scheduler:
         self._workers: dict[int, ShardWorker] = {}  # by shard
         self._served: ShardMap | None = None  # whose shards it serves
         self._idle = False  # there is no shard to serve, and it has been said
-        self._stopping = asyncio.Event()
+        stopping = self._stopping = asyncio.Event()
         self._changed = asyncio.Event()  # the layout, or a worker has ended, or all are to stop
-        self._limit = ConcurrencyLimit(concurrency, backoff_mode, self._stopping, self._busy)
+        limit = self._limit = ConcurrencyLimit(concurrency, backoff_mode, stopping, self._busy)
+        on_answer = self._notice_layout
         self._shared = Shared(
-            backend,
-            dispatcher,
-            limits,
-            lease_timeout,
-            timeout,
-            availability,
-            self._limit,
-            self._stopping,
-            observers,
-            self._notice_layout,
+            backend, dispatcher, limits, lease_timeout, timeout, availability, limit, stopping, observers, on_answer
         )
         self._shutdown = Shutdown(self._workers, backend, drain_timeout, timeout)
 
@@ -91,11 +83,6 @@ class Scheduler:
     @property
     def backoff_level(self) -> int:
         return self._limit.backoff.level
-
-    @property
-    def is_cut_off(self) -> bool:
-        """True if the latest calls of some kind failed."""
-        return self._availability.is_lost
 
     async def run(self) -> None:
         """Deliver until stopped."""
@@ -141,22 +128,19 @@ class Scheduler:
 
     def _warn_of_missing(self) -> None:
         """Warn of chosen shards that do not exist, if others do."""
-        if self._numbers is None:
-            return
-        chosen = [number for number in range(MAX_SHARDS) if number in self._numbers]
-        missing = [number for number in chosen if number >= self._backend.shard_map.adding]
+        chosen = [number for number in range(MAX_SHARDS) if number in (self._numbers or ())]
+        shards = self._backend.shard_map.adding
+        missing = [number for number in chosen if number >= shards]
         if missing and missing != chosen:
             line = "the namespace has %d shards, which count from 0: those that were chosen from %d on are not there"
-            logger.warning(
-                line, self._backend.shard_map.adding, missing[0], extra={"shards": self._backend.shard_map.adding}
-            )
+            logger.warning(line, shards, missing[0], extra={"shards": shards})
 
     async def _look_for_shards(self) -> None:
         """Learn of a change of the layout while there is no shard to serve, whose worker would notice."""
         if not self._idle:
-            shards = {"shards": self._backend.shard_map.adding}
-            there = f"the namespace has {self._backend.shard_map.adding}, which count from 0"
-            logger.error("none of the chosen shards is there: %s. Nothing is delivered", there, extra=shards)
+            shards = self._backend.shard_map.adding
+            line = "none of the chosen shards is there: the namespace has %d, which count from 0. Nothing is delivered"
+            logger.error(line, shards, extra={"shards": shards})
         self._idle = True
         if not await elapse(self._changed, self._lease_timeout / 3):
             try:

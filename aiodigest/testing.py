@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from aiodigest.backend import Backend, Close, Lease, entries_of
@@ -47,6 +46,9 @@ class TestEngine(Generic[T]):
     ends. Callbacks that wait take real time, while the test's clock stands still; the engine's ``delivery_timeout``
     counts real seconds.
 
+    Raises InvalidArgument if an argument is not allowed, and on entering ConfigurationError if the engine is entered
+    already, or the server cannot be started.
+
     Parameters
     ----------
     engine : DigestEngine
@@ -58,13 +60,6 @@ class TestEngine(Generic[T]):
         The first time on the test's clock; aware, and after 1970.
     clock : TestEngine or None, default None
         An entered test whose clock this one shares: ``advance`` of either moves both.
-
-    Raises
-    ------
-    InvalidArgument
-        If an argument is not allowed.
-    ConfigurationError
-        On entering, if the engine is entered already, or the server cannot be started.
     """
 
     __test__ = False  # it is no test of pytest's
@@ -130,15 +125,10 @@ class TestEngine(Generic[T]):
         the callbacks have ended and the clock shows the end of the span. A callback that raises fails as it does in
         production, and is not an error of this method.
 
-        Raises
-        ------
-        InvalidArgument
-            If the span is negative, or over ten years.
-        ConfigurationError
-            If the test engine is not entered (with ``server=True``: in this event loop), ``advance`` is under way
-            (do not call it in a callback), or deliveries at one instant bring about more and more others.
-        BackendUnavailable
-            If the server of ``server=True`` is gone.
+        Raises InvalidArgument if the span is negative, or over ten years; ConfigurationError if the test engine is not
+        entered (with ``server=True``: in this event loop), ``advance`` is under way (do not call it in a callback), or
+        deliveries at one instant bring about more and more others; and BackendUnavailable if the server of
+        ``server=True`` is gone.
         """
         if self._run is None:
             raise ConfigurationError("advance a TestEngine inside `async with TestEngine(engine) as t:`")
@@ -163,12 +153,10 @@ class TestEngine(Generic[T]):
     def __enter__(self) -> Self:
         if self._needs_server:
             raise ConfigurationError("a TestEngine with server=True is entered by `async with`")
-        self._begin(ReferenceBackend(now=self._clock.now_ms))
+        self._begin(ReferenceBackend(now=lambda: self._clock.ms))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._test.close()
 
     async def __aenter__(self) -> Self:
@@ -176,15 +164,20 @@ class TestEngine(Generic[T]):
             return self.__enter__()
         with self._engine.replace_backend(ReferenceBackend()):
             pass  # else a server would be started for an engine that is in use
+        from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
+        from aiodigest.backends.redis.backend import RedisBackend
+
         async with AsyncExitStack() as stack:
-            backend = await stack.enter_async_context(_on_server(self._engine, self._clock.now_ms))
+            folder = stack.enter_context(TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True))
+            server, named, timeout = EmbeddedServer(Path(folder, "data")), self._engine.namespace, self._engine.timeout
+            backend = RedisBackend(server, namespace=named, timeout=timeout, now=lambda: self._clock.ms)
+            stack.push_async_callback(backend.aclose)
+            await backend.connect()
             self._begin(backend, asyncio.get_running_loop())
             self._server = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if (leaving := bridge().forget(self._engine)) is not None:
             await asyncio.wrap_future(leaving)  # the adds of other threads use the server, too
         self._test.close()
@@ -280,9 +273,6 @@ class Clock:
         self.runs: list[Run[Any]] = []
         self._moves = False
 
-    def now_ms(self) -> int:
-        return self.ms
-
     async def advance(self, span_ms: int) -> None:
         if self._moves:
             raise ConfigurationError("advance is under way: a callback must not call it, nor two tasks at once")
@@ -334,22 +324,6 @@ class Clock:
                 )
 
 
-@asynccontextmanager
-async def _on_server(engine: DigestEngine[Any], now: Callable[[], int]) -> AsyncGenerator[Backend]:
-    """Open a store for an engine, on a server of its own whose clock is ``now``; nothing of it remains."""
-    from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
-    from aiodigest.backends.redis.backend import RedisBackend
-
-    with TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True) as folder:
-        server = EmbeddedServer(Path(folder, "data"))
-        backend = RedisBackend(server, namespace=engine.namespace, timeout=engine.timeout, now=now)
-        try:
-            await backend.connect()
-            yield backend
-        finally:
-            await backend.aclose()
-
-
 async def _tell(call: Callable[[int, list[Item]], Awaitable[Sequence[Answer | AiodigestError]]], item: Item) -> Answer:
     """Report one item to the store; return its answer, or raise it if it is an error."""
     [answer] = await call(SHARD, [item])
@@ -362,9 +336,7 @@ def _delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:
     """Return the digest with only its delivered records; None if there are none."""
     if not outcome.records:
         return None
-    if isinstance(outcome.report, Close):
-        left = {record_id for letter in outcome.report.dead_letters for record_id in letter.ids or ()}
-    else:
-        left = set(outcome.report.failed or ())
-    digest = attempt.digest
+    report, digest = outcome.report, attempt.digest
+    held = [letter.ids for letter in report.dead_letters] if isinstance(report, Close) else [report.failed]
+    left = {record_id for ids in held for record_id in ids or ()}
     return replace(digest, records=tuple(one for one in digest.records if one.id.encode() not in left))

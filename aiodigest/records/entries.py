@@ -50,12 +50,9 @@ def unpack(entry: bytes) -> RawRecord:
     if len(entry) >= HEADER_SIZE:
         flags, timestamp, length = _unpack_header(entry)
         end = HEADER_SIZE + length
-        if flags & VERSION_BITS == VERSION and len(entry) >= end:
-            if not flags & TRACED:
-                return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[end:])
-            value = end + CONTEXT_SIZE
-            if len(entry) >= value:
-                return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[value:], entry[end:value])
+        value = end + CONTEXT_SIZE if flags & TRACED else end
+        if flags & VERSION_BITS == VERSION and len(entry) >= value:
+            return RawRecord(timestamp, entry[HEADER_SIZE:end], entry[value:], entry[end:value])
     raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
 
 

@@ -59,20 +59,10 @@ def duration(value: float | timedelta, what: str, least: float = 0.0, *, positiv
 class Bounds:
     """Limits on the size of arguments; anything larger is refused, and nothing of it is stored.
 
-    Parameters
-    ----------
-    value : int, default 1 MiB, at most 64 MiB
-        Bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON before compression and after
-        decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
-    name : int, default 1024, from 32 to 65,535
-        Bytes of UTF-8 of a key or a record id.
-    records : int, default 100,000, at most 10,000,000
-        Entries of one ``add_many``.
-
-    Raises
-    ------
-    InvalidArgument
-        If one is not a whole number in its range.
+    ``value`` (at most 64 MiB) bounds the bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON
+    before compression and after decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
+    ``name`` (from 32 to 65,535) bounds the bytes of UTF-8 of a key or a record id, and ``records`` (at most 10,000,000)
+    the entries of one ``add_many``. Raises InvalidArgument if one is not a whole number in its range.
     """
 
     value: int = 1_048_576
@@ -133,11 +123,7 @@ def nearest(ms: int) -> datetime:
 
 
 def pack_entry(
-    record_id: bytes,
-    timestamp: datetime | float | None,
-    value: bytes,
-    most: int = DEFAULT.value,
-    context: bytes = b"",
+    record_id: bytes, timestamp: datetime | float | None, value: bytes, most: int = DEFAULT.value, context: bytes = b""
 ) -> bytes:
     """Pack a record as a log entry; its encoded value may take up to ``most`` bytes."""
     if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)

@@ -48,8 +48,9 @@ class Adder:
         except BackendUnavailable as error:
             self._missed(error)
             raise
-        if self.is_cut_off:
-            self.reached()
+        self.reached()
+        if ready:
+            self._session.poke(backend.shard_map.shard_of(add.key))
         return ready
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
@@ -76,11 +77,16 @@ class Adder:
                     results = [error] * len(some)
                     down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
                 answers.update(zip(some, results, strict=True))
-                self._note(results)
+                if refusals := [each for each in results if isinstance(each, BackendUnavailable)]:
+                    self._missed(refusals[0])
+                elif not all(isinstance(each, AiodigestError) for each in results):
+                    self.reached()
 
         async with asyncio.TaskGroup() as group:
             for (shard, _), indices in places.items():
                 group.create_task(send(shard, indices))
+        for shard in {backend.shard_map.shard_of(adds[index].key) for index, ready in answers.items() if ready is True}:
+            self._session.poke(shard)
         return [answers[index] for index in range(len(adds))]
 
     async def drain(self) -> None:
@@ -90,17 +96,10 @@ class Adder:
             task.cancel()
 
     def reached(self) -> None:
-        """Note that an add, or the connection that it waited for, has reached the server, after one that had not."""
-        self.is_cut_off = False
-        self._session.availability.eased(ADDS)
-
-    def _note(self, results: Sequence[bool | AiodigestError]) -> None:
-        """Note the answers to a call."""
-        refusal = next((each for each in results if isinstance(each, BackendUnavailable)), None)
-        if refusal is not None:
-            self._missed(refusal)
-        elif self.is_cut_off and not all(isinstance(each, AiodigestError) for each in results):
-            self.reached()
+        """Note that an add, or the connection that it waited for, has reached the server."""
+        if self.is_cut_off:
+            self.is_cut_off = False
+            self._session.availability.eased(ADDS)
 
     def _missed(self, error: AiodigestError) -> None:
         """Note that an add has failed, which may mean that its server is away."""
@@ -111,17 +110,13 @@ class Adder:
     def _new_batcher(self, backend: Backend, shard: int) -> Batcher[Add, bool]:
         if refusal := self._session.refusal:
             raise BackendUnavailable(refusal)
-        self._end_retired(backend)
+        for retired in [each for each in self._batchers if backend.shard_map.number_of(each) is None]:
+            if self._batchers[retired].is_idle:  # everything in it has an answer
+                del self._batchers[retired]
+                self._tasks.pop(retired).cancel()
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
         send, share = partial(backend.add, shard), backend.shard_map.adding
         batcher = Batcher[Add, bool](send, self._session.timeout, queues, share)
         self._tasks[shard] = self._session.start(batcher.run())
         self._batchers[shard] = batcher
         return batcher
-
-    def _end_retired(self, backend: Backend) -> None:
-        """End the batchers of shards that no longer take adds, once everything in them has an answer."""
-        for shard in [shard for shard in self._batchers if backend.shard_map.number_of(shard) is None]:
-            if self._batchers[shard].is_idle:
-                del self._batchers[shard]
-                self._tasks.pop(shard).cancel()

@@ -143,11 +143,10 @@ class BackgroundSession(Session):
 
     @property
     def activity(self) -> Activity:
-        worker = self._scheduler
+        worker, cut_off = self._scheduler, self._adder.is_cut_off
         if worker is None:
-            return Activity(unavailable=self._adder.is_cut_off or not self._is_connected, fault=self.fault)
-        cut_off = self._adder.is_cut_off or worker.is_cut_off
-        return Activity(0, worker.delivering, worker.backoff_level, cut_off, self.fault)
+            return Activity(unavailable=cut_off or not self._is_connected, fault=self.fault)
+        return Activity(0, worker.delivering, worker.backoff_level, cut_off or self.availability.is_lost, self.fault)
 
     @property
     def fault(self) -> str:
@@ -198,23 +197,15 @@ class BackgroundSession(Session):
     async def _open(self) -> None:
         await self.store.connect()
         self._is_connected = True
-        if self._adder.is_cut_off:
-            self._adder.reached()
+        self._adder.reached()
 
     # Adding
 
     async def add(self, add: Add, began: float) -> bool:
-        ready = await self._adder.add(add, began)
-        if ready:
-            self.poke(self.store.shard_map.shard_of(add.key))
-        return ready
+        return await self._adder.add(add, began)
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        answers = await self._adder.add_many(adds)
-        ready = [add.key for add, answer in zip(adds, answers, strict=True) if answer is True]
-        for shard in {self.store.shard_map.shard_of(key) for key in ready}:
-            self.poke(shard)
-        return answers
+        return await self._adder.add_many(adds)
 
     def poke(self, shard: int) -> None:
         if self._scheduler is not None:

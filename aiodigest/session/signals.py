@@ -13,6 +13,7 @@ from aiodigest.errors import ConfigurationError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _calls: dict[Callable[[], None], asyncio.AbstractEventLoop] = {}
+_before = {number: signal.getsignal(number) for number in SIGNALS}
 
 
 @contextmanager
@@ -39,6 +40,3 @@ def on_signals(call: Callable[[], None]) -> Generator[None, None, None]:
 def _signalled(number: int, frame: object) -> None:
     for call, loop in list(_calls.items()):
         loop.call_soon_threadsafe(call)
-
-
-_before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -25,7 +25,7 @@ from contextlib import suppress
 from contextvars import Context
 from datetime import datetime
 from functools import partial
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiodigest.backend import Backend
 from aiodigest.errors import BackendUnavailable, ConfigurationError
@@ -37,7 +37,6 @@ from aiodigest.worker.tasks import retrieve
 T = TypeVar("T")
 Given = TypeVar("Given", contravariant=True)
 Answer = TypeVar("Answer")
-Arguments = ParamSpec("Arguments")
 
 GRACE = 1.0  # seconds for calls under way and for closing connections, at the end of the process
 
@@ -45,12 +44,10 @@ GRACE = 1.0  # seconds for calls under way and for closing connections, at the e
 class Adding(Protocol[Given]):
     """The part of an engine that ``engine.sync`` uses."""
 
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def bounds(self) -> Bounds: ...
-    @property
-    def timeout(self) -> float: ...
+    backend: Backend
+    bounds: Bounds
+    timeout: float
+
     async def add(
         self, key: str, value: Given, *, record_id: str | None = ..., timestamp: datetime | float | None = ...
     ) -> bool: ...
@@ -65,12 +62,7 @@ class Sync(Generic[T]):
     are called in another thread, which runs an event loop: they must not block it.
 
     In addition to the errors of the engine's methods, each raises ConfigurationError in a thread with a running
-    event loop, which it would block.
-
-    Parameters
-    ----------
-    engine : DigestEngine
-        The engine it adds to; there is no need to make one, since every engine has it as ``engine.sync``.
+    event loop, which it would block. There is no need to make one: every ``engine`` has its own as ``engine.sync``.
     """
 
     def __init__(self, engine: Adding[T]) -> None:
@@ -111,9 +103,7 @@ class Helpers(ThreadPoolExecutor):
     """Threads that look up host names. Python starts no more of them once the main thread has ended, while others may
     still add: from then on ``submit`` looks them up itself."""
 
-    def submit(
-        self, fn: Callable[Arguments, Answer], /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Future[Answer]:
+    def submit(self, fn: Callable[..., Answer], /, *args: Any, **kwargs: Any) -> Future[Answer]:
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError:
@@ -198,8 +188,8 @@ class Bridge:
 
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if engine not in self._sessions:
-            begin = partial(BackgroundSession, engine.backend.clone(), engine.timeout)
-            session = self._sessions[engine] = Context().run(begin)  # not in that of the thread that came first
+            empty = Context()  # not that of the thread that came first
+            session = self._sessions[engine] = empty.run(BackgroundSession, engine.backend.clone(), engine.timeout)
             weakref.finalize(engine, self.leave, session).atexit = False
         return await work()
 
