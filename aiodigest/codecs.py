@@ -47,17 +47,12 @@ class JSONCodec(Generic[T]):
     An encoded value comes back equal, or is refused. A value must already be of its type: nothing is coerced, so "5" is
     not an int and a dict is not a model. Fields are stored under their names, whatever their aliases. Anything pydantic
     leaves out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
-    Raises InvalidArgument if an argument is out of its range, or pydantic has no schema for ``value_type``.
 
-    Parameters
-    ----------
-    value_type : type[T], union or TypeAdapter[T], default JSON (any JSON value)
-        Any type pydantic knows: model, dataclass, TypedDict, plain type. mypy takes a union only as a TypeAdapter.
-    compress_above : int, default 1024
-        JSON of more bytes than this is compressed, if that makes it smaller.
-    max_size : int, default 1 MiB, at most 512 MiB
-        The most bytes of JSON, before compression, to encode or to decompress. A lower value makes larger stored
-        values unreadable.
+    ``value_type`` is any type pydantic knows: model, dataclass, TypedDict, plain type, or a TypeAdapter; mypy takes a
+    union only as that. JSON of more bytes than ``compress_above`` is compressed, if that makes it smaller. ``max_size``
+    (at most 512 MiB) is the most bytes of JSON, before compression, to encode or to decompress: a lower value makes
+    larger stored values unreadable. Raises InvalidArgument if one of these is out of its range, or pydantic has no
+    schema for ``value_type``.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one ``check`` of ``DigestEngine.examine``; one may have several, for each server or matter one.
+    """The finding of one ``check`` of ``DigestEngine.examine``, which may have several: one a server, or a matter.
 
     ``level`` is "ok", "note" (worth knowing; nothing need be done) or "problem" (records may be lost or stay where they
     are). ``message`` is for people: the wording may change in the next version. ``remedy`` is the fix, a command or a

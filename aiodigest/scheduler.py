@@ -113,18 +113,15 @@ class Scheduler:
             del self._workers[shard]
         if self._served is self._backend.shard_map:
             return
-        self._served = self._backend.shard_map
-        for shard in range(self._backend.shard_map.count):
-            if shard not in self._workers and self._is_served(shard):
+        shards = self._served = self._backend.shard_map
+        for shard in shards.live:
+            number = shards.number_of(shard)  # None of one that is drained, which is everybody's
+            is_chosen = self._numbers is None or number is None or number in self._numbers
+            if is_chosen and shard not in self._workers:
                 worker = self._workers[shard] = ShardWorker(shard, self._shared)
                 group.create_task(worker.run()).add_done_callback(lambda _: self._changed.set())
                 self._idle = False
         self._warn_of_missing()
-
-    def _is_served(self, shard: int) -> bool:
-        number = self._backend.shard_map.number_of(shard)
-        is_chosen = self._numbers is None or number is None or number in self._numbers  # what is drained is everybody's
-        return is_chosen and self._backend.shard_map.is_live(shard)
 
     def _warn_of_missing(self) -> None:
         """Warn of chosen shards that do not exist, if others do."""

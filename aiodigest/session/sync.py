@@ -149,7 +149,12 @@ class Bridge:
         def begin() -> None:
             task = self._note(loop.create_task(self._serve(engine, work)))
             task.add_done_callback(partial(_settle, answer))
-            answer.add_done_callback(partial(_withdraw, loop, task))
+            answer.add_done_callback(partial(withdraw, task))
+
+        def withdraw(task: asyncio.Task[Answer], answer: Future[Answer]) -> None:
+            if answer.cancelled():  # the thread that waits was interrupted
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(task.cancel)
 
         with self._lock:
             if self._over:
@@ -245,13 +250,6 @@ def _settle(answer: Future[Answer], task: asyncio.Task[Answer]) -> None:
             answer.set_result(task.result())
         except BaseException as error:
             answer.set_exception(error)
-
-
-def _withdraw(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], answer: Future[Any]) -> None:
-    """End a call whose thread was interrupted."""
-    if answer.cancelled():
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(task.cancel)
 
 
 _bridge = Bridge()
