@@ -228,10 +228,6 @@ class ShardMap:
         """The shards that take adds, or may still hold something; the older ones first."""
         return sorted((*self.draining, *self.current))
 
-    def is_live(self, shard: int) -> bool:
-        """True if a shard takes adds, or may still hold something."""
-        return shard in self.current or shard in self.draining
-
     def number_of(self, shard: int) -> int | None:
         """Return a shard's number in the layout that takes adds; None if it takes none."""
         return shard - self.current.start if shard in self.current else None

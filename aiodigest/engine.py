@@ -105,9 +105,8 @@ class DigestEngine(Generic[T]):
     (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
     within the engine's ``timeout``; each method's own docstring names any other error it raises.
 
-    The attributes ``namespace``, ``codec``, ``retry``, ``backoff_mode``, ``concurrency``, ``lease_timeout``,
-    ``delivery_timeout``, ``drain_timeout``, ``timeout`` (in seconds), ``bounds`` and ``backend`` hold what was given,
-    or the default. They are for reading.
+    Attributes hold the arguments (durations in seconds), for reading; there are none for ``value_type``, ``policy``,
+    ``shards`` and ``wait_replicas``.
 
     Parameters
     ----------
@@ -224,11 +223,7 @@ class DigestEngine(Generic[T]):
 
     @property
     def sync(self) -> Sync[T]:
-        """The same adds for threads without an event loop (Django, Celery, scripts); they block until all is stored.
-
-        ``engine.sync.add(...)`` and ``engine.sync.add_many(...)`` do not need an entered engine. Any number of threads
-        may call them at once, even after a fork. With a running event loop they raise ConfigurationError.
-        """
+        """The same adds, as a ``Sync``, for threads without an event loop (Django, Celery, scripts)."""
         return Sync(self)
 
     def __repr__(self) -> str:

@@ -43,8 +43,6 @@ class Scheduler:
         numbers: Container[int] | None,
     ) -> None:
         self._backend = backend
-        self._lease_timeout = lease_timeout
-        self._availability = availability
         self._numbers = numbers
         self._workers: dict[int, ShardWorker] = {}  # by shard
         self._served: ShardMap | None = None  # whose shards it serves
@@ -139,10 +137,10 @@ class Scheduler:
             line = "none of the chosen shards is there: the namespace has %d, which count from 0. Nothing is delivered"
             logger.error(line, shards, extra={"shards": shards})
         self._idle = True
-        if not await elapse(self._changed, self._lease_timeout / 3):
+        if not await elapse(self._changed, self._shared.lease_timeout / 3):
             try:
                 await self._backend.connect()
             except Exception as error:
-                self._availability.failed(error)
+                self._shared.availability.failed(error)
             else:
-                self._availability.answered()
+                self._shared.availability.answered()
