@@ -14,9 +14,8 @@ from itertools import count
 from typing import Any, ParamSpec
 
 from aiodigest import JSON, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
-from aiodigest.backend import SLICE, Add, Claims, Lease, Operations, StoredDeadLetter
+from aiodigest.backend import SLICE, Add, Claims, Lease
 from aiodigest.backends.memory.backend import ReferenceBackend
-from aiodigest.backends.memory.operations import ReferenceOperations
 from aiodigest.policy import Limits
 from aiodigest.records.entries import pack
 from aiodigest.session.background import BackgroundSession
@@ -107,20 +106,6 @@ async def patiently(call: Callable[[], Awaitable[object]]) -> None:
                 return
 
 
-class WatchedOperations(ReferenceOperations):
-    """The operators' calls on a watched backend, which may have others of its own."""
-
-    def __init__(self, backend: WatchedBackend) -> None:
-        super().__init__(backend.machines, lambda: backend.shard_map, now_ms, backend.lock)
-        self._backend = backend
-
-    async def counts(self) -> dict[str, int]:
-        return await self._backend.counts()
-
-    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        return await self._backend.dead_letter(letter_id, shard)
-
-
 def _watched(name: str) -> Any:
     """A call of a shard that is counted, may fail, and whose answer may be lost."""
     answered = getattr(ReferenceBackend, name)
@@ -209,16 +194,9 @@ class WatchedBackend(ReferenceBackend):
     add, read, renew = _watched("add"), _watched("read"), _watched("renew")
     close, retry, release = _watched("close"), _watched("retry"), _watched("release")
 
-    @property
-    def operations(self) -> Operations:
-        return WatchedOperations(self)
-
-    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
-        return await super().operations.dead_letter(letter_id, shard)
-
     async def counts(self) -> dict[str, int]:
         await self.ask("counts", 0)
-        return await super().operations.counts()
+        return await super().counts()
 
     async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
         await self.ask("claim", shard, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiodigest.backends.memory.reference import Held, Shard
+from aiodigest.backends.memory.timelines import Held, Shard
 
 State = dict[str, Any]
 

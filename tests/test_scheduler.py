@@ -39,6 +39,7 @@ from aiodigest import (
     RetryPolicy,
 )
 from aiodigest.backend import Claims, Lease, Retired, ShardMap
+from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.errors import ConfigurationError
 from aiodigest.policy import Limits
 from aiodigest.worker.logs import FEW
@@ -547,9 +548,8 @@ async def test_a_lease_that_another_worker_took_over_is_lost_when_its_outcome_is
     inbox, backend = Inbox(lasting(10)), await holding(1)
     async with delivering(inbox, backend, policy=policy()):
         await inbox.digest()
-        machine = backend.machines[0]
-        machine.place("key", 0, 1)  # as after a pause of this process for longer than its lease
-        other = machine.open("key", 60_000, Policy().terms.limits, int(1e9), "other")
+        backend.machines[0].place("key", 0, 1)  # as after a pause of this process for longer than its lease
+        other = await backend.open(0, "key", 60_000, Policy().terms.limits)
         await inbox.outcome()
         await settle()
         window = await backend.operations.look("key")
@@ -565,7 +565,7 @@ async def test_a_worker_that_died_is_replaced_within_two_leases() -> None:
     async with delivering(inbox, backend):
         await asyncio.sleep(5)
         await backend.put("key", 1)
-        [lease] = backend.machines[0].claim(1, 60_000, Policy().terms.limits, int((now() + 1e6) * 1000), "dead").leases
+        [lease] = (await ReferenceBackend.claim(backend, 0, 1, 60_000, Policy().terms.limits)).leases
         digest = await inbox.digest()
         assert now() <= 5 + 2 * LEASE + 1
         assert (digest.id, digest.attempt) == (lease.digest_id, 2)

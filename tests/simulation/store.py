@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from aiodigest.backend import ShardMap
 from aiodigest.backends.memory.backend import ReferenceBackend
-from aiodigest.backends.memory.reference import Shard
-from aiodigest.policy import Limits
+from aiodigest.backends.memory.timelines import Shard
 
 
 class Store(ReferenceBackend):
@@ -40,20 +39,3 @@ class Store(ReferenceBackend):
                 self.retired.add(shard)
         if self.retired.issuperset(self._shard_map.draining):
             self._shard_map = replace(self._shard_map, draining=range(0))
-
-    async def delete(self, key: str) -> bool:
-        return any([self.machines[shard].delete(key) for shard in self._shard_map.shards_of(key)])  # noqa: C419  (each is asked)
-
-    async def flush(self, key: str) -> bool:
-        return self._any(key, lambda machine: machine.flush(key, self._now()))
-
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        return self._any(key, lambda machine: machine.remove(key, record_id, limits, self._now(), self._nonce()))
-
-    def _any(self, key: str, act: Callable[[Shard], bool]) -> bool:
-        """Act on each shard that may have a timeline, and wake who waits for it."""
-        done = False
-        for shard in self._shard_map.shards_of(key):
-            with self._waking(shard) as machine:
-                done |= act(machine)
-        return done

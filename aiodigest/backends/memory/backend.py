@@ -1,21 +1,39 @@
-"""The reference state machine as an in-memory ``Backend``: no server, and nothing is kept."""
+"""The reference: each verb of the store in pure Python, which scripts are checked against, and an in-memory store."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from threading import RLock
 from typing import Self
 from uuid import uuid4
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retry, ShardMap
-from aiodigest.backends.memory.operations import ReferenceOperations, holder_of
-from aiodigest.backends.memory.reference import Shard
-from aiodigest.errors import AiodigestError, LeaseLost
+from aiodigest.backend import (
+    GIVE_BACK_MS,
+    SLICE,
+    Add,
+    Backend,
+    Bookmark,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    Operations,
+    Page,
+    Retry,
+    ShardMap,
+    StoredDeadLetter,
+    StoredTimeline,
+)
+from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest, only, page_of, pushed
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost, LimitExceeded
+from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
+from aiodigest.records.entries import distinct, identity, latest, stamp
 
 
 def system_ms() -> int:
@@ -28,8 +46,8 @@ def _wake(waiting: asyncio.Future[None]) -> None:
         waiting.set_result(None)
 
 
-class ReferenceBackend(Backend):
-    """Shards of the reference state machine, with a wake-up stream each. ``now`` is the clock, in milliseconds.
+class ReferenceBackend(Backend, Operations):
+    """Shards in memory, with a wake-up stream each: no server, and nothing is kept. ``now`` is the clock (ms).
 
     Any event loop and any thread may use it.
     """
@@ -39,8 +57,7 @@ class ReferenceBackend(Backend):
     ) -> None:
         self.machines = [Shard() for _ in range(shards)]
         self._shard_map = ShardMap(shards, range(shards))
-        self.lock = RLock()  # an engine has two threads if `engine.sync` is used beside it
-        self._operations = ReferenceOperations(self.machines, lambda: self.shard_map, now, self.lock)
+        self._lock = RLock()  # an engine has two threads if `engine.sync` is used beside it
         self._wake_ups = [0] * shards
         self._waiting: list[set[asyncio.Future[None]]] = [set() for _ in range(shards)]
         self._now = now
@@ -56,7 +73,7 @@ class ReferenceBackend(Backend):
 
     @property
     def operations(self) -> Operations:
-        return self._operations
+        return self
 
     def clone(self) -> Self:
         return self
@@ -68,12 +85,12 @@ class ReferenceBackend(Backend):
         pass
 
     @contextmanager
-    def _waking(self, shard: int) -> Generator[Shard, None, None]:
-        """Wake those who wait for the shard if the body makes its schedule earlier."""
-        with self.lock:
+    def _transition(self, shard: int) -> Generator[tuple[Shard, int]]:
+        """Yield a shard and the time. Those who wait for it are woken if its schedule begins earlier afterwards."""
+        with self._lock:
             machine = self.machines[shard]
             before = machine.head_ms
-            yield machine
+            yield machine, self._now()
             if machine.head_ms < before:
                 self._wake_ups[shard] += 1
                 for waiting in self._waiting[shard]:
@@ -83,91 +100,335 @@ class ReferenceBackend(Backend):
                         with suppress(RuntimeError):  # its loop is closed
                             waiting.get_loop().call_soon_threadsafe(_wake, waiting)
 
+    def _transitions(self, shards: Iterable[int]) -> Generator[tuple[Shard, int]]:
+        for shard in shards:
+            with self._transition(shard) as transition:
+                yield transition
+
     async def wait(self, shard: int, last: str) -> str:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self.lock:
+        with self._lock:
             if self._wake_ups[shard] != int(last):
                 return str(self._wake_ups[shard])
             self._waiting[shard].add(waiting)
         try:
             await waiting
         finally:
-            with self.lock:
+            with self._lock:
                 self._waiting[shard].discard(waiting)
         return str(self._wake_ups[shard])
 
+    # Adding
+
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        with self._waking(shard) as machine:
-            return list(machine.add(adds, self._now()))
+        answers: list[bool | AiodigestError] = []
+        with self._transition(shard) as (machine, now):
+            for key, entry, terms, own in adds:
+                held, limits = machine.held.setdefault(key, Held()), terms.limits
+                held.log.append(stamp(entry, now))
+                held.own = limits if own else None
+                held.touch(limits.ttl_ms, now)
+                if len(held.log) > limits.capacity + limits.capacity // 4:
+                    held.log = machine.compact(held, held.log, limits.capacity)
+                ready = machine.open_or_push(key, held, terms, now)
+                size, over = limits.max_size, len(held.log) - limits.max_size
+                if size and over >= 0 and over % max(1, size // 4) == 0:
+                    ready = machine.fill(key, held, size, now) or ready
+                answers.append(ready)
+        return answers
+
+    # Delivering
 
     async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        with self.lock:
-            claims = self.machines[shard].claim(count, lease_ms, limits, self._now(), self._nonce())
-            return replace(claims, wake_up=str(self._wake_ups[shard]))
+        leases: list[Lease] = []
+        expired: list[tuple[str, int]] = []
+        with self._lock:  # it wakes nobody: it has seen what it makes ready
+            machine, now, nonce = self.machines[shard], self._now(), self._nonce()
+            machine.watch_gap(lease_ms, now)
+            machine.recover(now, now)
+            machine.promote(machine.waiting, now)
+            for key, _ in earliest(machine.ready)[:SLICE]:
+                if len(leases) == count:
+                    break
+                held = machine.held.get(key, Held())
+                if held.empty or held.end_ms <= now:
+                    size = distinct(held.entries)
+                    machine.leave(key)
+                    machine.held.pop(key, None)
+                    machine.counts["expired"] += size
+                    expired.append((key, size))
+                else:
+                    leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}"))
+            nexts = [*machine.waiting.values(), *(max(end, machine.hold_ms) for end in machine.leased.values())]
+            wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
+            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired)
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        with self.lock:
-            return self.machines[shard].open(key, lease_ms, limits, self._now(), self._nonce())
+        with self._lock:
+            machine, now, nonce = self.machines[shard], self._now(), self._nonce()
+            if key not in machine.ready or machine.held.get(key, Held()).empty:
+                return None
+            return machine.lease(key, lease_ms, limits, now, f"{nonce}-1")
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        with self.lock:
+        with self._lock:
             delivery = self.machines[shard].fenced(lease)
             if isinstance(delivery, Closed):
                 raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
             return delivery.entries[start : start + count]
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
-        with self.lock:
-            return self.machines[shard].renew(leases, lease_ms, self._now())
+        with self._lock:
+            machine, now = self.machines[shard], self._now()
+            machine.watch_gap(lease_ms, now)
+            held = [isinstance(machine.fenced(lease), Delivery) for lease in leases]
+            for lease, is_held in zip(leases, held, strict=True):
+                if is_held:
+                    machine.leave(lease.key)
+                    machine.leased[lease.key] = now + lease_ms
+            return held
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
-        with self._waking(shard) as machine:
-            return machine.close(closes, self._now(), self._nonce())
+        answers: list[Closed] = []
+        with self._transition(shard) as (machine, now):
+            nonce = self._nonce()
+            for number, close in enumerate(closes, 1):
+                lease, key, name = close.lease, close.lease.key, f"{nonce}-{number}"
+                delivery = machine.fenced(lease)
+                if isinstance(delivery, Closed):
+                    answers.append(delivery)
+                    continue
+                held = machine.held[key]
+                for index, letter in enumerate(close.dead_letters, 1):
+                    machine.bury(f"{name}-{index}", letter, key, delivery, close.taken, now)
+                machine.counts["digests"] += close.delivered > 0
+                machine.counts["delivered"] += close.delivered
+                machine.counts["aged"] += close.aged
+                if rest := delivery.entries[close.taken :]:
+                    held.delivery = Delivery(
+                        name, 1, 0, delivery.part, delivery.cut_ms, lease.token, parted=delivery.parted or close.counts,
+                        entries=rest,
+                    )  # fmt: skip
+                    held.touch(close.limits.ttl_ms, now)
+                    machine.leave(key)
+                    machine.leased[key] = now + close.lease_ms
+                    answers.append(Closed("part", name, len(rest)))
+                else:
+                    held.delivery = None
+                    if close.counts or delivery.parted:
+                        held.iteration += 1
+                        held.last_ms, held.cool_ms = now, now + close.cool_ms
+                    machine.settle(key, held, close.limits, now)
+                    answers.append(Closed("closed"))
+                held.done = (lease.token, lease.digest_id, answers[-1])
+        return answers
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
-        with self._waking(shard) as machine:
-            return machine.retry(retries, self._now(), self._nonce())
+        answers: list[bool] = []
+        with self._transition(shard) as (machine, now):
+            nonce = self._nonce()
+            for number, retry in enumerate(retries, 1):
+                lease, delivery = retry.lease, machine.fenced(retry.lease)
+                if isinstance(delivery, Closed):
+                    answers.append(delivery.status != "lost")
+                    continue
+                kept = only(latest(delivery.entries[: retry.taken]), retry.failed or ())
+                if kept and not delivery.frozen:  # a choice of nothing would leave nothing to try: all stay
+                    delivery.entries = kept + delivery.entries[retry.taken :]
+                    delivery.digest_id, delivery.dropped = f"{nonce}-{number}", 0
+                    delivery.parted = delivery.parted or retry.delivered > 0
+                    machine.counts["digests"] += retry.delivered > 0
+                    machine.counts["delivered"] += retry.delivered
+                    machine.counts["aged"] += retry.aged
+                delivery.frozen = delivery.frozen or retry.unknown
+                if retry.give_back:
+                    delivery.deferred_ms = delivery.deferred_ms or now
+                    if now - delivery.deferred_ms <= GIVE_BACK_MS:
+                        delivery.attempts = max(0, delivery.attempts - 1)
+                delivery.last_error = retry.error
+                delivery.token = ""
+                held = machine.held[lease.key]
+                held.touch(retry.delay_ms + retry.limits.ttl_ms, now)
+                machine.place(lease.key, now + retry.delay_ms, now)
+                held.done = (lease.token, lease.digest_id, Closed("closed"))
+                answers.append(True)
+        return answers
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
-        with self._waking(shard) as machine:
-            return machine.release(leases, started, self._now())
+        answers: list[bool] = []
+        with self._transition(shard) as (machine, now):
+            for lease in leases:
+                delivery = machine.fenced(lease)
+                if isinstance(delivery, Closed):
+                    answers.append(delivery.status != "lost")
+                    continue
+                delivery.attempts = max(0, delivery.attempts - 1)
+                delivery.frozen = delivery.frozen or started
+                delivery.token = ""
+                machine.place(lease.key, now, now)
+                machine.held[lease.key].done = (lease.token, lease.digest_id, Closed("closed"))
+                answers.append(True)
+        return answers
+
+    # By hand
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        deadline = self._now() if deadline_ms is None else deadline_ms
         promoted: list[tuple[str, int]] = []
-        for shard in self.shard_map.live:
-            with self._waking(shard) as machine:
-                promoted += machine.schedule(deadline)
+        for machine, now in self._transitions(self.shard_map.live):
+            promoted += machine.promote(machine.waiting, now if deadline_ms is None else deadline_ms)
         return promoted
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        now = self._now()
         recovered: list[str] = []
-        for shard in self.shard_map.live:
-            with self._waking(shard) as machine:
-                recovered += machine.maintenance(now if deadline_ms is None else deadline_ms, now)
+        for machine, now in self._transitions(self.shard_map.live):
+            if machine.lease_ms:
+                machine.watch_gap(machine.lease_ms, now)
+            recovered += [key for key, _ in machine.recover(now if deadline_ms is None else deadline_ms, now)]
         return recovered
 
     async def delete(self, key: str) -> bool:
-        with self.lock:
-            return self.machines[self.shard_map.shard_of(key)].delete(key)
+        existed = False
+        for machine, _ in self._transitions(self.shard_map.shards_of(key)):
+            existed = existed or machine.placed(key) is not None
+            held = machine.held.pop(key, Held())
+            machine.leave(key)
+            if held.delivery and held.delivery.token:
+                held.done = (held.delivery.token, held.delivery.digest_id, Closed("deleted"))
+            if held.done:  # also of an earlier outcome, so that a repeated call hears what the first one did
+                machine.held[key] = Held(done=held.done)
+        return existed
 
     async def flush(self, key: str) -> bool:
-        with self._waking(self.shard_map.shard_of(key)) as machine:
-            return machine.flush(key, self._now())
+        exists = False
+        for machine, now in self._transitions(self.shard_map.shards_of(key)):
+            exists = exists or machine.placed(key) is not None
+            if key in machine.waiting:
+                machine.place(key, min(machine.waiting[key], now), now)
+            elif key in machine.leased:
+                machine.held[key].flush = True
+        return exists
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        with self._waking(self.shard_map.shard_of(key)) as machine:
-            return machine.remove(key, record_id, limits, self._now(), self._nonce())
+        removed = False
+        for machine, now in self._transitions(self.shard_map.shards_of(key)):
+            held, nonce = machine.held.get(key, Held()), self._nonce()
+            if held.empty:
+                continue
+            log = machine.compact(held, held.log, limits.capacity)
+            held.log = [entry for entry in log if identity(entry) != record_id]
+            removed = removed or len(held.log) < len(log)
+            delivery = held.delivery
+            if delivery and key in machine.waiting and not delivery.frozen and not delivery.token:
+                kept = [entry for entry in delivery.entries if identity(entry) != record_id]
+                if len(kept) < len(delivery.entries):
+                    removed, delivery.entries, delivery.digest_id = True, kept, nonce
+                    if not kept:
+                        held.delivery = None
+                        machine.settle(key, held, limits, now)
+            if held.empty:
+                machine.settle(key, held, limits, now)
+        return removed
 
     async def reschedule(self, key: str, move: Move) -> int | None:
-        with self._waking(self.shard_map.shard_of(key)) as machine:
-            return machine.reschedule(key, move, self._now())
+        with self._transition(self.shard_map.shard_of(key)) as (machine, now):
+            if key not in machine.waiting:
+                raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
+            held, terms = machine.held[key], move.terms
+            if move.at_ms is not None or move.delay_ms is not None:
+                due = max(now, move.at_ms if move.at_ms is not None else now + (move.delay_ms or 0))
+                if held.delivery is None:
+                    due = max(held.cool_ms, min(due, held.last_ms + terms.maximum_ms))
+            elif held.delivery:
+                raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
+            elif held.iteration != move.iteration:
+                return None
+            elif held.cool_ms:
+                held.cool_ms = held.last_ms + move.gap_ms
+                due = pushed(held, held.cool_ms, terms)
+            else:
+                due = held.last_ms + terms.initial_ms
+            held.touch(max(due - now, 0) + terms.limits.ttl_ms, now)
+            machine.place(key, due, now)
+            return due
+
+    # Dead letters
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
-        with self._waking(holder_of(self.machines, letter_id)) as machine:
-            return machine.replay(letter_id, terms, own, self._now())
+        holder = next((shard for shard, machine in enumerate(self.machines) if letter_id in machine.dead), 0)
+        with self._transition(holder) as (machine, now):
+            letter = machine.dead.alive(letter_id, now)
+            if letter is None:
+                raise InvalidState(f"there is no dead letter {letter_id!r}")
+            key, limits = letter.key, terms.limits
+            held = machine.held.setdefault(key, Held())
+            if held.delivery:
+                raise InvalidState(f"timeline {key!r} has a digest under delivery or in a retry wait")
+            size = distinct([*letter.entries, *held.log])
+            if size > limits.capacity:
+                raise LimitExceeded(f"timeline {key!r} would hold {size} records; its capacity is {limits.capacity}")
+            held.log[:0] = letter.entries
+            held.own = limits if own else None
+            held.touch(limits.ttl_ms, now)
+            ready = machine.open_or_push(key, held, terms, now)
+            if limits.max_size and len(held.log) >= limits.max_size:
+                ready = machine.fill(key, held, limits.max_size, now) or ready
+            del machine.dead[letter_id]
+            return ready
 
     async def discard(self, letter_id: str) -> bool:
-        with self.lock:
-            return self.machines[holder_of(self.machines, letter_id)].dead.pop(letter_id, None) is not None
+        with self._lock:
+            return any(machine.dead.pop(letter_id, None) for machine in self.machines)
+
+    async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
+        with self._lock:
+            return Page(*page_of(self.machines[shard].dead.times(self._now()), count, after))
+
+    async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
+        with self._lock:
+            machines = self.machines if shard is None else [self.machines[shard]]
+            found = (machine.dead.alive(letter_id, self._now()) for machine in machines)
+            return next(filter(None, found), None)
+
+    # Looking
+
+    async def look(self, key: str) -> StoredTimeline | None:
+        with self._lock:
+            return self.machines[self.shard_map.shard_of(key)].look(key)
+
+    async def entries(self, key: str) -> list[bytes]:
+        with self._lock:
+            return self.machines[self.shard_map.shard_of(key)].held.get(key, Held()).entries
+
+    async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
+        with self._lock:
+            machine = self.machines[shard]
+            keys, end = page_of(machine.schedule[state], count, after)
+            return Page([timeline for key in keys if (timeline := machine.look(key))], end)
+
+    async def counts(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        dues: list[int] = []
+        with self._lock:
+            now = self._now()
+            for machine in self.machines:
+                total.update(machine.counts)
+                total["dead"] += len(machine.dead.times(now))
+                for state, times in machine.schedule.items():
+                    total[state] += len(times)
+                dues += [*machine.waiting.values(), *machine.ready.values()]
+        if dues:
+            total["oldest_due_ms"], total["overdue_ms"] = min(dues), max(0, now - min(dues))
+        return total
+
+    # The store
+
+    async def erase(self) -> int:
+        with self._lock:
+            held = sum(len(machine.held) + len(machine.dead) for machine in self.machines)
+            self.machines = [Shard() for _ in self.machines]
+            return held
+
+    async def reshard(self, shards: int) -> bool:
+        if shards != len(self.machines):
+            raise ConfigurationError(f"this store keeps its number of shards, {len(self.machines)}")
+        return False

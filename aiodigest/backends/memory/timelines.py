@@ -1,46 +1,26 @@
-"""The reference's data: the schedule of a shard, and the contents of each timeline."""
+"""The data of the in-memory store: a shard's schedule and its timelines, and the steps that its transitions share."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from aiodigest.backend import DEAD_LETTER_LIMIT, DEAD_LETTER_TTL_MS, Bookmark, Closed, StoredDeadLetter, StoredTimeline
+from aiodigest.backend import (
+    DEAD_LETTER_LIMIT,
+    DEAD_LETTER_TTL_MS,
+    MOVES,
+    Bookmark,
+    Closed,
+    Lease,
+    NewDeadLetter,
+    StoredDeadLetter,
+    StoredTimeline,
+)
 from aiodigest.models import State
-from aiodigest.policy import Limits
-from aiodigest.records.entries import identity, latest
-
-
-class Schedule:
-    """The timelines that wait, are ready or are leased, each with its time."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, int] = {}
-        self.ready: dict[str, int] = {}
-        self.leased: dict[str, int] = {}
-
-    def placed(self, key: str) -> tuple[State, int] | None:
-        if key in self.ready:
-            return "ready", self.ready[key]
-        if key in self.leased:
-            return "leased", self.leased[key]
-        return ("waiting", self.waiting[key]) if key in self.waiting else None
-
-    def leave(self, key: str) -> None:
-        for schedule in (self.ready, self.leased, self.waiting):
-            schedule.pop(key, None)
-
-    @property
-    def head_ms(self) -> float:
-        """The due time of the next timeline; a ready one is due at once."""
-        return -1.0 if self.ready else min(self.waiting.values(), default=inf)
-
-    def place(self, key: str, due: int, now: int) -> bool:
-        """Schedule a timeline; True if it is ready."""
-        self.leave(key)
-        (self.ready if due <= now else self.waiting)[key] = due
-        return due <= now
+from aiodigest.policy import Limits, Terms
+from aiodigest.records.entries import aged, distinct, identity, latest
 
 
 @dataclass
@@ -79,20 +59,13 @@ class Held:
     def empty(self) -> bool:
         return not self.log and self.delivery is None
 
-    def holds(self, max_size: int) -> bool:
-        """True if the log holds ``max_size`` records; if it does not, despite more entries, it is compacted."""
-        kept = latest(self.log)
-        if len(kept) < max_size < len(self.log):
-            self.log = kept
-        return len(kept) >= max_size
+    @property
+    def entries(self) -> list[bytes]:
+        return [*(self.delivery.entries if self.delivery else ()), *self.log]
 
-    def window(self, key: str, state: State, due: int) -> StoredTimeline:
-        delivery = self.delivery or Delivery("")
-        dropped = self.dropped + delivery.dropped
-        return StoredTimeline(
-            key, state, due, len(self.log), len(delivery.entries), delivery.attempts, self.iteration, dropped,
-            self.cool_ms, delivery.digest_id, delivery.last_error,
-        )  # fmt: skip
+    def touch(self, ttl: int, now: int) -> None:
+        if self.end_ms < now + ttl:
+            self.end_ms = now + ttl + ttl // 64
 
 
 class DeadLetters(dict[str, StoredDeadLetter]):
@@ -106,6 +79,10 @@ class DeadLetters(dict[str, StoredDeadLetter]):
         letter = self.get(letter_id)
         return letter if letter and letter.buried_ms > now - DEAD_LETTER_TTL_MS else None
 
+    def times(self, now: int) -> dict[str, int]:
+        """Return when each letter that has not expired was set aside."""
+        return {name: letter.buried_ms for name, letter in self.items() if self.alive(name, now)}
+
     def prune(self, now: int) -> int:
         """Make room, a few letters at a time; return how many were dropped."""
         excess = len(self) - DEAD_LETTER_LIMIT
@@ -116,10 +93,178 @@ class DeadLetters(dict[str, StoredDeadLetter]):
         return len(gone)
 
 
-def earliest(schedule: dict[str, int], until: int | None, count: int) -> list[tuple[str, int]]:
-    """Return a slice of a sorted set, in its order."""
-    items = sorted(schedule.items(), key=lambda item: (item[1], item[0].encode()))
-    return [item for item in items if until is None or item[1] <= until][:count]
+class Shard:
+    """A single schedule and its timelines. Whoever changes it says what time it is."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, int] = {}
+        self.ready: dict[str, int] = {}
+        self.leased: dict[str, int] = {}
+        self.schedule: dict[State, dict[str, int]] = {
+            "waiting": self.waiting, "ready": self.ready, "leased": self.leased
+        }  # fmt: skip
+        self.held: dict[str, Held] = {}
+        self.dead = DeadLetters()
+        self.counts: Counter[str] = Counter()
+        self.seen_ms = 0
+        self.lease_ms = 0
+        self.hold_ms = 0
+
+    # The schedule
+
+    def placed(self, key: str) -> tuple[State, int] | None:
+        return next(((state, times[key]) for state, times in self.schedule.items() if key in times), None)
+
+    def leave(self, key: str) -> None:
+        for times in self.schedule.values():
+            times.pop(key, None)
+
+    def place(self, key: str, due: int, now: int) -> bool:
+        """Schedule a timeline; True if it is ready."""
+        self.leave(key)
+        (self.ready if due <= now else self.waiting)[key] = due
+        return due <= now
+
+    @property
+    def head_ms(self) -> float:
+        """The due time of the next timeline; a ready one is due at once."""
+        return -1.0 if self.ready else min(self.waiting.values(), default=inf)
+
+    def promote(self, times: dict[str, int], deadline: int) -> list[tuple[str, int]]:
+        """Make ready what is due by the deadline, with the times as they are."""
+        moved = [(key, time) for key, time in earliest(times) if time <= deadline][:MOVES]
+        for key, time in moved:
+            self.place(key, time, time)
+        return moved
+
+    def recover(self, deadline: int, now: int) -> list[tuple[str, int]]:
+        """Make ready what has a lease that ended by the deadline."""
+        return self.promote(self.leased, deadline) if now >= self.hold_ms else []
+
+    def watch_gap(self, lease_ms: int, now: int) -> None:
+        """Recover nothing for a lease after a gap of more than half a lease, in which holders could not renew."""
+        if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
+            self.hold_ms = now + lease_ms
+        self.hold_ms = min(self.hold_ms, now + lease_ms)
+        self.seen_ms, self.lease_ms = now, lease_ms
+
+    def look(self, key: str) -> StoredTimeline | None:
+        placed, held = self.placed(key), self.held.get(key, Held())
+        delivery = held.delivery or Delivery("")
+        return placed and StoredTimeline(
+            key, *placed, len(held.log), len(delivery.entries), delivery.attempts, held.iteration,
+            held.dropped + delivery.dropped, held.cool_ms, delivery.digest_id, delivery.last_error,
+        )  # fmt: skip
+
+    # The window in which records gather
+
+    def open_or_push(self, key: str, held: Held, terms: Terms, now: int) -> bool:
+        """Open a window, or push back the waiting one; True if the timeline became ready."""
+        due = self.waiting.get(key)
+        if due is None:
+            if self.placed(key):
+                return False
+            if held.cool_ms > now:
+                return self.place(key, pushed(held, held.cool_ms, terms), now)
+            held.iteration = held.cool_ms = 0
+            held.last_ms = now
+            return self.place(key, now + terms.initial_ms, now)
+        if held.delivery or due <= now:
+            return False
+        return self.place(key, pushed(held, due, terms), now)
+
+    def fill(self, key: str, held: Held, max_size: int, now: int) -> bool:
+        """Make a waiting timeline ready if it holds ``max_size`` records; if not, despite more entries, compact it."""
+        if key not in self.waiting or held.delivery:
+            return False
+        kept = latest(held.log)
+        if len(kept) < max_size < len(held.log):
+            held.log = kept
+        return len(kept) >= max_size and self.place(key, min(self.waiting[key], now), now)
+
+    def compact(self, held: Held, entries: Sequence[bytes], capacity: int) -> list[bytes]:
+        """Return the newest ``capacity`` records; the older ones count as dropped."""
+        kept = latest(entries)
+        dropped = max(0, len(kept) - capacity)
+        held.dropped += dropped
+        self.counts["dropped"] += dropped
+        return kept[dropped:]
+
+    # Digests
+
+    def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str) -> Lease:
+        """Lease a ready timeline. An unknown outcome freezes its digest; otherwise new records are merged into it."""
+        held, due = self.held[key], self.ready[key]
+        limits, delivery = held.own or limits, held.delivery
+        if delivery and delivery.token:
+            delivery.frozen = True
+        if delivery is None or (held.log and not delivery.frozen):
+            delivery = self._fold(held, limits, now, nonce)
+        delivery.attempts += 1
+        delivery.token = nonce
+        held.touch(limits.ttl_ms, now)
+        self.leave(key)
+        self.leased[key] = now + lease_ms
+        return Lease(
+            key, nonce, delivery.digest_id, delivery.attempts, held.iteration + 1, delivery.dropped, due,
+            len(delivery.entries), delivery.part, delivery.cut_ms, delivery.last_error, tuple(delivery.entries),
+        )  # fmt: skip
+
+    def _fold(self, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
+        """Open the log as a new digest, or merge it into one that failed; either way the contents are new."""
+        merging = held.delivery is not None
+        delivery = held.delivery or Delivery(digest_id)
+        delivery.entries += held.log
+        delivery.digest_id = digest_id
+        delivery.part = limits.max_size
+        delivery.cut_ms = now - limits.max_age_ms if limits.max_age_ms else 0
+        size = len(delivery.entries)
+        if merging or size > limits.capacity or (limits.max_size and size > limits.max_size):
+            delivery.entries = self.compact(held, delivery.entries, limits.capacity)
+        delivery.dropped += held.dropped
+        held.dropped, held.log, held.delivery = 0, [], delivery
+        return delivery
+
+    def fenced(self, lease: Lease) -> Delivery | Closed:
+        """Return the delivery that a lease still names, or the earlier answer to its outcome."""
+        held = self.held.get(lease.key, Held())
+        if held.delivery and (held.delivery.token, held.delivery.digest_id) == (lease.token, lease.digest_id):
+            return held.delivery
+        if held.done and held.done[:2] == (lease.token, lease.digest_id):
+            return held.done[2]
+        return Closed("lost")
+
+    def settle(self, key: str, held: Held, limits: Limits, now: int) -> None:
+        """Schedule records that came after a digest that is gone."""
+        self.leave(key)
+        flush, held.flush = held.flush, False
+        if not held.log:
+            held.end_ms = held.dropped = 0
+            held.own = None
+        else:
+            held.touch(limits.ttl_ms, now)
+            full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
+            self.place(key, now if flush or full else max(held.cool_ms, now), now)
+
+    def bury(self, letter_id: str, letter: NewDeadLetter, key: str, delivery: Delivery, taken: int, now: int) -> None:
+        """Set records of a digest aside as a dead letter."""
+        entries = [entry for entry in latest(delivery.entries[:taken]) if not aged(entry, delivery.cut_ms)]
+        if letter.ids is not None:
+            entries = only(entries, letter.ids)
+        if entries:
+            facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
+            self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries)
+            self.counts["buried"] += len(entries)
+            self.counts["letters_dropped"] += self.dead.prune(now)
+
+
+def pushed(held: Held, due: int, terms: Terms) -> int:
+    return max(held.cool_ms, min(due + terms.increment_ms, held.last_ms + terms.maximum_ms))
+
+
+def earliest(times: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the members of a sorted set in its order."""
+    return sorted(times.items(), key=lambda item: (item[1], item[0].encode()))
 
 
 def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tuple[list[str], Bookmark | None]:
@@ -131,13 +276,6 @@ def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tup
     found = left[:count]
     end = Bookmark(b"%d" % found[-1][0], found[-1][1], b"%d" % last) if found and len(found) < len(left) else None
     return [name.decode() for _, name in found], end
-
-
-def trim(entries: Sequence[bytes], capacity: int) -> tuple[list[bytes], int]:
-    """Return the newest ``capacity`` records, and the number of older ones dropped."""
-    kept = latest(entries)
-    dropped = max(0, len(kept) - capacity)
-    return kept[dropped:], dropped
 
 
 def only(entries: Iterable[bytes], ids: Iterable[bytes]) -> list[bytes]:
