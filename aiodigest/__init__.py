@@ -1,6 +1,6 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
-from aiodigest.backends.embedded import data_folder
+from aiodigest.backends import data_folder
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.engine import DigestEngine

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from aiodigest.backend import Backend
-from aiodigest.backends.embedded import data_folder
 from aiodigest.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
-
-    from aiodigest.backends.embedded.server import EmbeddedServer
 
 
 def open_backend(
@@ -21,15 +20,30 @@ def open_backend(
     """Return the backend that a URL or a client names. This does no I/O, but checks the arguments."""
     from aiodigest.backends.redis.backend import RedisBackend  # who only imports aiodigest need not wait for it
 
-    source = _embedded(url) if isinstance(url, str) and url.startswith("embedded:") else url
+    source = url
+    if isinstance(url, str) and url.startswith("embedded:"):
+        from aiodigest.backends.embedded.server import EmbeddedServer
+        from aiodigest.backends.redis.connections.url import hide_password
+
+        parts = urlsplit(url)
+        if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
+            problem = f"an embedded URL is embedded:// or embedded:///folder, not {hide_password(url)!r}"
+            raise ConfigurationError(problem)
+        source = EmbeddedServer(data_folder(url) if parts.path.strip("/") else None)
     return RedisBackend(source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas)
 
 
-def _embedded(url: str) -> EmbeddedServer:
-    from aiodigest.backends.embedded.server import EmbeddedServer
-    from aiodigest.backends.redis.connections.url import hide_password
+def data_folder(url: str = "embedded://") -> Path:
+    """Return the data folder of the embedded server that ``url`` means.
 
-    parts = urlsplit(url)
-    if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
-        raise ConfigurationError(f"an embedded URL is embedded:// or embedded:///folder, not {hide_password(url)!r}")
-    return EmbeddedServer(data_folder(url) if parts.path.strip("/") else None)
+    ``embedded:///folder`` names it. For any other URL it is the folder in the environment's ``AIODIGEST_DATA``, else
+    the user's data folder for ``aiodigest``.
+    """
+    named = unquote(urlsplit(url).path) if url.startswith("embedded:") else ""
+    if not named.strip("/"):
+        named = os.environ.get("AIODIGEST_DATA", "")
+    if named:
+        return Path(named)
+    from platformdirs import user_data_path
+
+    return user_data_path("aiodigest")

@@ -18,15 +18,15 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from socket import SHUT_WR
 from socket import socket as Socket
-from typing import NoReturn
 from urllib.parse import quote
 
-from aiodigest.backends.embedded import data_folder
+from aiodigest.backends import data_folder
 from aiodigest.backends.embedded.binary import find_binary
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 
@@ -84,7 +84,10 @@ class EmbeddedServer:
         Loading much data may take long; cancel at will. Raises ``ConfigurationError`` if the folder, the platform or
         the binary cannot be used, and ``BackendUnavailable`` with the reason if the server ends again and again.
         """
-        if not self._is_started():
+        watcher = self._watcher
+        if not watcher or watcher.get_loop() is not asyncio.get_running_loop() or watcher.done():
+            if self._connection:  # of a loop that was closed without a `stop`, or of a parent process
+                self._connection.close()
             connection = self._connection = await self._join()
             try:
                 await self._until_up(connection)
@@ -103,16 +106,8 @@ class EmbeddedServer:
                 await asyncio.wait([watcher])
         finally:  # a cancellation must not leave the connection behind, and with it the server
             connection, self._connection = self._connection, None
-            if connection is not None and connection.is_open:
+            if connection is not None:
                 await connection.leave()
-
-    def _is_started(self) -> bool:
-        """True if started in this loop: not in one closed without a ``stop``, nor in a parent process."""
-        if self._watcher and self._watcher.get_loop() is asyncio.get_running_loop() and not self._watcher.done():
-            return True
-        if self._connection:
-            self._connection.close()
-        return False
 
     async def _until_up(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -142,7 +137,12 @@ class EmbeddedServer:
 
     async def _join(self) -> _Connection:
         """Connect as soon as possible: while the previous last user leaves, that takes a moment."""
-        _check_platform()
+        if sys.platform == "win32":
+            raise ConfigurationError("embedded:// needs Linux or macOS: give the URL of a server")
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise ConfigurationError(
+                "embedded:// needs a Python interpreter beside the program: give the URL of a server"
+            )
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
         begin, delay = loop.time(), 0.005
@@ -170,13 +170,12 @@ class EmbeddedServer:
         Raises BlockingIOError if too many wait to connect.
         """
         launcher: subprocess.Popen[bytes] | None = None
-        socket = self._connect()
-        if socket is None:
+        connection = self._connect()
+        if connection is None:
             launched = self._launch(await asyncio.to_thread(find_binary))
             if launched is None:
                 return None
-            socket, launcher = launched
-        connection = _Connection(socket)
+            connection, launcher = launched
         try:
             if await connection.read_status():
                 return connection
@@ -191,57 +190,42 @@ class EmbeddedServer:
             raise BackendUnavailable(f"the supervisor of the embedded server in {self.folder} ended at once")
         return None
 
-    def _connect(self) -> Socket | None:
+    def _connect(self) -> _Connection | None:
         """Connect to the supervisor; None if nobody listens, BlockingIOError if too many wait.
 
         Unix sockets connect at once or not at all.
         """
-        with _no_fork, ExitStack() as failed:
-            try:
-                socket = failed.enter_context(_unix_socket())
-                _check_private(self._sockets)
-                socket.setblocking(False)
-                socket.connect(str(self._supervisor_socket))
-            except (FileNotFoundError, ConnectionRefusedError):
-                return None
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                _refuse(self._supervisor_socket, error)
-            failed.pop_all()
-            _open_sockets.add(socket)
-            return socket
+        with _no_fork, _using(self._supervisor_socket), suppress(FileNotFoundError, ConnectionRefusedError):
+            _check_private(self._sockets)
+            return _Connection(self._supervisor_socket)
+        return None
 
-    def _launch(self, binary: str) -> tuple[Socket, subprocess.Popen[bytes]] | None:
+    def _launch(self, binary: str) -> tuple[_Connection, subprocess.Popen[bytes]] | None:
         """Launch a supervisor if nobody holds the folder. It inherits the lock, and a socket that listens already."""
         import fcntl  # not on Windows
 
-        try:
-            with (
-                _no_fork,
-                open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
-                _unix_socket() as listener,
-            ):
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return None
-                _make_folder(self._sockets)
-                self._supervisor_socket.unlink(missing_ok=True)
-                listener.bind(str(self._supervisor_socket))
-                listener.listen(128)
-                socket = self._connect()
-                if socket is None:
-                    return None
-                try:
-                    return socket, self._run_supervisor(binary, lock.fileno(), listener.fileno())
-                except BaseException:
-                    socket.close()
-                    raise
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            _refuse(self.folder, error)
+        with (
+            _no_fork,
+            _using(self.folder),
+            open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
+            _unix_socket() as listener,
+        ):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            _make_folder(self._sockets)
+            self._supervisor_socket.unlink(missing_ok=True)
+            listener.bind(str(self._supervisor_socket))
+            listener.listen(128)
+            connection = self._connect()
+            if connection is None:
+                return None
+            try:
+                return connection, self._run_supervisor(binary, lock.fileno(), listener.fileno())
+            except BaseException:
+                connection.close()
+                raise
 
     def _run_supervisor(self, binary: str, lock: int, listener: int) -> subprocess.Popen[bytes]:
         """Run the supervisor apart from this process: with its own session, descriptors, streams and folder."""
@@ -285,16 +269,19 @@ class EmbeddedServer:
 class _Connection:
     """Connection to the supervisor, which sends the server's state over it. The server lives while one is open."""
 
-    def __init__(self, socket: Socket) -> None:
-        self._socket = socket
+    def __init__(self, path: Path) -> None:
+        self._socket = _unix_socket()
+        _open_sockets.add(self._socket)
         self._received = b""
         self.up = False
         self.pid: int | None = None
         self.reason: str | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._socket.fileno() != -1
+        try:
+            self._socket.setblocking(False)
+            self._socket.connect(str(path))
+        except BaseException:
+            self.close()
+            raise
 
     async def read_status(self) -> bool:
         """Read the supervisor's next line; False if it is gone. If it had a reason to end, it sent that before."""
@@ -325,12 +312,11 @@ class _Connection:
         """Leave, and wait until the supervisor lets go: at once, or after the server's end if this is its last user."""
         loop = asyncio.get_running_loop()
         try:
-            self._socket.shutdown(SHUT_WR)
-            async with asyncio.timeout(_JOIN_TIMEOUT):
-                while await loop.sock_recv(self._socket, 65536):
-                    pass
-        except OSError:
-            pass  # the supervisor is gone, or hangs: this ends in any case
+            with suppress(OSError):  # the supervisor is gone, or hangs: this ends in any case
+                self._socket.shutdown(SHUT_WR)
+                async with asyncio.timeout(_JOIN_TIMEOUT):
+                    while await loop.sock_recv(self._socket, 65536):
+                        pass
         finally:
             self.close()
 
@@ -362,21 +348,13 @@ def _unix_socket() -> Socket:
     return Socket(AF_UNIX)
 
 
-def _check_platform() -> None:
-    if sys.platform == "win32":
-        raise ConfigurationError("embedded:// needs Linux or macOS: give the URL of a server")
-    if getattr(sys, "frozen", False) or not sys.executable:
-        raise ConfigurationError("embedded:// needs a Python interpreter beside the program: give the URL of a server")
-
-
 def _make_folder(path: Path) -> None:
     try:
         str(path).encode()  # to stand in a URL
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except UnicodeEncodeError:
         raise ConfigurationError(f"the name of a data folder must be UTF-8; it is {str(path)!r}") from None
-    except OSError as error:
-        _refuse(path, error)
+    with _using(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _check_private(path: Path) -> None:
@@ -388,8 +366,15 @@ def _check_private(path: Path) -> None:
         path.chmod(0o700)
 
 
-def _refuse(path: Path, error: OSError) -> NoReturn:
-    message = f"the embedded server cannot use {path}: {error.strerror or error}"
-    if error.errno in _TRANSIENT:
-        raise BackendUnavailable(message) from error
-    raise ConfigurationError(f"{message}; give another folder (embedded:///folder, or AIODIGEST_DATA)") from error
+@contextmanager
+def _using(path: Path) -> Generator[None]:
+    """Say what cannot be used; a BlockingIOError only says that it is in use."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        message = f"the embedded server cannot use {path}: {error.strerror or error}"
+        if error.errno in _TRANSIENT:
+            raise BackendUnavailable(message) from error
+        raise ConfigurationError(f"{message}; give another folder (embedded:///folder, or AIODIGEST_DATA)") from error

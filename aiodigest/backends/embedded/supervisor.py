@@ -18,11 +18,14 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from functools import partial
+from math import inf
+from typing import IO
 
 PARTS = "appendonlydir"  # from version 7 on
 MANIFEST = os.path.join(PARTS, "appendonly.aof.manifest")
@@ -40,18 +43,13 @@ LOG_SIZE = 1 << 20  # of the log, and of the one before it
 # answers too, that it loads.)
 PROBE = b"EVAL \"redis.call('set', KEYS[1], 1) return redis.call('del', KEYS[1])\" 1 aiodigest:probe\r\n"
 
+# The call that ties the server's life to that of the *thread* that forks it; the supervisor has only one. It exists on
+# Linux; elsewhere the next user ends an orphaned server.
+prctl: Callable[[int, int], int] | None = None
+with suppress(ImportError, OSError, AttributeError):
+    import ctypes
 
-def load_prctl() -> Callable[[int, int], int] | None:
-    """Return the call that ties the server's life to the supervisor's. It exists on Linux; elsewhere the next user ends
-    an orphaned server. It ties the server to the *thread* that forks it: the supervisor has only one."""
-    if sys.platform != "linux":
-        return None
-    with suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
-        return prctl
-    return None
+    prctl = ctypes.CDLL(None).prctl
 
 
 def identity(file: str | int) -> tuple[int, int] | None:
@@ -169,62 +167,61 @@ class Supervisor:
         self.next_look = 0.0
         self.missed: str | None = None  # what the last look missed
         self.lost: str | None = None  # what two looks missed: the first may have met a server that was about to end
-        self.prctl = load_prctl()
         self.selector = selectors.DefaultSelector()
         self.users: set[socket.socket] = set()
-        self.departed: list[socket.socket] = []
-        self.accept_due: float | None = None  # when to accept users again; None: when they come
+        self.departed: list[socket.socket] = []  # these wait for the close: now, or once the server of the last is gone
+        self.accept_due = inf  # when to accept users again; inf: when they come
         self.crowded = False
         self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with when no other is left
         self.dismissed = False
-        self.server: int | None = None
-        self.output = -1  # the reading end of what the server prints
+        self.server: subprocess.Popen[bytes] | None = None
+        self.output: IO[bytes]  # what the server prints
         self.tail = b""  # the last of what it printed before it was up, or since
         self.up = False
         self.answered = False
         self.since = 0.0  # when it was started, or came up
         self.backoff = SHORTEST_BACKOFF
-        self.due: float | None = time.monotonic()  # when to do the next step; None: when something happens
+        self.due = time.monotonic()  # when to do the next step; inf: when something happens
         self.repair = False  # true if the next server may cut off what it cannot read at the end of its file
         self.status = b"starting 0\n"
 
     def run(self) -> None:
-        self.watch_signals()
-        self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
-        self.accept()  # the launcher of this supervisor has connected already
-        while self.users and not self.dismissed and not self.lost:
-            dues = [due for due in (self.next_look, self.accept_due, self.due) if due is not None]
-            for key, _ in self.selector.select(max(0.0, min(dues) - time.monotonic())):
-                happened: Callable[[], None] = key.data
-                happened()
-            self.reap()
-            if not self.users:
-                self.accept()  # a user who has connected now would find nobody in a moment
-            if self.users:
-                self.release_departed()
-                if self.accept_due is not None and time.monotonic() >= self.accept_due:
-                    self.accept_due = None
-                    self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
-                due = self.due is not None and time.monotonic() >= self.due
-                start = due and self.server is None
-                if start or time.monotonic() >= self.next_look:
-                    self.look()
-                if start and not self.missed:
-                    self.start()
-                elif due and self.server is not None:
-                    self.probe(self.server)
-
-    def watch_signals(self) -> None:
-        wake, waker = socket.socketpair()
+        wake, waker = self.wakers = socket.socketpair()
         wake.setblocking(False)
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self.wakers = wake, waker
         self.selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(4096))
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.accept()  # the launcher of this supervisor has connected already
+        while self.users and not self.dismissed and not self.lost:
+            due = min(self.next_look, self.accept_due, self.due)
+            for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
+                key.data()
+            self.reap()
+            if not self.users:
+                self.accept()  # a user who has connected now would find nobody in a moment
+            if self.users:
+                self.step()
+
+    def step(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        while self.departed:
+            self.departed.pop().close()
+        if self.accept_due <= now:
+            self.accept_due = inf
+            self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        start = self.due <= now and self.server is None
+        if start or self.next_look <= now:
+            self.look()
+        if start and not self.missed:
+            self.start()
+        elif self.server is not None and self.due <= now:
+            self.probe(self.server)
 
     def on_signal(self, number: int, _frame: object) -> None:
         """Note a SIGTERM. The selector wakes up in any case, and ``reap`` notices a server that has ended."""
@@ -244,7 +241,7 @@ class Supervisor:
         except BlockingIOError:
             self.crowded = False
         except OSError as error:  # no descriptor is left: waiting users must not wake the selector meanwhile
-            if self.accept_due is None:
+            if self.accept_due == inf:
                 self.selector.unregister(self.listener)
             self.accept_due = time.monotonic() + CROWDED
             if not self.crowded:
@@ -258,32 +255,22 @@ class Supervisor:
 
     def listen(self, user: socket.socket) -> None:
         with suppress(BlockingIOError):
-            try:
+            with suppress(ConnectionError):
                 if user.recv(4096):
                     return
-            except ConnectionError:
-                pass
             self.selector.unregister(user)
             self.users.discard(user)
             self.departed.append(user)
-
-    def release_departed(self) -> None:
-        """Close the connections of users who left. They wait for it: now, or once the server they used last is gone."""
-        for user in self.departed:
-            user.close()
-        self.departed.clear()
 
     def tell(self, user: socket.socket) -> None:
         with suppress(OSError):  # it left, or has not listened for long: then it hears the next line
             user.send(self.status)
 
     def publish(self, status: str) -> None:
-        line = status.encode() + b"\n"
-        if line == self.status:
-            return
-        self.status = line
-        for user in self.users:
-            self.tell(user)
+        if (line := status.encode() + b"\n") != self.status:
+            self.status = line
+            for user in self.users:
+                self.tell(user)
 
     def look(self) -> None:
         self.next_look = time.monotonic() + LOOK
@@ -296,88 +283,62 @@ class Supervisor:
     # The server
 
     def start(self) -> None:
-        now = time.monotonic()
+        self.since, self.up, self.answered = time.monotonic(), False, False
         try:
             unreadable = self.files.unreadable()
             if unreadable is None:
                 self.launch()
-        except OSError as error:  # no descriptor or process is left
+        except OSError as error:  # no descriptor or process is left, or the binary cannot be run
             unreadable = f"it cannot be started: {error}"
         if unreadable is not None:
             self.fail(unreadable)
-            return
-        self.publish(f"starting {self.server}")
-        self.since, self.up, self.answered = now, False, False
-        self.due = now + 0.01
+        else:
+            self.due = self.since + 0.01
 
-    def probe(self, server: int) -> None:
+    def probe(self, server: subprocess.Popen[bytes]) -> None:
         """Ask the server that starts if it can store. It is up once it has."""
         now = time.monotonic()
         answer = self.ask(PROBE)
         self.answered |= bool(answer)
         self.due = now + (0.1 if self.answered else 0.01)
         if answer == b":1\r\n":
-            self.up, self.since, self.due, self.tail, self.repair = True, now, None, b"", False
+            self.up, self.since, self.due, self.tail, self.repair = True, now, inf, b"", False
             self.files.server_is_up()
-            self.publish(f"up {server}")
+            self.publish(f"up {server.pid}")
         elif answer.startswith(b"-") and not answer.startswith(b"-LOADING"):
             self.publish(f"down it refuses writes: {answer[1:].decode().strip()}")
         elif not self.answered and now - self.since > SILENCE:
             self.log(f"the server did not answer for {SILENCE:.0f} s: killed\n".encode())
-            os.kill(server, signal.SIGKILL)
-            self.due = None
+            server.kill()
+            self.due = inf
 
     def launch(self) -> None:
         with suppress(OSError):  # an earlier server may still listen at it, and would answer for the one that starts
             os.unlink(self.files.server_socket)
-        supervisor = os.getpid()
-        output, printed = os.pipe()
-        os.set_blocking(output, False)
-        os.set_blocking(printed, False)  # a stopped supervisor must not stop the server
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the supervisor's
-        try:
-            self.server = os.fork()
-            if self.server == 0:
-                self.become_server(supervisor, printed)
-        except OSError:
-            os.close(output)
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            os.close(printed)
-        self.output, self.tail = output, b""
-        self.selector.register(output, selectors.EVENT_READ, self.read_output)
-
-    def become_server(self, supervisor: int, printed: int) -> NoReturn:
-        """Run the server in the new process.
-
-        SIGXFSZ stays ignored, as Python sets it, so that the server can log a file-size limit as an error. The lock
-        stays open: it is held for as long as the supervisor or the server lives.
-        """
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            if self.prctl is not None:
-                self.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != supervisor:
-                os._exit(1)
-            os.dup2(printed, 1)
-            os.dup2(printed, 2)
-            os.set_inheritable(self.lock, True)
-            os.execv(self.binary, [self.binary, *self.options()])
-        except BaseException as error:
-            os.write(2, f"cannot run {self.binary}: {error}\n".encode())
-        finally:
-            os._exit(127)
-
-    def options(self) -> list[str]:
-        return [
+        options = [
             *("--port", "0", "--unixsocket", self.files.server_socket, "--unixsocketperm", "700"),
             *("--dir", ".", "--appendonly", "yes", "--appendfsync", "always"),
             *("--aof-load-truncated", "yes" if self.repair else "no", "--save", "", "--maxmemory-policy", "noeviction"),
             *("--daemonize", "no", "--logfile", ""),
         ]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # or the child would take it for the supervisor's
+        try:
+            self.server = subprocess.Popen(
+                [self.binary, *options],
+                bufsize=0,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self.lock],  # it is held for as long as the supervisor or the server lives
+                restore_signals=False,  # Python ignores SIGXFSZ; so the server can log a file-size limit as an error
+                preexec_fn=partial(become_server, os.getpid()),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        assert self.server.stdout
+        self.output, self.tail = self.server.stdout, b""
+        self.publish(f"starting {self.server.pid}")
+        os.set_blocking(self.output.fileno(), False)
+        self.selector.register(self.output, selectors.EVENT_READ, self.read_output)
 
     def ask(self, command: bytes) -> bytes:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -388,10 +349,7 @@ class Supervisor:
         return b""
 
     def reap(self) -> None:
-        if self.server is None:
-            return
-        pid, status = os.waitpid(self.server, os.WNOHANG)
-        if pid == 0:
+        if self.server is None or (status := self.server.poll()) is None:
             return
         now = time.monotonic()
         if self.up and now - self.since > STEADY:
@@ -416,9 +374,8 @@ class Supervisor:
         self.log(f"the server is down: {reason}\n".encode())
         self.publish(f"down {reason}")
 
-    def reason(self, status: int) -> str:
+    def reason(self, code: int) -> str:
         """Explain how the server ended, with its last warnings (lines of level ``#``), else its last lines."""
-        code = os.waitstatus_to_exitcode(status)
         ended = f"exit status {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
         warnings = [line.partition(" # ")[2] for line in lines if " # " in line and " # WARNING" not in line]
@@ -435,7 +392,7 @@ class Supervisor:
 
     def read_output(self) -> None:
         with suppress(BlockingIOError, KeyError):
-            while printed := os.read(self.output, 65536):
+            while printed := os.read(self.output.fileno(), 65536):
                 self.tail = (self.tail + printed)[-4096:]
                 self.log(printed)
             self.selector.unregister(self.output)  # the server closed it
@@ -444,7 +401,7 @@ class Supervisor:
         self.read_output()
         with suppress(KeyError):  # a child of the server may still hold it open
             self.selector.unregister(self.output)
-        os.close(self.output)
+        self.output.close()
 
     def log(self, text: bytes) -> None:
         with suppress(OSError), open("server.log", "ab") as file:
@@ -460,18 +417,29 @@ class Supervisor:
         self.listener.close()
         if self.server is not None:
             if self.lost:  # ending by itself, it would remove the socket, whose name may be another server's now
-                os.kill(self.server, signal.SIGKILL)
+                self.server.kill()
                 self.log(f"the server was killed: {self.lost}\n".encode())
             else:
                 self.ask(b"SHUTDOWN NOSAVE\r\n")  # it syncs its file, as on SIGTERM, at which it looks each 0.1 s
-                os.kill(self.server, signal.SIGTERM)
-            deadline = time.monotonic() + GRACE
-            while os.waitpid(self.server, os.WNOHANG)[0] == 0:
-                if time.monotonic() > deadline:
-                    os.kill(self.server, signal.SIGKILL)
-                time.sleep(0.005)
+                self.server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.server.wait(GRACE)
+            self.server.kill()  # nothing, if it has ended
+            self.server.wait()
             self.close_output()
         self.files.remove_sockets(own=not self.lost)
+
+
+def become_server(supervisor: int) -> None:
+    """Prepare the new process in which the server is about to run."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.set_blocking(1, False)  # a stopped supervisor must not stop the server
+    if prctl is not None:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != supervisor:
+        os._exit(1)
 
 
 def main() -> None:
