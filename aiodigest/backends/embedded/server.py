@@ -1,8 +1,7 @@
 """``embedded://``: a real Valkey server on a private unix socket, shared by all processes that use its data folder.
 
-The first user locks the folder, opens a socket and launches a supervisor (``supervisor.py``), which inherits both and
-owns the server. Every user, the first included, keeps a connection to that socket. The supervisor restarts a server
-that ends, and ends it when the last connection is gone, however its holder went.
+The first user locks the folder, opens a socket and launches a supervisor (``supervisor.py``), which inherits both.
+Every user, the first included, keeps a connection to that socket.
 
 The data folder holds ``lock``, held by flock as long as the supervisor *or* the server lives, so that there is never a
 second server; ``server.log`` and ``server.log.1``; the server's append-only files; and ``run``, the sockets. Leftovers
@@ -89,11 +88,8 @@ class EmbeddedServer:
             if self._connection:  # of a loop that was closed without a `stop`, or of a parent process
                 self._connection.close()
             connection = self._connection = await self._join()
-            try:
+            with connection.closed_on_error():
                 await self._until_up(connection)
-            except BaseException:
-                connection.close()
-                raise
             self._watcher = asyncio.create_task(self._watch(connection), name="aiodigest-embedded")
         return f"unix://{quote(str(self.socket))}"
 
@@ -140,9 +136,8 @@ class EmbeddedServer:
         if sys.platform == "win32":
             raise ConfigurationError("embedded:// needs Linux or macOS: give the URL of a server")
         if getattr(sys, "frozen", False) or not sys.executable:
-            raise ConfigurationError(
-                "embedded:// needs a Python interpreter beside the program: give the URL of a server"
-            )
+            problem = "embedded:// needs a Python interpreter beside the program: give the URL of a server"
+            raise ConfigurationError(problem)
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
         begin, delay = loop.time(), 0.005
@@ -165,42 +160,30 @@ class EmbeddedServer:
             ) from None
 
     async def _connect_or_launch(self) -> _Connection | None:
-        """Connect to the supervisor, or launch one and connect to that; None while neither is possible.
-
-        Raises BlockingIOError if too many wait to connect.
-        """
-        launcher: subprocess.Popen[bytes] | None = None
-        connection = self._connect()
+        """Connect to the supervisor, or launch one and connect to that; None while neither is possible."""
+        connection = self._connect() or self._launch(await asyncio.to_thread(find_binary))
         if connection is None:
-            launched = self._launch(await asyncio.to_thread(find_binary))
-            if launched is None:
-                return None
-            connection, launcher = launched
+            return None
         try:
-            if await connection.read_status():
-                return connection
-        except BaseException:
-            connection.close()
-            raise
+            with connection.closed_on_error():
+                if await connection.read_status():
+                    return connection
         finally:
-            if launcher is not None:  # the supervisor is not this process, but its child
-                launcher.kill()
-                launcher.wait()
-        if launcher is not None:
+            if connection.launcher is not None:  # the supervisor is not this process, but its child
+                connection.launcher.kill()
+                connection.launcher.wait()
+        if connection.launcher is not None:
             raise BackendUnavailable(f"the supervisor of the embedded server in {self.folder} ended at once")
         return None
 
     def _connect(self) -> _Connection | None:
-        """Connect to the supervisor; None if nobody listens, BlockingIOError if too many wait.
-
-        Unix sockets connect at once or not at all.
-        """
+        """Connect to the supervisor, without a wait; None if nobody listens, BlockingIOError if too many wait."""
         with _no_fork, _using(self._supervisor_socket), suppress(FileNotFoundError, ConnectionRefusedError):
             _check_private(self._sockets)
             return _Connection(self._supervisor_socket)
         return None
 
-    def _launch(self, binary: str) -> tuple[_Connection, subprocess.Popen[bytes]] | None:
+    def _launch(self, binary: str) -> _Connection | None:
         """Launch a supervisor if nobody holds the folder. It inherits the lock, and a socket that listens already."""
         import fcntl  # not on Windows
 
@@ -218,14 +201,10 @@ class EmbeddedServer:
             self._supervisor_socket.unlink(missing_ok=True)
             listener.bind(str(self._supervisor_socket))
             listener.listen(128)
-            connection = self._connect()
-            if connection is None:
-                return None
-            try:
-                return connection, self._run_supervisor(binary, lock.fileno(), listener.fileno())
-            except BaseException:
-                connection.close()
-                raise
+            if (connection := self._connect()) is not None:
+                with connection.closed_on_error():
+                    connection.launcher = self._run_supervisor(binary, lock.fileno(), listener.fileno())
+            return connection
 
     def _run_supervisor(self, binary: str, lock: int, listener: int) -> subprocess.Popen[bytes]:
         """Run the supervisor apart from this process: with its own session, descriptors, streams and folder."""
@@ -242,10 +221,7 @@ class EmbeddedServer:
         )
 
     def _dismiss_orphan(self) -> None:
-        """Ask a server that holds the lock to end, because its supervisor is dead (on macOS nothing else ends it then).
-
-        If its supervisor is only about to leave, this asks for something already under way.
-        """
+        """Ask a server whose supervisor is dead, or about to end it, to end (on macOS nothing else ends it then)."""
         with suppress(OSError), _unix_socket() as connection:  # an OSError: it is no orphan, or gone
             connection.setblocking(False)
             connection.connect(str(self.socket))
@@ -273,12 +249,18 @@ class _Connection:
         self._socket = _unix_socket()
         _open_sockets.add(self._socket)
         self._received = b""
+        self.launcher: subprocess.Popen[bytes] | None = None
         self.up = False
         self.pid: int | None = None
         self.reason: str | None = None
-        try:
+        with self.closed_on_error():
             self._socket.setblocking(False)
             self._socket.connect(str(path))
+
+    @contextmanager
+    def closed_on_error(self) -> Generator[None]:
+        try:
+            yield
         except BaseException:
             self.close()
             raise

@@ -1,15 +1,12 @@
-"""The supervisor: a small program that owns one embedded server, and ends when the server's last user has gone.
+"""The supervisor: a small program that owns one embedded server, restarts it, and ends when its last user has gone.
 
-``server.py`` runs this file in a bare interpreter (standard library only), because anything that ends with the last of
-several processes must be a process of its own. Every user holds a connection to the supervisor's socket; the kernel
-closes it however the user ends. The supervisor sends each user lines of status: ``starting PID``, ``up PID`` or
-``down REASON``.
+``server.py`` runs this file in a bare interpreter (standard library only). Every user holds a connection to the
+supervisor's socket, which the kernel closes however the user ends, and is sent lines of status over it: ``starting
+PID``, ``up PID`` or ``down REASON``.
 
 It works in the data folder itself and not by its path, where another folder may appear one day. It keeps checking for
 that, and for deleted files without which the server cannot be found or started. If either happens, it kills the server,
 so that nothing more is acknowledged, and ends. The users launch another supervisor.
-
-Arguments: server binary, data folder, sockets folder, descriptor of the lock file, descriptor of the listening socket.
 """
 
 from __future__ import annotations
@@ -115,9 +112,8 @@ class Files:
 
     def has(self, path: str) -> bool:
         found = identity(path)
-        if not path.startswith(PARTS):  # before version 7 a server replaces its file from time to time
-            return found is not None
-        return found is not None and self.parts.setdefault(path, found) == found
+        replaceable = not path.startswith(PARTS)  # before version 7 a server replaces its file from time to time
+        return found is not None and (replaceable or self.parts.setdefault(path, found) == found)
 
     def unreadable(self) -> str | None:
         """Give the reason not to start a server: it treats files without a manifest as nothing, and empties them."""

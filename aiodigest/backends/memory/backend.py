@@ -201,9 +201,7 @@ class ReferenceBackend(Backend, Operations):
                 held = machine.held[key]
                 for index, letter in enumerate(close.dead_letters, 1):
                     machine.bury(f"{name}-{index}", letter, key, delivery, close.taken, now)
-                machine.counts["digests"] += close.delivered > 0
-                machine.counts["delivered"] += close.delivered
-                machine.counts["aged"] += close.aged
+                machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
                 if rest := delivery.entries[close.taken :]:
                     held.delivery = Delivery(
                         name, 1, 0, delivery.part, delivery.cut_ms, lease.token, parted=delivery.parted or close.counts,
@@ -237,9 +235,7 @@ class ReferenceBackend(Backend, Operations):
                     delivery.entries = kept + delivery.entries[retry.taken :]
                     delivery.digest_id, delivery.dropped = f"{nonce}-{number}", 0
                     delivery.parted = delivery.parted or retry.delivered > 0
-                    machine.counts["digests"] += retry.delivered > 0
-                    machine.counts["delivered"] += retry.delivered
-                    machine.counts["aged"] += retry.aged
+                    machine.counts.update(digests=retry.delivered > 0, delivered=retry.delivered, aged=retry.aged)
                 delivery.frozen = delivery.frozen or retry.unknown
                 if retry.give_back:
                     delivery.deferred_ms = delivery.deferred_ms or now
@@ -273,10 +269,11 @@ class ReferenceBackend(Backend, Operations):
     # By hand
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
-        promoted: list[tuple[str, int]] = []
-        for machine, now in self._transitions(self.shard_map.live):
-            promoted += machine.promote(machine.waiting, now if deadline_ms is None else deadline_ms)
-        return promoted
+        return [
+            moved
+            for machine, now in self._transitions(self.shard_map.live)
+            for moved in machine.promote(machine.waiting, now if deadline_ms is None else deadline_ms)
+        ]
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
         recovered: list[str] = []
