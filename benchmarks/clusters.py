@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from aiodigest.backends.embedded.binary import find_binary
+from aiodigest.backends.embedded.server import find_binary
 from aiodigest.backends.redis.layout import SLOTS
 from benchmarks.programs import ProgramFailed, running
 

@@ -18,7 +18,7 @@ import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as NotThere
 
-from aiodigest.backends.embedded.binary import find_binary
+from aiodigest.backends.embedded.server import find_binary
 from benchmarks.peers.environments import Peer, Peers, run
 from benchmarks.programs import ProgramFailed, running
 

@@ -29,8 +29,7 @@ from embedded_users import (
 from replicas import until
 
 from aiodigest import BackendUnavailable, ConfigurationError, data_folder
-from aiodigest.backends.embedded.binary import find_binary
-from aiodigest.backends.embedded.server import EmbeddedServer
+from aiodigest.backends.embedded.server import EmbeddedServer, find_binary
 
 # What it is
 

@@ -41,8 +41,7 @@ from embedded_users import (
 )  # fmt: skip
 from replicas import until
 
-from aiodigest.backends.embedded.binary import find_binary
-from aiodigest.backends.embedded.server import EmbeddedServer
+from aiodigest.backends.embedded.server import EmbeddedServer, find_binary
 from aiodigest.errors import BackendUnavailable
 
 pytestmark = pytest.mark.server_faults

@@ -35,7 +35,7 @@ TESTS: Mapping[str, Sequence[str]] = {
     "lease": (*STORE, "overload"),
     "permits": ("security",),
     **dict.fromkeys(("carry", "drain.lua", "keep", "layout", "reshard", "resharding", "retire"), RESHARDING),
-    **dict.fromkeys(("reference", "timelines", "backend", "items", "namespace", "scripts"), (*STORE, *WORKING)),
+    **dict.fromkeys(("timelines", "backend", "items", "namespace", "scripts"), (*STORE, *WORKING)),
     **dict.fromkeys(("entries", "validation", "hooks"), ("arguments", *WORKING)),
     **dict.fromkeys(("diagnosis", "interview", "servers", "shards.py"), ("doctor",)),
     **dict.fromkeys(("url", "server", "shared", "transport", "errors"), LINKING),

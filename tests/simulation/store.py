@@ -24,7 +24,7 @@ class Store(ReferenceBackend):
         made = len(self.machines)
         self.machines.extend(Shard() for _ in range(shards))
         self._wake_ups.extend([0] * shards)
-        self._waiting.extend(set() for _ in range(shards))
+        self._waiting.extend({} for _ in range(shards))
         self._shard_map = ShardMap(made + shards, range(made, made + shards), self._shard_map.current)
         self.moved_at = asyncio.get_running_loop().time()
 

@@ -41,11 +41,6 @@ def system_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _wake(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
 class ReferenceBackend(Backend, Operations):
     """Shards in memory, with a wake-up stream each: no server, and nothing is kept. ``now`` is the clock (ms).
 
@@ -59,7 +54,7 @@ class ReferenceBackend(Backend, Operations):
         self._shard_map = ShardMap(shards, range(shards))
         self._lock = RLock()  # an engine has two threads if `engine.sync` is used beside it
         self._wake_ups = [0] * shards
-        self._waiting: list[set[asyncio.Future[None]]] = [set() for _ in range(shards)]
+        self._waiting: list[dict[asyncio.Event, asyncio.AbstractEventLoop]] = [{} for _ in range(shards)]
         self._now = now
         self._nonce = nonce
 
@@ -93,12 +88,12 @@ class ReferenceBackend(Backend, Operations):
             yield machine, self._now()
             if machine.head_ms < before:
                 self._wake_ups[shard] += 1
-                for waiting in self._waiting[shard]:
-                    if waiting.get_loop() is asyncio.get_running_loop():
-                        _wake(waiting)
+                for woken, loop in self._waiting[shard].items():
+                    if loop is asyncio.get_running_loop():
+                        woken.set()
                     else:
                         with suppress(RuntimeError):  # its loop is closed
-                            waiting.get_loop().call_soon_threadsafe(_wake, waiting)
+                            loop.call_soon_threadsafe(woken.set)
 
     def _transitions(self, shards: Iterable[int]) -> Generator[tuple[Shard, int]]:
         for shard in shards:
@@ -106,16 +101,16 @@ class ReferenceBackend(Backend, Operations):
                 yield transition
 
     async def wait(self, shard: int, last: str) -> str:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        woken = asyncio.Event()
         with self._lock:
             if self._wake_ups[shard] != int(last):
                 return str(self._wake_ups[shard])
-            self._waiting[shard].add(waiting)
+            self._waiting[shard][woken] = asyncio.get_running_loop()
         try:
-            await waiting
+            await woken.wait()
         finally:
             with self._lock:
-                self._waiting[shard].discard(waiting)
+                del self._waiting[shard][woken]
         return str(self._wake_ups[shard])
 
     # Adding
@@ -202,18 +197,17 @@ class ReferenceBackend(Backend, Operations):
                 for index, letter in enumerate(close.dead_letters, 1):
                     machine.bury(f"{name}-{index}", letter, key, delivery, close.taken, now)
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
+                parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
-                    held.delivery = Delivery(
-                        name, 1, 0, delivery.part, delivery.cut_ms, lease.token, parted=delivery.parted or close.counts,
-                        entries=rest,
-                    )  # fmt: skip
+                    opened = (name, 1, 0, delivery.part, delivery.cut_ms, lease.token)
+                    held.delivery = Delivery(*opened, parted=parted, entries=rest)
                     held.touch(close.limits.ttl_ms, now)
                     machine.leave(key)
                     machine.leased[key] = now + close.lease_ms
                     answers.append(Closed("part", name, len(rest)))
                 else:
                     held.delivery = None
-                    if close.counts or delivery.parted:
+                    if parted:
                         held.iteration += 1
                         held.last_ms, held.cool_ms = now, now + close.cool_ms
                     machine.settle(key, held, close.limits, now)

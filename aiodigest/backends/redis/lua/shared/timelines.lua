@@ -1,4 +1,4 @@
--- timelines: load whole timelines. Their states and transitions are those of memory/reference.py.
+-- timelines: load whole timelines. Their states and transitions are those of memory/backend.py.
 --
 -- Needs    fields
 
