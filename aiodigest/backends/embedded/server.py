@@ -77,9 +77,9 @@ class EmbeddedServer:
         return f"the embedded server in {self.folder} is down: {self._connection.reason or 'it is starting'}"
 
     async def start(self) -> str:
-        """Start the server or join it, wait until it stores data, and return its URL for redis-py.
+        """Start the server or join it, wait until it stores data (loading much takes long), and return its URL.
 
-        Loading much data may take long; cancel at will. Raises ``ConfigurationError`` if the folder, the platform or
+        Raises ``ConfigurationError`` if the folder, the platform or
         the binary cannot be used, and ``BackendUnavailable`` with the reason if the server ends again and again.
         """
         watcher = self._watcher

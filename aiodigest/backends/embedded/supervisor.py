@@ -76,7 +76,7 @@ def append_only_files() -> list[str]:
 class Files:
     """The files without which the server, or what it stored, would not be found again.
 
-    They are known by number: another file, of another server, may appear under the same name.
+    They are known by number, since another server's file may appear under the same name.
     """
 
     def __init__(self, folder: str, sockets: str, lock: int) -> None:
@@ -96,10 +96,7 @@ class Files:
             self.parts.update((path, found) for path in append_only_files() if (found := identity(path)))
 
     def missed(self, up: bool) -> str | None:
-        """Name a deleted file without which the server, or a record it acknowledges now, could not be found again.
-
-        This may be wrong while the server is ending, or is rewriting its append-only files.
-        """
+        """Name one that is gone. This may be wrong while the server is ending, or rewrites its append-only files."""
         gone = [path for path, known in self.known.items() if identity(path) != known]
         if self.lock in gone:
             return f"its folder {self.folder}, or the lock in it, was deleted, moved or replaced"
@@ -128,8 +125,7 @@ class Files:
     def keep_copy(self) -> str:
         """Copy the file that ends in the middle of a write, before the server cuts off what it cannot read.
 
-        After a power cut that is the last write, which was not acknowledged. But a damaged length in the middle of the
-        file looks the same, and then it is all that was written since.
+        After a power cut that is a write that was not acknowledged; after damage to a length, all that followed it.
         """
         import shutil
 
@@ -408,8 +404,7 @@ class Supervisor:
     # The end
 
     def leave(self) -> None:
-        """End the server, then remove its sockets. Users who arrive meanwhile cannot connect, and find the lock held
-        until this process ends."""
+        """End the server, then remove its sockets. Users who arrive meanwhile find the lock held until this ends."""
         self.listener.close()
         if self.server is not None:
             if self.lost:  # ending by itself, it would remove the socket, whose name may be another server's now
@@ -442,8 +437,6 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # no child of the user that launched it: nobody must wait for it, and no process tree ends it
     binary, folder, sockets, lock, listener = sys.argv[1:]
-    os.set_inheritable(int(lock), False)
-    os.set_inheritable(int(listener), False)
     os.chdir(folder)
     supervisor = Supervisor(binary, folder, sockets, int(lock), socket.socket(fileno=int(listener)))
     try:
