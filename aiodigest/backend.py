@@ -333,11 +333,9 @@ class Backend(Protocol):
 
     async def connect(self) -> None:
         """Look up the layout; ``ConfigurationError`` if it does not fit the engine."""
-        ...
 
     async def aclose(self) -> None:
         """Close all connections."""
-        ...
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Append records; True for the add that made its timeline ready.

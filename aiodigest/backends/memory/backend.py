@@ -73,12 +73,6 @@ class ReferenceBackend(Backend, Operations):
     def clone(self) -> Self:
         return self
 
-    async def connect(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
-
     @contextmanager
     def _transition(self, shard: int) -> Generator[tuple[Shard, int]]:
         """Yield a shard and the time. Those who wait for it are woken if its schedule begins earlier afterwards."""
