@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -21,8 +22,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
-from socket import SHUT_WR
-from socket import socket as Socket
 from urllib.parse import quote
 
 from aiodigest.backends import data_folder
@@ -178,7 +177,12 @@ class EmbeddedServer:
     def _connect(self) -> _Connection | None:
         """Connect to the supervisor, without a wait; None if nobody listens, BlockingIOError if too many wait."""
         with _no_fork, _using(self._supervisor_socket), suppress(FileNotFoundError, ConnectionRefusedError):
-            _check_private(self._sockets)
+            status = self._sockets.lstat()  # nobody else may get between (the folder may be in /tmp), or use it
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                problem = f"{self._sockets} is no folder of this user: remove it, or give another data folder"
+                raise ConfigurationError(problem)
+            if status.st_mode & 0o077:
+                self._sockets.chmod(0o700)
             return _Connection(self._supervisor_socket)
         return None
 
@@ -190,7 +194,7 @@ class EmbeddedServer:
             _no_fork,
             _using(self.folder),
             open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
-            _unix_socket() as listener,
+            socket.socket(socket.AF_UNIX) as listener,
         ):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +225,7 @@ class EmbeddedServer:
 
     def _dismiss_orphan(self) -> None:
         """Ask a server whose supervisor is dead, or about to end it, to end (on macOS nothing else ends it then)."""
-        with suppress(OSError), _unix_socket() as connection:  # an OSError: it is no orphan, or gone
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # an OSError: it is no orphan, or gone
             connection.setblocking(False)
             connection.connect(str(self.socket))
             connection.send(b"SHUTDOWN NOSAVE\r\n")
@@ -245,7 +249,7 @@ class _Connection:
     """Connection to the supervisor, which sends the server's state over it. The server lives while one is open."""
 
     def __init__(self, path: Path) -> None:
-        self._socket = _unix_socket()
+        self._socket = socket.socket(socket.AF_UNIX)
         _open_sockets.add(self._socket)
         self._received = b""
         self.launcher: subprocess.Popen[bytes] | None = None
@@ -294,7 +298,7 @@ class _Connection:
         loop = asyncio.get_running_loop()
         try:
             with suppress(OSError):  # the supervisor is gone, or hangs: this ends in any case
-                self._socket.shutdown(SHUT_WR)
+                self._socket.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout(_JOIN_TIMEOUT):
                     while await loop.sock_recv(self._socket, 65536):
                         pass
@@ -309,24 +313,18 @@ class _Connection:
 # A forked child has copies of all descriptors, and one more copy would keep the connection of a dead parent open. So
 # forks wait while descriptors are being made here, and the child closes what there is. (What `exec`s has none anyway.)
 _no_fork = threading.RLock()
-_open_sockets: set[Socket] = set()
+_open_sockets: set[socket.socket] = set()
 
 
 def _after_fork_in_child() -> None:
-    for socket in _open_sockets:
-        socket.close()
+    for each in _open_sockets:
+        each.close()
     _open_sockets.clear()
     _no_fork.release()
 
 
 if sys.platform != "win32":
     os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_after_fork_in_child)
-
-
-def _unix_socket() -> Socket:
-    from socket import AF_UNIX  # not on Windows
-
-    return Socket(AF_UNIX)
 
 
 def _make_folder(path: Path) -> None:
@@ -336,15 +334,6 @@ def _make_folder(path: Path) -> None:
         raise ConfigurationError(f"the name of a data folder must be UTF-8; it is {str(path)!r}") from None
     with _using(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def _check_private(path: Path) -> None:
-    """Make sure that nobody else can get between a user and the server (the folder may be in /tmp), or use it."""
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigurationError(f"{path} is no folder of this user: remove it, or give another data folder")
-    if status.st_mode & 0o077:
-        path.chmod(0o700)
 
 
 @contextmanager

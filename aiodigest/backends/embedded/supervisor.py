@@ -280,7 +280,7 @@ class Supervisor:
             unreadable = self.files.unreadable()
             if unreadable is None:
                 self.launch()
-        except OSError as error:  # no descriptor or process is left, or the binary cannot be run
+        except (OSError, subprocess.SubprocessError) as error:  # such as that no descriptor or process is left
             unreadable = f"it cannot be started: {error}"
         if unreadable is not None:
             self.fail(unreadable)
