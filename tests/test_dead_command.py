@@ -193,7 +193,7 @@ def buried(number: int, key: str) -> Summary:
 
 async def swept(act: Act, *letters: Summary) -> BulkWork:
     """A sweep that has no engine, and so needs none."""
-    work = BulkWork(letters, act, in_json=False)
+    work = BulkWork([*letters], act, in_json=False)
     await work.run(DigestEngine(namespace="unused"))
     return work
 

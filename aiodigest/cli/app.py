@@ -6,28 +6,28 @@ import logging
 import os
 import sys
 from io import TextIOWrapper
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import rich as rich  # its parts are imported when needed: this only finds out if it is missing
 import typer
 
-from aiodigest import AiodigestError, __version__
+from aiodigest import AiodigestError, BackendUnavailable, ConfigurationError, InvalidArgument, __version__
 from aiodigest.cli.bench import bench
 from aiodigest.cli.dead import dead
 from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
 from aiodigest.cli.options import help_without_command
-from aiodigest.cli.output import FAILED, INTERRUPTED, exit_code, say
+from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
 from aiodigest.cli.timelines import delete, flush, show, stats, timelines
 from aiodigest.cli.top.command import top
 
-ABOUT = "One event sends at once; a burst sends one more message, not five hundred."
+UsageError: Any = typer.BadParameter.__base__  # wherever the library keeps it
 
 app = typer.Typer(
-    help=ABOUT,
+    help="One event sends at once; a burst sends one more message, not five hundred.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -56,19 +56,16 @@ def options(
     help_without_command(context)
 
 
-@runtime_checkable
-class Complaint(Protocol):
-    """An argument error of the command line library, wherever the library keeps its class."""
-
-    exit_code: int
-    ctx: typer.Context | None
-
-    def format_message(self) -> str: ...
-
-
 def run() -> int:
     """Run the command line and return its exit code; an error prints one line on standard error."""
-    _prepare_streams()
+    for file in (0, 1, 2):  # uvloop ends a process in which another file takes the place of a closed standard stream
+        try:
+            os.fstat(file)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # any key can be shown
     logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python prints warnings by itself
     try:
         code: object = app(prog_name="aiodigest", standalone_mode=False)
@@ -81,24 +78,14 @@ def run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _prepare_streams() -> None:
-    """Open /dev/null for closed standard streams, since uvloop ends a process in which another file becomes one."""
-    for file in (0, 1, 2):
-        try:
-            os.fstat(file)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # any key can be shown
-
-
 def _report(error: Exception) -> int:
     """Print the line for an error and return the exit code; raise what is a fault of the program."""
     match error:
         case AiodigestError():
             say(str(error))
-            return exit_code(error)
+            if isinstance(error, BackendUnavailable):
+                return UNAVAILABLE
+            return USAGE if isinstance(error, ConfigurationError | InvalidArgument) else FAILED
         case typer.Abort():
             say("nothing was done")
             return FAILED
@@ -107,7 +94,7 @@ def _report(error: Exception) -> int:
             if not isinstance(error, BrokenPipeError):  # the reader has seen enough
                 say(f"standard output cannot be written: {error}")
             return FAILED
-        case _ if isinstance(error, Complaint):
+        case UsageError():
             command = error.ctx.command_path if error.ctx is not None else "aiodigest"
             say(f"{error.format_message()} (see {command} --help)")
             return error.exit_code

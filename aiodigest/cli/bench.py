@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from secrets import token_hex
 from statistics import median, quantiles
@@ -24,7 +25,7 @@ MOST = 50_000  # records that are held at any time
 MEGABYTES = MOST * (len(VALUE) + 100) / 1e6  # a record takes about 100 bytes more
 TASKS = 200
 MANY = 1_000  # entries of one add_many
-TIMELINES = 1_000  # that are delivered in one go
+KEYS = [f"timeline:{number}" for number in range(1_000)]  # of the timelines that are delivered in one go
 SIZE = 10  # records of a digest
 DELIVERY_TIMEOUT = 30  # seconds for work that takes milliseconds
 PAUSE = 0.005  # seconds between two adds whose callbacks are timed, so that the worker sleeps
@@ -59,12 +60,8 @@ def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in
         return INTERRUPTED
     if in_json:
         print_json(asdict(figures))
-    else:
-        _print(figures)
-    return 0
+        return 0
 
-
-def _print(figures: Figures) -> None:
     def duration(what: str, seconds: float) -> tuple[str, str, str]:
         return what, f"{seconds * 1000:,.3g} ms", f"{seconds / figures.round_trip:.3g}"
 
@@ -81,14 +78,14 @@ def _print(figures: Figures) -> None:
         duration("add to callback, 99 of 100", figures.latency_p99),
     ]
     print_table((figures.server, "", "round trips each"), rows)
+    return 0
 
 
 async def _bench(url: str, seconds: float, timeout: float) -> Figures | None:
     """Return the figures; None if it was interrupted."""
-    namespace = f"bench-{token_hex(8)}"
+    namespace, shards = f"bench-{token_hex(8)}", SHARDS if "+cluster://" in url else None
 
     def engine() -> DigestEngine[str]:
-        shards = SHARDS if "+cluster://" in url else None
         return DigestEngine(
             url, namespace=namespace, value_type=str, policy=POLICY, retry=RetryPolicy(max_attempts=1), shards=shards,
             timeout=timeout, drain_timeout=1,
@@ -106,15 +103,12 @@ async def _bench(url: str, seconds: float, timeout: float) -> Figures | None:
             async with bar, engine() as adder:  # leaving it sends everything queued
                 return await run_until(stop, measure(adder, engine(), seconds))
         finally:
-            async with engine() as last:
-                await _remove(last)
-
-
-async def _remove(engine: DigestEngine[str]) -> None:
-    try:
-        await engine.erase()
-    except BackendUnavailable as error:
-        raise BackendUnavailable(f"{error}; the contents of the namespace {engine.namespace} are left there") from error
+            try:
+                async with engine() as last:
+                    await last.erase()
+            except BackendUnavailable as error:
+                left = f"the contents of the namespace {namespace} are left there"
+                raise BackendUnavailable(f"{error}; {left}") from error
 
 
 async def measure(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> Figures:
@@ -123,30 +117,34 @@ async def measure(adder: DigestEngine[str], worker: DigestEngine[str], seconds: 
     version = next((finding.message for finding in findings if finding.check == "version"), adder.url)
     trips = [finding.value or 0 for finding in findings if finding.check == "round trip"]
     share = 0.2 * seconds
-    alone = await _add_alone(adder, share)
+    add = median(await _add_alone(adder, share))
     by_tasks = await _add_by_tasks(adder, share)
     by_add_many = await _add_many(adder, share)
-    digests = await _deliver(adder, worker, share)
+    digests = median([await _deliver(adder, worker) for _ in _turns(share)])
     latencies = await _wait_for_callbacks(adder, worker, share)
     p99 = quantiles(latencies, n=100, method="inclusive")[-1]
-    return Figures(version, median(trips), median(alone), by_tasks, by_add_many, digests, median(latencies), p99)
+    return Figures(version, median(trips), add, by_tasks, by_add_many, digests, median(latencies), p99)
+
+
+def _turns(seconds: float, *, least: int = 1, most: int = MOST) -> Iterator[int]:
+    """Count from 0 for so many seconds, or longer for the ``least`` turns."""
+    ends = perf_counter() + seconds
+    for turn in range(most):
+        if turn >= least and perf_counter() >= ends:
+            break
+        yield turn
 
 
 async def _delete(engine: DigestEngine[str]) -> None:
-    await asyncio.gather(*(engine.delete(_key(number)) for number in range(TASKS)))
-
-
-def _key(number: int) -> str:
-    return f"timeline:{number}"
+    await asyncio.gather(*map(engine.delete, KEYS[:TASKS]))
 
 
 async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
     """Time adds that are awaited one after the other."""
     took: list[float] = []
-    ends = perf_counter() + seconds
-    while not took or (perf_counter() < ends and len(took) < MOST):
+    for turn in _turns(seconds):
         began = perf_counter()
-        await engine.add(_key(len(took) % TASKS), VALUE)
+        await engine.add(KEYS[turn % TASKS], VALUE)
         took.append(perf_counter() - began)
     await _delete(engine)
     return took
@@ -154,21 +152,18 @@ async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
 
 async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
     """Measure adds per second from tasks that each await their own."""
-    added, began = 0, perf_counter()
-    ends = began + seconds
+    added, began, turns = 0, perf_counter(), _turns(seconds)
 
     async def add(key: str) -> None:
         nonlocal added
-        while True:  # once at least, however late a task begins
+        for _ in turns:
             await engine.add(key, VALUE)
             added += 1
-            if perf_counter() >= ends or added >= MOST - TASKS:
-                return
 
     try:
         async with asyncio.TaskGroup() as group:
-            for number in range(TASKS):
-                group.create_task(add(_key(number)))
+            for key in KEYS[:TASKS]:
+                group.create_task(add(key))
     except* AiodigestError as errors:  # a message is one line, of one error
         raise errors.exceptions[0] from None
     rate = added / (perf_counter() - began)
@@ -179,45 +174,36 @@ async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
 async def _add_many(engine: DigestEngine[str], seconds: float) -> float:
     """Measure records per second added by calls of ``add_many``."""
     added, began = 0, perf_counter()
-    while added == 0 or (perf_counter() < began + seconds and added < MOST):
-        await engine.add_many(Entry(_key(number % TASKS), VALUE) for number in range(MANY))
+    for _ in _turns(seconds, most=MOST // MANY):
+        await engine.add_many(Entry(KEYS[number % TASKS], VALUE) for number in range(MANY))
         added += MANY
     rate = added / (perf_counter() - began)
     await _delete(engine)
     return rate
 
 
-async def _deliver(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> float:
-    """Measure digests per second from one worker, whose callback does nothing."""
-    rates: list[float] = []
-    ends = perf_counter() + seconds
-    while not rates or perf_counter() < ends:
-        await adder.add_many(Entry(_key(number % TIMELINES), VALUE) for number in range(TIMELINES * SIZE))
-        rates.append(await _deliver_all(adder, worker))
-    return median(rates)
-
-
 async def _wait(event: asyncio.Event, engine: DigestEngine[str]) -> None:
     """Wait for something that only a worker does, which is silent while the server is away."""
     for _ in range(DELIVERY_TIMEOUT):
         try:
-            async with asyncio.timeout(1):
-                await event.wait()
+            await asyncio.wait_for(event.wait(), 1)
             return
         except TimeoutError:
             await engine.stats()  # raises BackendUnavailable if it is
     raise BackendUnavailable(f"what was added to {engine.url} was not delivered within {DELIVERY_TIMEOUT} s")
 
 
-async def _deliver_all(adder: DigestEngine[str], worker: DigestEngine[str]) -> float:
+async def _deliver(adder: DigestEngine[str], worker: DigestEngine[str]) -> float:
+    """Measure digests per second from one worker, whose callback does nothing."""
     times: list[float] = []
     done = asyncio.Event()
 
     async def receive(digest: Digest[str]) -> None:
         times.append(perf_counter())
-        if len(times) == TIMELINES:
+        if len(times) == len(KEYS):
             done.set()
 
+    await adder.add_many(Entry(key, VALUE) for _ in range(SIZE) for key in KEYS)
     async with worker.delivering(receive):
         await _wait(done, adder)
     return (len(times) - 1) / (times[-1] - times[0])  # without the time in which it connects
@@ -225,22 +211,18 @@ async def _deliver_all(adder: DigestEngine[str], worker: DigestEngine[str]) -> f
 
 async def _wait_for_callbacks(adder: DigestEngine[str], worker: DigestEngine[str], seconds: float) -> list[float]:
     """Time each add, from its call to that of the callback; the worker learns of the add from the server."""
-    called = asyncio.Event()
-    at = 0.0
+    took: list[float] = []
+    called, began = asyncio.Event(), 0.0
 
     async def receive(digest: Digest[str]) -> None:
-        nonlocal at
-        at = perf_counter()
+        took.append(perf_counter() - began)
         called.set()
 
-    took: list[float] = []
     async with worker.delivering(receive):
-        ends = perf_counter() + seconds
-        while len(took) < 2 or perf_counter() < ends:
+        for turn in _turns(seconds, least=2):
             called.clear()
             await asyncio.sleep(PAUSE)
             began = perf_counter()
-            await adder.add(_key(len(took) % TASKS), VALUE)
+            await adder.add(KEYS[turn % TASKS], VALUE)
             await _wait(called, adder)
-            took.append(at - began)
     return took

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +17,7 @@ from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, Invali
 from aiodigest.cli.event_loop import stopped_by
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, help_without_command
 from aiodigest.cli.output import confirm, console, is_terminal, print_json, print_result, print_table, progress_bar, say
-from aiodigest.cli.rendering import count, dead_letter_json, printable, readable_time, record_rows, shortened
+from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
 from aiodigest.cli.timelines import ERROR_WIDTH, Yes
 
 ID = typer.Argument(metavar="ID", show_default=False, help="The id of a dead letter, or enough of its beginning.")
@@ -41,7 +41,7 @@ def dead_list(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0,
     if not found:
         say(f"namespace {namespace!r} has no dead letters")
     if in_json:
-        print_json(*map(dead_letter_json, found))
+        print_json(*map(view_json, found))
         return
     from rich.text import Text
 
@@ -59,7 +59,7 @@ def dead_show(
     """Show a dead letter with its records."""
     found = Location(url, namespace, timeout).ask(lambda engine: _find(engine, id))
     if in_json:
-        print_json(dead_letter_json(found, records=True))
+        print_json(view_json(found, records=True))
         return
     attempts = count(found.attempt, "attempt")
     title = f"{printable(found.key)}: dead since {readable_time(found.buried_at)} after {attempts}"
@@ -197,58 +197,55 @@ def _work_through(location: Location, verb: str, act: Act, yes: bool, in_json: b
         raise InvalidState(f"{len(work.left):,} of {number} could not be {participle}: {work.reason}")
 
 
+@dataclass(slots=True)
 class BulkWork:
-    """Does something with each of these dead letters, in order; Ctrl-C takes effect between two of them.
+    """Does something with each of the dead letters ``left``, in order; Ctrl-C takes effect between two of them.
 
     ``act`` returns the facts for JSON, or None if somebody else has removed the dead letter. While it raises
     InvalidState or LimitExceeded, the dead letters of that timeline wait, since their order matters. Those that then
     wait in vain for five seconds stay.
     """
 
-    def __init__(self, letters: Sequence[Summary], act: Act, in_json: bool) -> None:
-        self._act = act
-        self._in_json = in_json
-        self.left = list(letters)
-        self.done = 0
-        self.records = 0  # of what is done
-        self.reason: Exception | None = None  # why one of those that are left could not be done
-        self.is_interrupted = False
+    left: list[Summary]
+    act: Act
+    in_json: bool
+    done: int = 0
+    records: int = 0  # of what is done
+    reason: Exception | None = None  # why one of those that are left could not be done
+    is_interrupted: bool = False
 
     async def run(self, engine: DigestEngine) -> None:
         """Work until nothing more can be done. Raises BackendUnavailable."""
         loop = asyncio.get_running_loop()
         with stopped_by(signal.SIGINT) as stop:
             last = loop.time() + QUIET
-            while self.left:
+            while True:
                 before = len(self.left)
-                self.left = await self._round(engine, stop)
+                await self._round(engine, stop)
                 if len(self.left) < before:
                     last = loop.time() + QUIET
-                if stop.is_set() or loop.time() > last:
+                if not self.left or stop.is_set() or loop.time() > last:
                     break
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_INTERVAL if self.left else 0):
-                        await stop.wait()
+                    await asyncio.wait_for(stop.wait(), RETRY_INTERVAL)
             self.is_interrupted = stop.is_set()
 
-    async def _round(self, engine: DigestEngine, stop: asyncio.Event) -> list[Summary]:
-        """Try each dead letter once; return those that are left."""
-        left: list[Summary] = []
-        blocked: set[str] = set()
-        for letter in self.left:
+    async def _round(self, engine: DigestEngine, stop: asyncio.Event) -> None:
+        """Try each dead letter once."""
+        letters, self.left, blocked = self.left, [], set[str]()
+        for letter in letters:
             if stop.is_set() or letter.key in blocked:
-                left.append(letter)
+                self.left.append(letter)
                 continue
             try:
-                facts = await self._act(engine, letter)
+                facts = await self.act(engine, letter)
             except (InvalidState, LimitExceeded) as error:
                 self.reason = error
                 blocked.add(letter.key)
-                left.append(letter)
+                self.left.append(letter)
                 continue
             if facts is not None:
                 self.done += 1
                 self.records += letter.size
-                if self._in_json:
+                if self.in_json:
                     print_json(facts)
-        return left

@@ -6,7 +6,7 @@ The story is a bad quarter of an hour at a small company, in fourteen seconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,7 +19,6 @@ from aiodigest.cli.rendering import as_json, count
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 POLICY = Policy(minimum_delay=4, increment_delay=0.25, maximum_delay=6)
 RETRY = RetryPolicy(max_attempts=6, backoff=DecorrelatedJitter(base=0.5, cap=1.5))
@@ -31,17 +30,10 @@ CI, SHOP, ON_CALL = "#builds", "#shop", "#on-call"
 
 
 class Event(NamedTuple):
-    """An event; it happens ``at`` seconds from the start, in a person's or team's ``channel``."""
+    """An event ``at`` seconds from the start, in a person's or team's ``channel``; without one, a hint."""
 
     at: float
     channel: str
-    text: str
-
-
-class Remark(NamedTuple):
-    """A hint for the reader, on what to look at now."""
-
-    at: float
     text: str
 
 
@@ -49,36 +41,31 @@ SUITES = ("unit", "integration", "browser", "migrations")
 BRANCHES = ("main", "release/2.4", "fix/rounding")
 NODES = ("web-1", "web-2", "web-3", "db-1", "cache-1")
 SYMPTOMS = ("p99 latency above 2 s", "5xx rate above 1 %", "connections above 90 %", "queue older than 60 s")
-ORDERS = (("A-1042", "59.90"), ("A-1043", "12.00"), ("A-1044", "249.00"), ("A-1045", "8.50"), ("A-1047", "33.20"))
+ORDERS = ("A-1042 (59.90", "A-1043 (12.00", "A-1044 (249.00", "A-1045 (8.50", "A-1047 (33.20")
 
 
-def story() -> list[Event | Remark]:
+def story() -> list[Event]:
     """Return all of it, in order."""
-    return sorted(_all(), key=lambda scene: scene.at)
-
-
-def _all() -> Iterator[Event | Remark]:
-    yield Remark(0.2, "One event is sent at once.")
-    yield Event(0.3, CI, "build 4711 failed on main: test_checkout_total")
-    yield Event(1.8, ON_CALL, "db-1: disk 91 % full")
-
-    yield Remark(2.9, "A burst: one message is out already, so the rest waits and comes as one more.")
-    for index in range(44):
-        node, symptom = NODES[index % len(NODES)], SYMPTOMS[index // 3 % len(SYMPTOMS)]
-        yield Event(3.0 + index * 0.06, ON_CALL, f"{node}: {symptom}")
-    for index in range(9):
-        branch, suite = BRANCHES[index % len(BRANCHES)], SUITES[index % len(SUITES)]
-        yield Event(3.5 + index * 0.2, CI, f"build {4712 + index} failed on {branch}: {suite} tests")
-
-    yield Remark(7.4, "The shop's receiver fails: it gets its digest again, with what has come since.")
-    for index, (order, amount) in enumerate(ORDERS):
-        yield Event(7.5 + index * 0.45, SHOP, f"payment of {order} ({amount} EUR) declined: timeout")
-
-    for index, node in enumerate(NODES):
-        yield Event(10.5 + index * 0.3, ON_CALL, f"{node}: recovered")
-    yield Event(11.2, SHOP, "gateway is back: retrying 5 payments")
-    yield Event(12.4, CI, "build 4721 passed on main")
-    yield Remark(13.0, "No more events: what waits is sent when it is due.")
+    builds = [f"failed on {BRANCHES[index % 3]}: {SUITES[index % 4]} tests" for index in range(9)]
+    alerts = [f"{NODES[index % 5]}: {SYMPTOMS[index // 3 % 4]}" for index in range(44)]
+    scenes = [
+        Event(0.2, "", "One event is sent at once."),
+        Event(0.3, CI, "build 4711 failed on main: test_checkout_total"),
+        Event(1.8, ON_CALL, "db-1: disk 91 % full"),
+        Event(2.9, "", "A burst: one message is out already, so the rest waits and comes as one more."),
+        *(Event(3.0 + index * 0.06, ON_CALL, text) for index, text in enumerate(alerts)),
+        *(Event(3.5 + index * 0.2, CI, f"build {4712 + index} {text}") for index, text in enumerate(builds)),
+        Event(7.4, "", "The shop's receiver fails: it gets its digest again, with what has come since."),
+        *(
+            Event(7.5 + index * 0.45, SHOP, f"payment of {order} EUR) declined: timeout")
+            for index, order in enumerate(ORDERS)
+        ),
+        *(Event(10.5 + index * 0.3, ON_CALL, f"{node}: recovered") for index, node in enumerate(NODES)),
+        Event(11.2, SHOP, "gateway is back: retrying 5 payments"),
+        Event(12.4, CI, "build 4721 passed on main"),
+        Event(13.0, "", "No more events: what waits is sent when it is due."),
+    ]
+    return sorted(scenes, key=lambda scene: scene.at)
 
 
 def demo(in_json: AsJson = False) -> int:
@@ -103,11 +90,7 @@ def show(console: Console, in_json: bool, at: float, what: str, **facts: Any) ->
     """Show what happened ``at`` seconds from the start: a coloured line for people, or JSON for programs."""
     if in_json:
         console.out(as_json({"at": round(at, 3), "what": what, **facts}), highlight=False)
-    else:
-        console.print(_text(at, what, facts))
-
-
-def _text(at: float, what: str, facts: dict[str, Any]) -> Text:
+        return
     from rich.text import Text
 
     def line(word: str, style: str, text: str, text_style: str) -> Text:
@@ -116,19 +99,19 @@ def _text(at: float, what: str, facts: dict[str, Any]) -> Text:
 
     match what:
         case "remark":
-            return Text(f"\n{facts['text']}", "bold yellow")
+            shown = Text(f"\n{facts['text']}", "bold yellow")
         case "event":
-            return line("event ", "dim", facts["text"], "dim")
+            shown = line("event ", "dim", facts["text"], "dim")
         case "digest":
             texts = facts["texts"]
             more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
-            head = line("DIGEST", "bold green", count(len(texts), "event"), "bold")
-            return head.append("".join(f"\n                 | {text}" for text in texts[:SHOWN] + more), "green")
+            shown = line("DIGEST", "bold green", count(len(texts), "event"), "bold")
+            shown.append("".join(f"\n                 | {text}" for text in texts[:SHOWN] + more), "green")
         case "failure":
-            return line("FAILED", "bold red", f"attempt {facts['attempt']}: 503, to be retried soon", "red")
+            shown = line("FAILED", "bold red", f"attempt {facts['attempt']}: 503, to be retried soon", "red")
         case _:
             median, worst = facts["median_lateness"] * 1000, facts["worst_lateness"] * 1000
-            return Text.assemble(
+            shown = Text.assemble(
                 ("\nWhat happened", "bold"),
                 f"\n  records in            {facts['added']}",
                 f"\n  digests out           {facts['digests']}, with {count(facts['delivered'], 'record')}",
@@ -137,6 +120,7 @@ def _text(at: float, what: str, facts: dict[str, Any]) -> Text:
                 f"\n  lateness              median {median:.0f} ms, worst {worst:.0f} ms",
                 ("\n\nYour own stream: aiodigest pipe --help", "dim"),
             )
+    console.print(shown)
 
 
 class Demo:
@@ -148,7 +132,6 @@ class Demo:
         self._engine.deliver(self._receive)
         self._engine.observe(self._on_attempt)
         self._attempts: list[Delivery] = []
-        self._added = 0
         self._failures = 0
         self._started = 0.0
         self._viewer: asyncio.Task[Any] | None = None
@@ -169,47 +152,40 @@ class Demo:
         self._viewer = asyncio.current_task()
         async with self._engine.delivering():
             self._started = asyncio.get_running_loop().time()
-            for scene in story():
+            scenes = story()
+            for scene in scenes:
                 await asyncio.sleep(scene.at - self._now)
-                if isinstance(scene, Remark):
+                if scene.channel:
+                    self._tell("event", channel=scene.channel, text=scene.text)
+                    await self._engine.add(scene.channel, scene.text)
+                else:
                     self._tell("remark", text=scene.text)
-                    continue
-                self._added += 1
-                self._tell("event", channel=scene.channel, text=scene.text)
-                await self._engine.add(scene.channel, scene.text)
-            await self._wait_for_the_rest()
-        self._tell("end", **self._totals())
-
-    async def _wait_for_the_rest(self) -> None:
-        """Wait until nothing is held. A very slow machine may run out of time, and the totals then show it."""
-        last = self._now + LAST_WAIT
-        while self._now < last:
-            stats = await self._engine.stats()
-            if stats.waiting + stats.ready + stats.leased == 0:
-                break
-            await asyncio.sleep(0.1)
+            last = self._now + LAST_WAIT  # a very slow machine may run out of time, and the totals then show it
+            while self._now < last:
+                stats = await self._engine.stats()
+                if stats.waiting + stats.ready + stats.leased == 0:
+                    break
+                await asyncio.sleep(0.1)
+        delivered = [attempt for attempt in self._attempts if attempt.result == "delivered"]
+        lateness = [attempt.lateness for attempt in self._attempts] or [0.0]
+        self._tell(
+            "end",
+            added=sum(bool(scene.channel) for scene in scenes),
+            digests=len(delivered),
+            delivered=sum(attempt.records for attempt in delivered),
+            failed=sum(attempt.result == "failed" for attempt in self._attempts),
+            retried=sum(attempt.attempt > 1 for attempt in delivered),
+            median_lateness=round(median(lateness), 6),
+            worst_lateness=round(max(lateness), 6),
+        )
 
     async def _receive(self, digest: Digest[str]) -> None:
         if digest.key == SHOP and self._failures < FAILURES:
             self._failures += 1
             raise ConnectionError("503 Service Unavailable")
-        texts = [record.value for record in digest.records]
-        self._tell("digest", channel=digest.key, texts=texts)
+        self._tell("digest", channel=digest.key, texts=[record.value for record in digest.records])
 
     def _on_attempt(self, delivery: Delivery) -> None:
         self._attempts.append(delivery)
         if delivery.result == "failed":
             self._tell("failure", channel=delivery.key, attempt=delivery.attempt)
-
-    def _totals(self) -> dict[str, float]:
-        delivered = [attempt for attempt in self._attempts if attempt.result == "delivered"]
-        lateness = [attempt.lateness for attempt in self._attempts] or [0.0]
-        return {
-            "added": self._added,
-            "digests": len(delivered),
-            "delivered": sum(attempt.records for attempt in delivered),
-            "failed": sum(attempt.result == "failed" for attempt in self._attempts),
-            "retried": sum(attempt.attempt > 1 for attempt in delivered),
-            "median_lateness": round(median(lateness), 6),
-            "worst_lateness": round(max(lateness), 6),
-        }

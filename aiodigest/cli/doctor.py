@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from aiodigest import Finding
+from aiodigest import DigestEngine
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import FAILED, console, print_json
 from aiodigest.cli.rendering import count, printable
@@ -25,22 +24,18 @@ def doctor(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in
     It checks the settings of the server, its user and replicas, workers and dead letters, and changes nothing. The
     exit code is 1 if there is a problem, and 69 if the server cannot be reached.
     """
-    findings = Location(url, namespace, timeout).ask(lambda engine: engine.examine())
+    findings = Location(url, namespace, timeout).ask(DigestEngine.examine)
+    problems, notes = (sum(finding.level == level for finding in findings) for level in ("problem", "note"))
     if in_json:
         print_json(*map(asdict, findings))
     else:
-        _print(findings)
-    return FAILED if any(finding.level == "problem" for finding in findings) else 0
-
-
-def _print(findings: Sequence[Finding]) -> None:
-    screen = console()
-    for finding in findings:
-        _print_indented(screen, f"{finding.check}: {finding.message}", INDENT, finding.level, STYLES[finding.level])
-        if finding.remedy:
-            _print_indented(screen, finding.remedy, INDENT + 2, style="cyan")
-    problems, notes = (sum(finding.level == level for finding in findings) for level in ("problem", "note"))
-    print(f"{count(problems, 'problem')}, {count(notes, 'note')}")
+        screen = console()
+        for finding in findings:
+            _print_indented(screen, f"{finding.check}: {finding.message}", INDENT, finding.level, STYLES[finding.level])
+            if finding.remedy:
+                _print_indented(screen, finding.remedy, INDENT + 2, style="cyan")
+        print(f"{count(problems, 'problem')}, {count(notes, 'note')}")
+    return FAILED if problems else 0
 
 
 def _print_indented(screen: Console, text: str, indent: int, mark: str = "", style: str = "") -> None:

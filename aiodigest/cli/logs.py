@@ -7,7 +7,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from aiodigest.cli.rendering import as_json, json_time, printable
+from aiodigest.cli.rendering import as_json, printable
 
 
 class OneLine(logging.Formatter):
@@ -35,13 +35,12 @@ class JSONLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, object] = {
-            "time": json_time(datetime.fromtimestamp(record.created, UTC)),
+            "time": datetime.fromtimestamp(record.created, UTC),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if record.exc_info and record.exc_info[1] is not None:
-            error = record.exc_info[1]
+        if record.exc_info and (error := record.exc_info[1]) is not None:
             facts["error"] = f"{type(error).__name__}: {error}"
             facts["traceback"] = self.formatException(record.exc_info)
         extra = {name: value for name, value in vars(record).items() if name not in STANDARD}
@@ -61,9 +60,8 @@ def _json_value(value: object) -> object:
 
 def log_warnings() -> None:
     """Show the engine's warnings on standard error, a line each."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("aiodigest")
     handler.setFormatter(OneLine())
-    logger = logging.getLogger("aiodigest")
     logger.addHandler(handler)
     logger.propagate = False
 

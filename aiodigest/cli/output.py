@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from aiodigest import AiodigestError, BackendUnavailable, ConfigurationError, InvalidArgument, InvalidState
+from aiodigest import AiodigestError, InvalidState
 from aiodigest.cli.rendering import as_json, printable
 
 if TYPE_CHECKING:
@@ -23,17 +23,6 @@ FAILED, USAGE, UNAVAILABLE, INTERRUPTED = EXIT_CODES = 1, 2, 69, 130
 PIPE_WIDTH = 250  # columns, where there is no terminal that has a width
 PROGRESS_INTERVAL = 0.2  # seconds
 UNFOLDED = {"due", "timestamp"}  # columns of a table
-
-
-def exit_code(error: AiodigestError) -> int:
-    """Return the exit code for an error."""
-    match error:
-        case BackendUnavailable():
-            return UNAVAILABLE
-        case ConfigurationError() | InvalidArgument():
-            return USAGE
-        case _:
-            return FAILED
 
 
 def say(text: str) -> None:
@@ -80,15 +69,14 @@ def console() -> Console:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print a table. Cells are text from strangers: no markup, no control characters."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     screen = console()
     if title:
         screen.print(Text(title), soft_wrap=True)
-    table = Table(box=None, show_header=any(columns), pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, no_wrap=name in UNFOLDED)
+    headers = [Column(name, no_wrap=name in UNFOLDED) for name in columns]
+    table = Table(*headers, box=None, show_header=any(columns), pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
     screen.print(table)

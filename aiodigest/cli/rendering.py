@@ -9,15 +9,11 @@ import base64
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aiodigest import JSON, DeadLetter, Digest, Record, Stats, Timeline
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from aiodigest import JSON, DeadLetter, Digest, Record, Timeline
 
 VALUE_WIDTH = 200  # characters of a value in readable text
 FIELD_WIDTH = 60  # characters of one field of it
@@ -68,22 +64,11 @@ def record_rows(records: Sequence[Record[JSON | bytes]]) -> list[tuple[str, str,
     return [(record.id, readable_time(record.timestamp), readable_value(record.value)) for record in records]
 
 
-def digest_text(digest: Digest[JSON], *, ids: bool = True) -> bytes:
-    """Return a digest for people: its key, then a line per record, with its id if ``ids`` mean anything."""
-    return f"{_digest_text(digest, ids).plain}\n".encode()
+def digest_text(digest: Digest[JSON], *, ids: bool = True, on_terminal: bool = False) -> bytes:
+    """Return a digest for people: its key, then a line per record, with its id if ``ids`` mean anything.
 
-
-def digest_on_terminal(digest: Digest[JSON], *, ids: bool = True) -> bytes:
-    """Return the same for a terminal, in colours unless NO_COLOR is set, no line longer than the terminal is wide."""
-    from rich.console import Console
-
-    file = StringIO()
-    console = Console(file=file, force_terminal=True, width=shutil.get_terminal_size().columns)
-    console.print(_digest_text(digest, ids), no_wrap=True, overflow="ellipsis")
-    return file.getvalue().encode()
-
-
-def _digest_text(digest: Digest[JSON], ids: bool) -> Text:
+    For a terminal it is in colours unless NO_COLOR is set, and no line is longer than the terminal is wide.
+    """
     from rich.text import Text
 
     text = Text()
@@ -97,17 +82,26 @@ def _digest_text(digest: Digest[JSON], ids: bool) -> Text:
         if ids:
             text.append(f"{shortened(record.id, FIELD_WIDTH)}  ", "dim")
         text.append(readable_value(record.value))
-    return text
+    if not on_terminal:
+        return f"{text.plain}\n".encode()
+    from rich.console import Console
+
+    file = StringIO()
+    console = Console(file=file, force_terminal=True, width=shutil.get_terminal_size().columns)
+    console.print(text, no_wrap=True, overflow="ellipsis")
+    return file.getvalue().encode()
 
 
 def as_json(value: object) -> str:
-    """Format JSON as one line of plain ASCII, safe for terminals and for programs that split lines."""
-    return json.dumps(value, separators=(",", ":"))
+    """Format JSON as one line of plain ASCII, safe for terminals and for programs that split lines.
+
+    Aware UTC times become RFC 3339.
+    """
+    return json.dumps(value, separators=(",", ":"), default=_rfc_3339)
 
 
-def json_time(time: datetime | None) -> str | None:
-    """Format an aware UTC time as RFC 3339."""
-    return None if time is None else time.isoformat().replace("+00:00", "Z")
+def _rfc_3339(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def digest_json(digest: Digest[JSON]) -> bytes:
@@ -122,33 +116,14 @@ def digest_json(digest: Digest[JSON]) -> bytes:
 
 def record_json(record: Record[JSON] | Record[JSON | bytes]) -> dict[str, Any]:
     """Return a record; bytes that are not an engine's JSON stand in base64 under ``raw`` instead of ``value``."""
-    facts: dict[str, Any] = {"id": record.id, "timestamp": json_time(record.timestamp)}
-    if isinstance(record.value, bytes):
-        return {**facts, "raw": base64.b64encode(record.value).decode()}
-    return {**facts, "value": record.value}
+    value = record.value
+    shown = {"raw": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"value": value}
+    return {"id": record.id, "timestamp": record.timestamp, **shown}
 
 
-def stats_json(stats: Stats) -> dict[str, Any]:
-    """Return the contents and the counters of a namespace."""
-    return _facts(stats, *asdict(stats))
-
-
-def timeline_json(timeline: Timeline[JSON], *, records: bool = False) -> dict[str, Any]:
-    """Return a timeline, with its records if they are wanted."""
-    names = "key", "state", "due", "size", "attempt", "iteration", "dropped", "cool_until", "digest_id", "last_error"
-    return _facts(timeline, *names) | (_records(timeline.records) if records else {})
-
-
-def dead_letter_json(letter: DeadLetter[JSON], *, records: bool = False) -> dict[str, Any]:
-    """Return a dead letter, with its records if they are wanted."""
-    facts = _facts(letter, "id", "key", "reason", "buried_at", "attempt", "digest_id") | {"size": len(letter.records)}
-    return facts | (_records(letter.records) if records else {})
-
-
-def _facts(value: object, *names: str) -> dict[str, Any]:
-    values = {name: getattr(value, name) for name in names}
-    return {name: json_time(one) if isinstance(one, datetime) else one for name, one in values.items()}
-
-
-def _records(records: Sequence[Record[JSON | bytes]]) -> dict[str, Any]:
-    return {"records": [record_json(record) for record in records]}
+def view_json(view: Timeline[JSON] | DeadLetter[JSON], *, records: bool = False) -> dict[str, Any]:
+    """Return a timeline or a dead letter, with its records if they are wanted."""
+    facts = {name: value for name, value in vars(view).items() if name != "records"}
+    if isinstance(view, DeadLetter):
+        facts["size"] = len(view.records)
+    return {**facts, "records": [record_json(record) for record in view.records]} if records else facts

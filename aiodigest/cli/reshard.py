@@ -13,7 +13,7 @@ import typer
 from aiodigest import Draining
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import is_terminal, print_json, say
-from aiodigest.cli.rendering import count, printable, stats_json
+from aiodigest.cli.rendering import count, printable
 
 To: TypeAlias = Annotated[
     int, typer.Option("--to", metavar="SHARDS", show_default=False, help="The new number of shards, from 1 to 1024.")
@@ -58,7 +58,7 @@ def reshard(
 
 async def _watch(location: Location, shards: int, progress: Progress, in_json: bool) -> None:
     async with location.engine() as engine:
-        if not any(stats_json(await engine.stats()).values()):
+        if not any(asdict(await engine.stats()).values()):
             say(f"{location.where} is empty, and nothing was ever delivered from it: is its name right?")
         async for left in engine.reshard(shards):
             if in_json:
@@ -79,20 +79,18 @@ class Progress:
         self._work = f"namespace {namespace!r} is moving to {count(shards, 'shard')}"
         self._last: Draining | None = None
         self._is_terminal = is_terminal(sys.stderr)
-        self._is_shown = False
         self._unchanged = 0  # looks in a row
         self._has_asked = False
 
     def show(self, left: Draining) -> None:
-        self._unchanged = self._unchanged + 1 if left == self._last else 0
         if left == self._last:
+            self._unchanged += 1
             return
-        self._last = left
+        self._last, self._unchanged = left, 0
         numbers = f"{left.waiting:,} waiting, {left.ready:,} ready, {left.leased:,} leased"
         line = f"{self._work}: in the old ones {numbers}, {count(left.dead, 'dead letter')}"
         if self._is_terminal:
             self._write(f"{CLEAR}aiodigest: {printable(line)}")
-            self._is_shown = True
         else:
             say(line)
 
@@ -108,9 +106,8 @@ class Progress:
 
     def clear(self) -> None:
         """Leave the terminal's line to the next message."""
-        if self._is_shown:
+        if self._is_terminal and self._last is not None:
             self._write(CLEAR)
-            self._is_shown = False
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # even if nobody is watching

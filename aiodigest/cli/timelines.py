@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import InvalidState, State
+from aiodigest import DigestEngine, InvalidState, State
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
-from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, stats_json, timeline_json
+from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
 
 ERROR_WIDTH = 80  # characters
 STATES: tuple[State, ...] = get_args(State)
@@ -38,8 +39,8 @@ def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_
     Events are counted since the namespace was created.
     """
     location = Location(url, namespace, timeout)
-    found = location.ask(lambda engine: engine.stats())
-    facts = stats_json(found)
+    found = location.ask(DigestEngine.stats)
+    facts = asdict(found)
     if not any(facts.values()):
         say(f"{location.where} is empty")
     if in_json:
@@ -61,7 +62,7 @@ def timelines(
     if not found and state is None:
         say(f"{location.where} has no timelines")
     if in_json:
-        print_json(*(timeline_json(timeline) for timeline in found))
+        print_json(*map(view_json, found))
         return
     rows = (
         (t.key, t.state, readable_time(t.due), f"{t.size:,}", str(t.attempt), f"{t.dropped:,}", t.last_error or "")
@@ -76,7 +77,7 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     if found is None:
         raise InvalidState(_no_records(key))
     if in_json:
-        print_json(timeline_json(found, records=True))
+        print_json(view_json(found, records=True))
         return
     title = f"{printable(key)}: {found.state}, due {readable_time(found.due)}, {count(len(found.records), 'record')}"
     if found.attempt:
@@ -89,8 +90,8 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
 def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """Make a timeline due now."""
     flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
-    facts, failure = {"key": key, "flushed": flushed}, "" if flushed else _no_records(key)
-    print_result(facts, f"{printable(key)} is due now", in_json, failure=failure)
+    failure = "" if flushed else _no_records(key)
+    print_result({"key": key, "flushed": flushed}, f"{printable(key)} is due now", in_json, failure=failure)
 
 
 def delete(
@@ -103,8 +104,8 @@ def delete(
     """
     confirm(yes, f"Delete timeline {printable(key)} of {namespace} with all its records?")
     deleted = Location(url, namespace, timeout).ask(lambda engine: engine.delete(key))
-    facts, failure = {"key": key, "deleted": deleted}, "" if deleted else _no_records(key)
-    print_result(facts, f"{printable(key)} is deleted", in_json, failure=failure)
+    failure = "" if deleted else _no_records(key)
+    print_result({"key": key, "deleted": deleted}, f"{printable(key)} is deleted", in_json, failure=failure)
 
 
 def _no_records(key: str) -> str:

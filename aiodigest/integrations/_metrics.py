@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 from weakref import WeakSet, ref
 
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
 
-from aiodigest import Activity, ConfigurationError, Delivery, DigestEngine, Stats, __version__
+from aiodigest import ConfigurationError, Delivery, DigestEngine, State, Stats, __version__
 
 Engine: TypeAlias = DigestEngine[Any]
+Observe: TypeAlias = Callable[[CallbackOptions], Iterable[Observation]]
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
 FAILURES = ("failed", "partial", "deferred", "timeout", "rejected", "buried", "lost")
+
+LOSSES = {"dropped": "capacity", "aged": "age", "expired": "ttl"}  # reasons of records that are lost, by counter
 
 
 class Figures:
@@ -27,9 +30,9 @@ class Figures:
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
         self._latest: dict[str, Stats] = {}
-        self._read: set[str] = set()  # the instruments that have read the latest
+        self._read: set[Observe] = set()  # the instruments that have read the latest
 
-    def of(self, instrument: str, options: CallbackOptions) -> Mapping[str, Stats]:
+    def of(self, instrument: Observe, options: CallbackOptions) -> Mapping[str, Stats]:
         """Return the latest figures by namespace; a second question from one instrument means another collection."""
         if not self._read or instrument in self._read:
             self._latest = self._ask(options.timeout_millis / 2000)
@@ -41,11 +44,15 @@ class Figures:
         """Ask all servers at once, and return the answers that come within ``timeout`` seconds."""
         began, found = monotonic(), dict[str, Stats]()
         asked: dict[str, tuple[float, Future[Stats]]] = {}
+        try:
+            ours = asyncio.get_running_loop()
+        except RuntimeError:
+            ours = None
         for engine in self._engines():
             loop, name = engine.loop, engine.namespace
             if loop is None or name in asked:
                 continue
-            if loop is _running_loop():  # to wait here would keep the answer from coming
+            if loop is ours:  # to wait here would keep the answer from coming
                 if name in self._latest:
                     found[name] = self._latest[name]
                 continue
@@ -75,33 +82,24 @@ class Metrics:
         self._failures = meter.create_counter(
             "aiodigest.delivery.failures", "{attempt}", "Attempts that did not deliver all of their digest"
         )
-        self._duration = meter.create_histogram(
-            "aiodigest.delivery.duration", "s", "How long attempts took",
-            explicit_bucket_boundaries_advisory=BUCKETS,
-        )  # fmt: skip
-        self._lateness = meter.create_histogram(
-            "aiodigest.delivery.lateness", "s", "How long after their due time attempts began",
-            explicit_bucket_boundaries_advisory=BUCKETS,
-        )  # fmt: skip
-        meter.create_observable_counter("aiodigest.adds", [self._adds], "{record}", "Records that were added")
-        meter.create_observable_gauge(
-            "aiodigest.backoff_level", [self._backoff_level], "", "How deep the process is in backoff mode; 0: not"
-        )
-        meter.create_observable_gauge(
-            "aiodigest.backend_unavailable", [self._unavailable], "", "1 while calls to the server fail"
-        )
-        meter.create_observable_gauge(
-            "aiodigest.timelines", [self._timelines], "{timeline}", "Timelines that hold records"
-        )
-        meter.create_observable_counter(
-            "aiodigest.records.dropped", [self._dropped], "{record}", "Records that will never be delivered"
-        )
-        meter.create_observable_counter(
-            "aiodigest.records.buried", [self._buried], "{record}", "Records that went into dead letters"
-        )
-        meter.create_observable_gauge(
-            "aiodigest.oldest_overdue", [self._overdue], "s", "For how long the earliest timeline has been due"
-        )
+        seconds = partial(meter.create_histogram, unit="s", explicit_bucket_boundaries_advisory=BUCKETS)
+        self._duration = seconds("aiodigest.delivery.duration", description="How long attempts took")
+        late = "How long after their due time attempts began"
+        self._lateness = seconds("aiodigest.delivery.lateness", description=late)
+        counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
+        ours, stored = self._ours, self._stored
+        states = {state: {"state": state} for state in get_args(State)}
+        losses = {field: {"reason": reason} for field, reason in LOSSES.items()}
+        for make, name, observe, unit, description in (
+            (counter, "adds", ours("adds", sum), "{record}", "Records that were added"),
+            (gauge, "backoff_level", ours("backoff_level", max), "", "How deep the process is in backoff mode; 0: not"),
+            (gauge, "backend_unavailable", ours("unavailable", max), "", "1 while calls to the server fail"),
+            (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
+            (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),
+            (counter, "records.buried", stored({"buried": {}}), "{record}", "Records that went into dead letters"),
+            (gauge, "oldest_overdue", stored({"overdue": {}}), "s", "For how long the earliest timeline has been due"),
+        ):
+            make(f"aiodigest.{name}", [observe], unit, description)
 
     def serves(self, provider: MeterProvider) -> bool:
         """True if measurements end up in this provider, which may have been set after they began."""
@@ -131,40 +129,26 @@ class Metrics:
         self._duration.record(delivery.duration, attributes)
         self._lateness.record(delivery.lateness, attributes)
 
-    def _adds(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._observe(lambda activity: activity.adds, operator.add)
+    def _ours(self, field: str, join: Callable[[list[int]], int]) -> Observe:
+        """Observe a field of the engines' activity; those of one namespace are taken together."""
 
-    def _backoff_level(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._observe(lambda activity: activity.backoff_level, max)
+        def observe(options: CallbackOptions) -> Iterable[Observation]:
+            values: defaultdict[str, list[int]] = defaultdict(list)
+            for engine in self._living():
+                values[engine.namespace].append(getattr(engine.activity, field))
+            return [Observation(int(join(each)), {"namespace": name}) for name, each in values.items()]
 
-    def _unavailable(self, options: CallbackOptions) -> Iterable[Observation]:
-        return self._observe(lambda activity: int(activity.unavailable), max)
+        return observe
 
-    def _observe(self, read: Callable[[Activity], int], join: Callable[[int, int], int]) -> Iterable[Observation]:
-        """Observe the engines; those of one namespace are taken together."""
-        values: dict[str, int] = {}
-        for engine in self._living():
-            value, name = read(engine.activity), engine.namespace
-            values[name] = join(values[name], value) if name in values else value
-        return [Observation(value, {"namespace": name}) for name, value in values.items()]
+    def _stored(self, fields: Mapping[str, Mapping[str, str]]) -> Observe:
+        """Observe fields of the server's figures, with these attributes."""
 
-    def _timelines(self, options: CallbackOptions) -> Iterable[Observation]:
-        for name, stats in self._figures.of("timelines", options).items():
-            for state, count in (("waiting", stats.waiting), ("ready", stats.ready), ("leased", stats.leased)):
-                yield Observation(count, {"namespace": name, "state": state})
+        def observe(options: CallbackOptions) -> Iterable[Observation]:
+            for name, stats in self._figures.of(observe, options).items():
+                for field, attributes in fields.items():
+                    yield Observation(getattr(stats, field), {"namespace": name, **attributes})
 
-    def _dropped(self, options: CallbackOptions) -> Iterable[Observation]:
-        for name, stats in self._figures.of("dropped", options).items():
-            for reason, count in (("capacity", stats.dropped), ("age", stats.aged), ("ttl", stats.expired)):
-                yield Observation(count, {"namespace": name, "reason": reason})
-
-    def _buried(self, options: CallbackOptions) -> Iterable[Observation]:
-        for name, stats in self._figures.of("buried", options).items():
-            yield Observation(stats.buried, {"namespace": name})
-
-    def _overdue(self, options: CallbackOptions) -> Iterable[Observation]:
-        for name, stats in self._figures.of("overdue", options).items():
-            yield Observation(stats.overdue, {"namespace": name})
+        return observe
 
 
 _made: WeakSet[Metrics] = WeakSet()
@@ -176,10 +160,3 @@ def of(provider: MeterProvider | None) -> Metrics:
     metrics = next((metrics for metrics in _made if metrics.serves(chosen)), None) or Metrics(chosen)
     _made.add(metrics)
     return metrics
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

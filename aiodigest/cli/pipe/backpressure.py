@@ -42,10 +42,7 @@ class Backpressure:
         self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: int | None,
         repeats: bool,
     ) -> None:  # fmt: skip
-        self._engine = engine
-        self._deliver = deliver
-        self._capacity = capacity
-        self._repeats = repeats
+        self._engine, self._deliver, self._capacity, self._repeats = engine, deliver, capacity, repeats
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
         self._progress = asyncio.Event()
@@ -96,6 +93,5 @@ class Backpressure:
                 del self._held[key]
                 break
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL):
-                    await self._progress.wait()
+                await asyncio.wait_for(self._progress.wait(), POLL)
         self._awaited = None

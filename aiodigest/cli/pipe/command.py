@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import astuple
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,29 +26,22 @@ from aiodigest.cli.pipe.backpressure import Backpressure
 from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.reader import Reader, Source, open_sources
 from aiodigest.cli.pipe.writer import Render, Writer, prepare
-from aiodigest.cli.rendering import digest_json, digest_on_terminal, digest_text
+from aiodigest.cli.rendering import digest_json, digest_text
 
 MAX_SIZE = 500
 CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at most
 LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was writing
 
 
-class Format(StrEnum):
-    """The output format of digests."""
-
-    text = "text"
-    json = "json"
-
-
 def _delay(name: str, default: str | None, text: str) -> Any:
-    shown = f"{text} [default: {default}]" if default else text
-    return parsed_option(name, duration, "DURATION", shown)
+    return parsed_option(name, duration, "DURATION", f"{text} [default: {default}]" if default else text)
 
 
 def _field(name: str, parse: Callable[[str], object], text: str) -> Any:
     return parsed_option(name, parse, "FIELD", text)
 
 
+FILES = typer.Argument(metavar="FILE", show_default=False, help="[default: standard input]")
 GROUPS = "The field that groups lines: repository, payload.sender.login, or a template {event}:{repository}."
 IDENTIFIES = (
     "The field that identifies a line in its group: a later line replaces one that waits. [default: each line is new]"
@@ -58,12 +50,16 @@ ORDERS = (
     "The field that orders the lines of a digest: ISO 8601 (UTC unless it names a zone) or epoch seconds. "
     "[default, and where it is null: the time of arrival]"
 )
+OUTPUT = typer.Option("--output", "-o", help="Text for people, or a JSON object per digest.")
+STRICT = "Stop at a malformed line: deliver what came before it, and exit 1."
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
 TRIMS = "A group keeps its newest lines; exit 1 if any is dropped. [default: none is dropped, reading waits]"
+OUTDATED = _delay("--max-age", None, "Leave out lines that are older when they are due.")
 NAMES = (
     "Where lines wait: 'pipe-' is put before it, so that it is never an engine's. "
     "[default: derived from the other arguments]"
 )
+SHARDS = "Shards of a new namespace; an existing one must have so many."
 EXAMPLES = """\b
 Examples:
   journalctl -fo json | aiodigest pipe --group-by _SYSTEMD_UNIT
@@ -72,44 +68,32 @@ Examples:
 
 DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.
 """
+INITIAL = _delay("--initial-delay", "0", "From the first line of a group to its digest.")
+MINIMUM = _delay("--minimum-delay", "5m", "From one digest of a group to the next.")
+INCREMENT = _delay("--increment-delay", "30s", "Each new line delays the pending digest.")
+MAXIMUM = _delay("--maximum-delay", "30m", "No digest is delayed longer.")
+TTL = _delay("--ttl", "7d", "Forget a group that no run has printed for so long.")
 
 
 def pipe(
     group_by: Annotated[parser.Template, _field("--group-by", parser.Template.parse, GROUPS)],
-    files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", show_default=False, help="[default: standard input]")
-    ] = None,
+    files: Annotated[list[Path] | None, FILES] = None,
     id: Annotated[parser.Template | None, _field("--id", parser.Template.parse, IDENTIFIES)] = None,
     timestamp: Annotated[parser.Path | None, _field("--timestamp", parser.Path, ORDERS)] = None,
-    output: Annotated[
-        Format, typer.Option("--output", "-o", help="Text for people, or a JSON object per digest.")
-    ] = Format.text,
+    output: Annotated[Literal["text", "json"], OUTPUT] = "text",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at a malformed line: deliver what came before it, and exit 1.")
-    ] = False,
-    initial_delay: Annotated[
-        float, _delay("--initial-delay", "0", "From the first line of a group to its digest.")
-    ] = 0.0,
-    minimum_delay: Annotated[float, _delay("--minimum-delay", "5m", "From one digest of a group to the next.")] = 300.0,
-    increment_delay: Annotated[
-        float, _delay("--increment-delay", "30s", "Each new line delays the pending digest.")
-    ] = 30.0,
-    maximum_delay: Annotated[float, _delay("--maximum-delay", "30m", "No digest is delayed longer.")] = 1800.0,
+    strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
+    initial_delay: Annotated[float, INITIAL] = 0.0,
+    minimum_delay: Annotated[float, MINIMUM] = 300.0,
+    increment_delay: Annotated[float, INCREMENT] = 30.0,
+    maximum_delay: Annotated[float, MAXIMUM] = 1800.0,
     max_size: Annotated[int | None, typer.Option(help=LIMITS, min=1, max=MOST)] = None,
     capacity: Annotated[int | None, typer.Option(help=TRIMS, min=1, max=MOST)] = None,
-    max_age: Annotated[
-        float | None, _delay("--max-age", None, "Leave out lines that are older when they are due.")
-    ] = None,
-    ttl: Annotated[float, _delay("--ttl", "7d", "Forget a group that no run has printed for so long.")] = 604_800.0,
+    max_age: Annotated[float | None, OUTDATED] = None,
+    ttl: Annotated[float, TTL] = 604_800.0,
     url: Url = EMBEDDED,
     namespace: Annotated[str | None, typer.Option(help=NAMES, show_default=False)] = None,
-    shards: Annotated[
-        int | None,
-        typer.Option(
-            envvar="AIODIGEST_SHARDS", min=1, help="Shards of a new namespace; an existing one must have so many."
-        ),
-    ] = None,
+    shards: Annotated[int | None, typer.Option(envvar="AIODIGEST_SHARDS", min=1, help=SHARDS)] = None,
     timeout: Timeout = 5.0,
     in_json: AsJson = False,
 ) -> int:
@@ -122,7 +106,7 @@ def pipe(
     the two apart.
     """
     if in_json:
-        output = Format.json
+        output = "json"
     trims = capacity is not None
     if capacity is None:
         max_size = max_size or MAX_SIZE
@@ -135,15 +119,31 @@ def pipe(
     paths = files or []
     if follow and (not paths or Path("-") in paths):
         raise typer.BadParameter("--follow needs a file: standard input is read to its end in any case")
-    namespace = namespace or _derived_namespace(url, paths, shape, output, policy)
+    if not namespace:  # one that only the same command has; on a server that others may use, only on the same machine
+        place = "" if url.startswith(EMBEDDED) else platform.node()
+        names = [group_by.text, id and id.text, timestamp and timestamp.text]
+        meaning = [place, [os.path.abspath(path) for path in paths], names, output, astuple(policy)]
+        namespace = hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]
     try:
         inputs = open_sources(paths)
     except OSError as error:
         say(_reason(error))
         return USAGE
-    engine = _engine(url, f"pipe-{namespace.removeprefix('pipe-')}", policy, shards, timeout)
-    as_text = partial(digest_on_terminal if os.isatty(1) else digest_text, ids=id is not None)
-    render = digest_json if output is Format.json else as_text
+    # standard output never fails and then recovers, so nothing needs a later try
+    engine = DigestEngine(
+        url,
+        namespace=f"pipe-{namespace.removeprefix('pipe-')}",
+        policy=policy,
+        retry=RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0),
+        backoff_mode=BackoffMode(maximum=0),
+        shards=shards,
+        lease_timeout=LEASE,
+        delivery_timeout=ttl * 0.99,  # a reader may be as slow as it likes while records live
+        drain_timeout=1,
+        timeout=timeout,
+    )
+    as_text = partial(digest_text, ids=id is not None, on_terminal=os.isatty(1))
+    render = digest_json if output == "json" else as_text
     try:
         with locked(lock_path(engine.url, engine.namespace)):
             prepare()
@@ -151,30 +151,6 @@ def pipe(
     except OSError as error:
         say(_reason(error))
         return FAILED
-
-
-def _derived_namespace(url: str, files: Sequence[Path], shape: parser.Shape, output: Format, policy: Policy) -> str:
-    """Derive a namespace that only the same command has; on a server that others may use, only on the same machine."""
-    place = "" if url.startswith(EMBEDDED) else platform.node()
-    names = [shape.group.text, shape.id and shape.id.text, shape.timestamp and shape.timestamp.text]
-    meaning = [place, [os.path.abspath(file) for file in files], names, output.value, astuple(policy)]
-    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]
-
-
-def _engine(url: str, namespace: str, policy: Policy, shards: int | None, timeout: float) -> DigestEngine:
-    """Make the engine of a pipe. Standard output never fails and then recovers, so nothing needs a later try."""
-    return DigestEngine(
-        url,
-        namespace=namespace,
-        policy=policy,
-        retry=RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0),
-        backoff_mode=BackoffMode(maximum=0),
-        shards=shards,
-        lease_timeout=LEASE,
-        delivery_timeout=policy.ttl * 0.99,  # a reader may be as slow as it likes while records live
-        drain_timeout=1,
-        timeout=timeout,
-    )
 
 
 def lock_path(url: str, namespace: str) -> Path:

@@ -29,16 +29,11 @@ class Feeder:
         self, engine: DigestEngine, shape: Shape, reader: Reader, writer: Writer, backpressure: Backpressure,
         strict: bool,
     ) -> None:  # fmt: skip
-        self._engine = engine
-        self._shape = shape
-        self._reader = reader
-        self._writer = writer
-        self._backpressure = backpressure
-        self._strict = strict
-        self._work: asyncio.Task[None] | None = None
-        self._usable = False
+        self._engine, self._shape, self._reader, self._writer = engine, shape, reader, writer
+        self._backpressure, self._strict = backpressure, strict
+        self._usable = False  # a line was
         self._malformed = 0  # lines that were not added
-        self._unusable: Unusable | None = None  # the first line without a required field, while none is usable
+        self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
 
     async def run(self) -> None:
@@ -46,35 +41,33 @@ class Feeder:
 
         Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
         """
-        loop = asyncio.get_running_loop()
-        self._work = asyncio.create_task(self._feed_and_flush())
+        loop, work = asyncio.get_running_loop(), asyncio.create_task(self._feed_and_flush())
+
+        def on_signal(number: int) -> None:
+            if self._signal is not None:
+                work.cancel()
+            self._signal = number
+            self._reader.stop()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+            loop.add_signal_handler(number, on_signal, number)
         try:
-            await run_until(self._writer.failed, self._work)
+            await run_until(self._writer.failed, work)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self, number: int) -> None:
-        if self._signal is not None and self._work is not None:
-            self._work.cancel()
-        self._signal = number
-        self._reader.stop()
-
     async def _feed_and_flush(self) -> None:
-        unreadable: OSError | None = None
         try:
             async for lines in self._reader.batches():
                 await self._add(self._entries(lines))
                 if self._strict and self._malformed:
                     self._reader.stop()
                     break
-        except OSError as error:
-            unreadable = error
+        except OSError:
+            await self._flush_all()
+            raise
         await self._flush_all()
-        if unreadable is not None:
-            raise unreadable
 
     # Adding
 
@@ -87,12 +80,11 @@ class Feeder:
                 entries.append((line, self._shape.entry(line.text)))
             except Malformed as error:
                 self._report(line, error)
-                if isinstance(error, Unusable) and not self._usable:
+                if isinstance(error, Unusable):
                     self._unusable = self._unusable or error
                 if self._strict:
                     break
-        if entries:
-            self._usable, self._unusable = True, None
+        self._usable = self._usable or bool(entries)
         return entries
 
     def _report(self, line: Line, error: Exception) -> None:
@@ -120,16 +112,15 @@ class Feeder:
                 await self._engine.add_many([entry for _, entry in left])
             except PartialAdd as error:
                 again: list[tuple[Line, Entry[JSON]]] = []
-                away = None
                 for one, result in zip(left, error.results, strict=True):
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
-                        away = away or result
                     elif isinstance(result, AiodigestError):
                         self._report(one[0], result)
                 left = again
-                if away is not None:
-                    raise away from None
+                for result in error.results:
+                    if isinstance(result, BackendUnavailable):
+                        raise result from None
 
         try:
             await retry(attempt)
@@ -158,7 +149,7 @@ class Feeder:
             shown = f" (the first {SHOWN} are shown)" if self._malformed > SHOWN else ""
             fate = "stopped at the first" if self._strict else "skipped"
             say(f"{count(self._malformed, 'malformed line')}: {fate}{shown}")
-        if self._unusable is not None:
+        if self._unusable is not None and not self._usable:
             names = ", ".join(self._unusable.names[:NAMES]) + (", ..." if len(self._unusable.names) > NAMES else "")
             say(f"no line had a usable {self._unusable.field}; the first has the fields: {names or '(none)'}")
         if dropped:

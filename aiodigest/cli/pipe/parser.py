@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from string import Formatter
@@ -53,13 +54,11 @@ def _find(value: JSON, path: str) -> JSON:
         return None
     if path in value:
         return value[path]
-    dot = path.find(".")
-    while dot != -1:
-        if path[:dot] in value:
-            found = _find(value[path[:dot]], path[dot + 1 :])
-            if found is not None:
-                return found
-        dot = path.find(".", dot + 1)
+    names = path.split(".")
+    for end in range(1, len(names)):
+        inner = value.get(".".join(names[:end]))
+        if (found := _find(inner, ".".join(names[end:]))) is not None:
+            return found
     return None
 
 
@@ -75,27 +74,20 @@ class Template:
         """Parse a template. ``{{`` and ``}}`` stand for braces. Raises ValueError if it is not one."""
         if "{" not in text and "}" not in text:
             return cls(text, (("", Path(text)),))
-        parts = tuple(_parts(text))
-        if not any(path for _, path in parts):
+        try:
+            pieces = list(Formatter().parse(text))
+        except ValueError:
+            raise ValueError(f"{text!r} is not a template: write {{field}} for a field, and {{{{ for a brace") from None
+        for _, name, spec, conversion in pieces:
+            if spec or conversion:
+                raise ValueError(f"{text!r} is not a template: {{{name}}} takes no format")
+        if all(name is None for _, name, _, _ in pieces):
             raise ValueError(f"{text!r} names no field: write {{name}}")
-        return cls(text, parts)
+        return cls(text, tuple((literal, None if name is None else Path(name)) for literal, name, _, _ in pieces))
 
     def fill(self, value: JSON) -> str:
         """Fill the template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
         return "".join(literal + (_text(path, value) if path else "") for literal, path in self.parts)
-
-
-def _parts(text: str) -> list[tuple[str, Path | None]]:
-    try:
-        pieces = list(Formatter().parse(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a template: write {{field}} for a field, and {{{{ for a brace") from None
-    parts: list[tuple[str, Path | None]] = []
-    for literal, name, spec, conversion in pieces:
-        if spec or conversion:
-            raise ValueError(f"{text!r} is not a template: {{{name}}} takes no format")
-        parts.append((literal, None if name is None else Path(name)))
-    return parts
 
 
 def _text(path: Path, value: JSON) -> str:
@@ -153,24 +145,13 @@ def _refuse(constant: str) -> NoReturn:
 
 def time_of(path: Path, value: JSON) -> datetime | float | None:
     """Return the time in a field, naive ones taken as UTC; None, meaning the time of arrival, if there is none."""
-    match path.find(value):
-        case None:
-            return None
-        case str() as text:
-            return _iso(path, text)
-        case int() | float() as seconds if not isinstance(seconds, bool):
-            return seconds
-        case other:
-            raise Malformed(f"field {path.text} must be a time in ISO 8601 or epoch seconds, not {_brief(other)}")
-
-
-def _iso(path: Path, text: str) -> datetime:
-    try:
-        time = datetime.fromisoformat(text.strip())
-        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise Malformed(f"field {path.text} must be a time in ISO 8601, not {_brief(text)}") from None
-
-
-def _brief(value: JSON) -> str:
-    return shortened(json.dumps(value), 60)
+    found, form = path.find(value), "ISO 8601"
+    if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
+        return found
+    if isinstance(found, str):
+        with suppress(ValueError, OverflowError):
+            time = datetime.fromisoformat(found.strip())
+            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    else:
+        form = "ISO 8601 or epoch seconds"
+    raise Malformed(f"field {path.text} must be a time in {form}, not {shortened(json.dumps(found), 60)}")

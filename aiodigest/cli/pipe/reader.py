@@ -1,7 +1,4 @@
-"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted.
-
-Calls that block, of ``writer`` too, run in threads that a process need not wait for to exit.
-"""
+"""Lines of standard input and of files, as soon as they arrive, and no sooner than they are wanted."""
 
 from __future__ import annotations
 
@@ -11,50 +8,17 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-from anyio import create_memory_object_stream
+from typing import NamedTuple
 
 from aiodigest.cli.pipe.parser import LONGEST_LINE
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CHUNK = 256 * 1024
 AHEAD = 4  # chunks read before they are wanted
 POLL = 0.2  # seconds between looks at the end of a file that may grow
-
-
-class DaemonThread:
-    """A thread that runs calls, one at a time.
-
-    Unlike an executor's threads it never keeps the process alive: nobody can end a read of a silent terminal, or a
-    write to a reader that is asleep.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return or raise as ``function`` does. A cancelled call that has begun goes on, and its result is lost."""
-        future: Future[T] = Future()
-        self._calls.put((future, partial(function, *args, **kwargs)))
-        return await asyncio.wrap_future(future)
-
-    def _work(self) -> None:
-        while True:
-            future, call = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except Exception as error:
-                    future.set_exception(error)
 
 
 class Line(NamedTuple):
@@ -74,20 +38,16 @@ class Splitter:
 
     def feed(self, chunk: bytes) -> list[Line]:
         """Return the lines that this chunk completes."""
-        first, *others = chunk.split(b"\n")
-        self._keep(first)
         lines: list[Line] = []
-        for other in others:
-            lines.append(self._line())
-            self._keep(other)
+        for index, piece in enumerate(chunk.split(b"\n")):
+            if index:
+                lines.append(self._line())
+            self._rest += piece[: LONGEST_LINE + 1 - len(self._rest)]
         return lines
 
     def end(self) -> list[Line]:
         """Return the last line, if it has no end of its own."""
         return [self._line()] if self._rest else []
-
-    def _keep(self, piece: bytes) -> None:
-        self._rest += piece[: LONGEST_LINE + 1 - len(self._rest)]
 
     def _line(self) -> Line:
         self._number += 1
@@ -110,24 +70,23 @@ class Source:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._name)
         self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
         self.read = 0
-        self._splitter = Splitter(self._name)
-        self._thread = DaemonThread(f"aiodigest reads {self._name}")
 
-    async def lines(self, follow: bool) -> AsyncIterator[list[Line]]:
+    def lines(self, follow: bool) -> Iterator[list[Line]]:
         """Yield lines in batches; with ``follow`` a file's end is not the end."""
+        splitter = Splitter(self._name)
         while True:
-            chunk = await self._thread.call(os.read, self._file, CHUNK)
+            chunk = os.read(self._file, CHUNK)
             self.read += len(chunk)
             if chunk:
-                yield self._splitter.feed(chunk)
+                yield splitter.feed(chunk)
             elif not follow or self._path is None:
                 break
-            elif await self._thread.call(self._changed, self._path):
-                yield self._splitter.end()
-                self._splitter = Splitter(self._name)
+            elif self._changed(self._path):
+                yield splitter.end()
+                splitter = Splitter(self._name)
             else:
-                await asyncio.sleep(POLL)
-        yield self._splitter.end()
+                time.sleep(POLL)
+        yield splitter.end()
 
     def _changed(self, path: Path) -> bool:
         """True if a file read to its end was cut, or replaced by another; its beginning is then next."""
@@ -152,46 +111,42 @@ class Source:
 class Reader:
     """Reads sources one after the other (or all at once, if they are followed), a little ahead of the consumer.
 
-    It starts when it is made, inside a running loop.
+    It starts when it is made, inside a running loop. Its threads never keep the process alive, unlike an executor's:
+    nobody can end a read of a silent terminal.
     """
 
     def __init__(self, sources: Sequence[Source], follow: bool) -> None:
-        self._send, self._receive = create_memory_object_stream[list[Line]](AHEAD)
-        self._error: Exception | None = None
-        self._reading = asyncio.create_task(self._read_all(sources, follow))
+        self._read: asyncio.Queue[list[Line] | Exception | None] = asyncio.Queue()  # None is the end of a group
+        self._room = threading.Semaphore(AHEAD)
+        self._groups = [[source] for source in sources] if follow else [sources]
+        for group in self._groups:
+            arguments = asyncio.get_running_loop(), group, follow
+            threading.Thread(target=self._read_all, args=arguments, daemon=True).start()
 
     async def batches(self) -> AsyncIterator[list[Line]]:
-        """Yield lines as they come, until the end or ``stop``; then raises OSError if reading failed."""
-        with self._receive:
-            try:
-                async for lines in self._receive:
-                    yield lines
-            finally:
-                self._reading.cancel()  # first: it may be sending into what is about to be closed
-        if self._error is not None:
-            raise self._error
+        """Yield lines as they come, until the end or ``stop``. Raises OSError if reading failed."""
+        for _ in self._groups:
+            while lines := await self._read.get():
+                if isinstance(lines, Exception):
+                    raise lines
+                self._room.release()
+                yield lines
 
     def stop(self) -> None:
         """Stop reading: lines already read still come."""
-        self._reading.cancel()
+        for _ in self._groups:
+            self._read.put_nowait(None)
 
-    async def _read_all(self, sources: Sequence[Source], follow: bool) -> None:
-        with self._send:
-            for group in [sources] if follow else [[source] for source in sources]:
-                tasks = [asyncio.create_task(self._read(source, follow)) for source in group]
-                try:
-                    await asyncio.gather(*tasks)  # a TaskGroup would wrap the error of the first that fails
-                except Exception as error:  # not raised here: nobody may wait for it any more
-                    self._error = error
-                    break
-                finally:
-                    for task in tasks:
-                        task.cancel()
-
-    async def _read(self, source: Source, follow: bool) -> None:
-        async for lines in source.lines(follow):
-            if lines:
-                await self._send.send(lines)
+    def _read_all(self, loop: asyncio.AbstractEventLoop, sources: Sequence[Source], follow: bool) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            try:
+                for source in sources:
+                    for lines in filter(None, source.lines(follow)):
+                        self._room.acquire()
+                        loop.call_soon_threadsafe(self._read.put_nowait, lines)
+            except Exception as error:
+                loop.call_soon_threadsafe(self._read.put_nowait, error)
+            loop.call_soon_threadsafe(self._read.put_nowait, None)
 
 
 def open_sources(paths: Sequence[Path]) -> list[Source]:

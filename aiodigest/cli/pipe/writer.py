@@ -6,11 +6,14 @@ import asyncio
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeAlias
 
 from aiodigest import JSON, Digest, RetryAfter
-from aiodigest.cli.pipe.reader import DaemonThread
 
 Render: TypeAlias = Callable[[Digest[JSON]], bytes]
 
@@ -19,16 +22,18 @@ class Writer:
     """Writes each digest at once, whole, one after the other. The first write that fails is the last.
 
     ``failed`` is then set, and ``error`` says why. ``dropped`` counts the records that the written digests lost
-    to their timelines' capacity.
+    to their timelines' capacity. It writes in a thread, since a slow reader must not delay the renewal of leases; one
+    that never keeps the process alive, since nobody can end a write to a reader that is asleep.
     """
 
     def __init__(self, render: Render, file: int = 1) -> None:
         self._render = render
         self._file = file
-        self._thread = DaemonThread("aiodigest writes")  # a slow reader must not delay the renewal of leases
+        self._digests: SimpleQueue[tuple[Digest[JSON], Future[Exception | None]]] = SimpleQueue()
         self._drops: dict[str, int] = {}
         self.error: Exception | None = None
         self.failed = asyncio.Event()
+        threading.Thread(target=self._write_all, daemon=True).start()
 
     @property
     def dropped(self) -> int:
@@ -36,22 +41,24 @@ class Writer:
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Write a digest: the delivery callback. What could not be written is given back, and so is the attempt."""
-        try:
-            await self._thread.call(self._write, digest)
-        except Exception:
+        written: Future[Exception | None] = Future()
+        self._digests.put((digest, written))
+        if await asyncio.wrap_future(written) is not None:
             self.failed.set()
-            raise RetryAfter(1, pause=True) from None
+            raise RetryAfter(1, pause=True)
         if digest.dropped:
             self._drops[digest.id] = digest.dropped  # by id, since a digest may be delivered again
 
-    def _write(self, digest: Digest[JSON]) -> None:
-        if self.error is not None:
-            raise self.error  # nothing may follow half a line
-        try:
-            write(self._file, self._render(digest))
-        except Exception as error:
-            self.error = error
-            raise
+    def _write_all(self) -> None:
+        while True:
+            digest, written = self._digests.get()
+            if written.set_running_or_notify_cancel():
+                try:
+                    if self.error is None:  # nothing may follow half a line
+                        write(self._file, self._render(digest))
+                except Exception as error:
+                    self.error = error
+                written.set_result(self.error)
 
 
 def write(file: int, text: bytes) -> None:
@@ -67,19 +74,9 @@ def prepare(file: int = 1) -> None:
     """
     if sys.stdout is None:  # it is when closed by the caller
         raise OSError("standard output is closed")
-    status = os.fstat(file)
-    if stat.S_ISREG(status.st_mode) and status.st_size and _last_byte(file, status.st_size) not in (b"\n", b""):
+    status, last = os.fstat(file), b""
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        with suppress(OSError), open(f"/dev/fd/{file}", "rb") as readable:
+            last = os.pread(readable.fileno(), 1, status.st_size - 1)
+    if last not in (b"\n", b""):
         write(file, b"\n")
-
-
-def _last_byte(file: int, size: int) -> bytes:
-    try:
-        readable = os.open(f"/dev/fd/{file}", os.O_RDONLY)
-    except OSError:
-        return b""
-    try:
-        return os.pread(readable, 1, size - 1)
-    except OSError:
-        return b""
-    finally:
-        os.close(readable)

@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TypeAlias, get_args
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Health, State, Stats, Timeline
 from aiodigest.cli.options import Location
 from aiodigest.cli.output import print_json
-from aiodigest.cli.rendering import count, json_time, printable, stats_json, timeline_json
+from aiodigest.cli.rendering import count, printable, view_json
 
-STATES: tuple[State, ...] = get_args(State)
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
 HEAD = 10  # lines above the first timeline
-STYLES = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
-UNITS = (("d", 86_400), ("h", 3_600), ("min", 60))
+STYLES: dict[State, str] = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
+UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ async def watch(location: Location, interval: float, looks: int | None, show: Sh
             except AiodigestError as error:
                 if looks == 1 or (last is None and not isinstance(error, BackendUnavailable)):
                     raise
-                look = failed_look(error)
+                look = Look(datetime.now(UTC), loop.time(), Health(False, str(error)))
             show(look, rates(last, look), title)
             last = look if look.stats is not None else last
             seen += 1
@@ -75,13 +74,9 @@ async def watch(location: Location, interval: float, looks: int | None, show: Sh
 async def look_at(engine: DigestEngine) -> Look:
     """Look once. Raises BackendUnavailable."""
     stats = await engine.stats()
-    found = [timeline for state in STATES if getattr(stats, state) for timeline in await _earliest(engine, state)]
+    states = [state for state in get_args(State) if getattr(stats, state)]
+    found = [timeline for state in states for timeline in await _earliest(engine, state)]
     return Look(datetime.now(UTC), asyncio.get_running_loop().time(), stats.health(), stats, tuple(found))
-
-
-def failed_look(error: AiodigestError) -> Look:
-    """Make the look for a server that was away, or that refused."""
-    return Look(datetime.now(UTC), asyncio.get_running_loop().time(), Health(False, str(error)))
 
 
 async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
@@ -133,9 +128,8 @@ def span(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     left = round(seconds)
-    for index, (unit, size) in enumerate(UNITS):
+    for (unit, size), (smaller, least) in pairwise(UNITS):
         if left >= size:
-            smaller, least = UNITS[index + 1] if index + 1 < len(UNITS) else ("s", 1)
             return f"{left // size} {unit} {left % size // least} {smaller}"
     return f"{left} s"
 
@@ -143,12 +137,12 @@ def span(seconds: float) -> str:
 def show_json(look: Look, per_second: dict[str, float] | None, title: str) -> None:
     """Print a look for programs."""
     facts = {
-        "time": json_time(look.time),
+        "time": look.time,
         "ok": look.health.ok,
         "reason": look.health.reason,
-        "stats": None if look.stats is None else stats_json(look.stats),
+        "stats": None if look.stats is None else asdict(look.stats),
         "per_second": per_second,
-        "timelines": [timeline_json(timeline) for timeline in look.timelines],
+        "timelines": [view_json(timeline) for timeline in look.timelines],
     }
     print_json(facts)
 
@@ -161,15 +155,10 @@ def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: in
     if look.stats is None:
         return Group(head, Text(printable(look.health.reason), "bold red"), Text("trying again", "dim"))
     found = look.timelines if lines is None else fitting(look.timelines, lines - HEAD)
-    parts: list[RenderableType] = [head, _health(look), Text(), _contents(look.stats), Text()]
-    table = [Text(), _timelines(found, server_time(look))] if found else []
-    return Group(*parts, _counters(look.stats, per_second), *table)
-
-
-def _health(look: Look) -> Text:
-    if look.health.ok:
-        return Text("healthy", "green")
-    return Text(f"not healthy: {printable(look.health.reason)}", "bold red")
+    health = f"not healthy: {printable(look.health.reason)}", "bold red"
+    parts: list[RenderableType] = [head, Text("healthy", "green") if look.health.ok else Text(*health), Text()]
+    parts += [_contents(look.stats), Text(), _counters(look.stats, per_second)]
+    return Group(*parts, *([Text(), _timelines(found, server_time(look))] if found else []))
 
 
 def _contents(stats: Stats) -> Text:
@@ -179,10 +168,8 @@ def _contents(stats: Stats) -> Text:
 
 
 def _counters(stats: Stats, per_second: dict[str, float] | None) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for name in COUNTERS:
-        table.add_column(name, no_wrap=True, justify="right")
+    numbers = (Column(name, no_wrap=True, justify="right") for name in COUNTERS)
+    table = Table(Column(no_wrap=True), *numbers, box=None, pad_edge=False, header_style="bold")
     if per_second is not None:
         table.add_row("a second", *(f"{per_second[name]:,.1f}" for name in COUNTERS))
     table.add_row("in all", *(f"{getattr(stats, name):,}" for name in COUNTERS))
@@ -191,25 +178,20 @@ def _counters(stats: Stats, per_second: dict[str, float] | None) -> Table:
 
 def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
     """Draw timelines. Keys and errors are text from strangers: no markup, no control characters, and cut to fit."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("key", min_width=8)
-    for name in ("state", "due"):
-        table.add_column(name, no_wrap=True)
-    for name in ("records", "attempt"):
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column(_line("last error"))
-    for state, style in STYLES.items():
-        for one in timelines:
-            if one.state == state:
-                due = due_in_words(one, now)
-                table.add_row(
-                    _line(printable(one.key)),
-                    Text(state, style),
-                    Text(due, "red" if due.startswith("overdue") else ""),
-                    f"{one.size:,}",
-                    str(one.attempt or ""),
-                    _line(printable(one.last_error or "")),
-                )
+    words = (Column(name, no_wrap=True) for name in ("state", "due"))
+    numbers = (Column(name, no_wrap=True, justify="right") for name in ("records", "attempt"))
+    columns = Column("key", min_width=8), *words, *numbers, Column(_line("last error"))
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for one in sorted(timelines, key=lambda one: [*STYLES].index(one.state)):
+        due = due_in_words(one, now)
+        table.add_row(
+            _line(printable(one.key)),
+            Text(one.state, STYLES[one.state]),
+            Text(due, "red" if due.startswith("overdue") else ""),
+            f"{one.size:,}",
+            str(one.attempt or ""),
+            _line(printable(one.last_error or "")),
+        )
     return table
 
 
