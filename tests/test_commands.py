@@ -22,8 +22,7 @@ from aiodigest.cli.logs import JSONLines, log_everything
 from aiodigest.cli.options import duration
 from aiodigest.cli.pipe.command import lock_path
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
-from aiodigest.cli.pipe.reader import Splitter
-from aiodigest.cli.pipe.writer import Writer, prepare
+from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
 from aiodigest.cli.rendering import digest_json, digest_text, printable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from secrets import token_hex
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
@@ -30,9 +30,7 @@ SIZE = 10  # records of a digest
 DELIVERY_TIMEOUT = 30  # seconds for work that takes milliseconds
 PAUSE = 0.005  # seconds between two adds whose callbacks are timed, so that the worker sleeps
 
-Seconds: TypeAlias = Annotated[
-    float, typer.Option(min=1, max=600, metavar="SECONDS", help="About how long to measure.")
-]
+SECONDS = typer.Option(min=1, max=600, metavar="SECONDS", help="About how long to measure.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ class Figures:
     latency_p99: float
 
 
-def bench(url: Url = EMBEDDED, seconds: Seconds = 10, timeout: Timeout = 5.0, in_json: AsJson = False) -> int:
+def bench(
+    url: Url = EMBEDDED, seconds: Annotated[float, SECONDS] = 10, timeout: Timeout = 5.0, in_json: AsJson = False
+) -> int:
     """Measure the speed of adds and deliveries on a server.
 
     A bare round trip to the server is shown beside it. It works in a namespace of its own, which it removes at the

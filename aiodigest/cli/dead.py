@@ -21,10 +21,8 @@ from aiodigest.cli.rendering import count, printable, readable_time, record_rows
 from aiodigest.cli.timelines import ERROR_WIDTH, Yes
 
 ID = typer.Argument(metavar="ID", show_default=False, help="The id of a dead letter, or enough of its beginning.")
-All: TypeAlias = Annotated[
-    bool,
-    typer.Option("--all", help="Every dead letter there is now. It asks first; where it cannot ask, --yes is needed."),
-]
+EVERY = "Every dead letter there is now. It asks first; where it cannot ask, --yes is needed."
+All: TypeAlias = Annotated[bool, typer.Option("--all", help=EVERY)]
 
 SHORTEST_ID = 4  # characters of the beginning of an id
 QUIET = 5.0  # seconds in which nothing has changed, before what is left is given up

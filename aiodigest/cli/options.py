@@ -40,13 +40,8 @@ def parsed_option(name: str, parse: Callable[[str], object], metavar: str, text:
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
 
 
-Url: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        envvar="AIODIGEST_URL",
-        help="redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, embedded:// or embedded:///folder.",
-    ),
-]
+URL = "redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, embedded:// or embedded:///folder."
+Url: TypeAlias = Annotated[str, typer.Option(envvar="AIODIGEST_URL", help=URL)]
 Namespace: TypeAlias = Annotated[
     str, typer.Option(envvar="AIODIGEST_NAMESPACE", show_default=False, help="The namespace of the engine.")
 ]

@@ -15,19 +15,10 @@ from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout
 from aiodigest.cli.output import is_terminal, print_json, say
 from aiodigest.cli.rendering import count, printable
 
-To: TypeAlias = Annotated[
-    int, typer.Option("--to", metavar="SHARDS", show_default=False, help="The new number of shards, from 1 to 1024.")
-]
-
-Replicas: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        "--wait-replicas",
-        metavar="N",
-        min=0,
-        help="Replicas that must confirm each step before the next one; as wait_replicas of the engines.",
-    ),
-]
+TO = "The new number of shards, from 1 to 1024."
+To: TypeAlias = Annotated[int, typer.Option("--to", metavar="SHARDS", show_default=False, help=TO)]
+REPLICAS = "Replicas that must confirm each step before the next one; as wait_replicas of the engines."
+Replicas: TypeAlias = Annotated[int, typer.Option("--wait-replicas", metavar="N", min=0, help=REPLICAS)]
 
 STILL = 15  # looks without a change, about a second apart, and seconds overdue
 CLEAR = "\r\x1b[K"  # back to the beginning of a terminal's line, and nothing in it
@@ -64,9 +55,8 @@ async def _watch(location: Location, shards: int, progress: Progress, in_json: b
             if in_json:
                 print_json({"shards": shards, **asdict(left), "done": False})
                 continue
-            progress.show(left)
             # without a worker, due timelines stay among the waiting ones
-            if progress.is_still and (left.leased or (await engine.stats()).overdue > STILL):
+            if progress.show(left) and (left.leased or (await engine.stats()).overdue > STILL):
                 progress.ask()
     if in_json:
         print_json({"shards": shards, **asdict(Draining()), "done": True})
@@ -82,10 +72,11 @@ class Progress:
         self._unchanged = 0  # looks in a row
         self._has_asked = False
 
-    def show(self, left: Draining) -> None:
+    def show(self, left: Draining) -> bool:
+        """Show what is left; True if it has not changed for a while, and the user has not been asked about it yet."""
         if left == self._last:
             self._unchanged += 1
-            return
+            return self._unchanged >= STILL and not self._has_asked
         self._last, self._unchanged = left, 0
         numbers = f"{left.waiting:,} waiting, {left.ready:,} ready, {left.leased:,} leased"
         line = f"{self._work}: in the old ones {numbers}, {count(left.dead, 'dead letter')}"
@@ -93,11 +84,7 @@ class Progress:
             self._write(f"{CLEAR}aiodigest: {printable(line)}")
         else:
             say(line)
-
-    @property
-    def is_still(self) -> bool:
-        """True if nothing has changed for a while, and the user has not been asked about it yet."""
-        return self._unchanged >= STILL and not self._has_asked
+        return False
 
     def ask(self) -> None:
         self._has_asked = True

@@ -92,18 +92,13 @@ class _Attempt(TracedAttempt):
             return
         try:
             try:
-                _describe(span, result, reason, error)
+                span.set_attribute("aiodigest.outcome", result)
+                if error is not None and result in ERRORS:
+                    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+                    span.set_attribute("error.type", name)
+                    span.set_status(StatusCode.ERROR, reason)
+                    span.record_exception(error, {"exception.type": name})
             finally:
                 span.end()
         except Exception:
             logger.exception("a span of a delivery could not be ended", extra=self._facts)
-
-
-def _describe(span: Span, outcome: str, reason: str, error: BaseException | None) -> None:
-    span.set_attribute("aiodigest.outcome", outcome)
-    if error is not None and outcome in ERRORS:
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        span.set_attribute("error.type", name)
-        span.set_status(StatusCode.ERROR, reason)
-        span.record_exception(error, {"exception.type": name})

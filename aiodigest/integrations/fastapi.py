@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic
+from types import MethodType
+from typing import Any, TypeVar
 
-from typing_extensions import TypeVar
-
-from aiodigest import JSON, BackendUnavailable, ConfigurationError, DigestEngine, PartialAdd
+from aiodigest import BackendUnavailable, ConfigurationError, DigestEngine, PartialAdd
 
 try:
     from fastapi import APIRouter, Request
@@ -24,21 +22,13 @@ from aiodigest.integrations.starlette import health_routes
 
 __all__ = ["answer_unavailable", "dependency", "health_router"]
 
-T = TypeVar("T", default=JSON)
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-COME_AGAIN = "5"  # seconds: a failover takes about as long
 
-
-@dataclass(frozen=True)
-class _Dependency(Generic[T]):
-    """The value of ``dependency``: equal for the same engine, so that an override is found."""
-
-    engine: DigestEngine[T]
-
-    async def __call__(self) -> DigestEngine[T]:  # async: FastAPI would send a plain one to a thread
-        return self.engine
+async def _itself(engine: DigestEngine[T]) -> DigestEngine[T]:  # async: FastAPI would send a plain one to a thread
+    return engine
 
 
 def dependency(engine: DigestEngine[T]) -> Callable[[], Awaitable[DigestEngine[T]]]:
@@ -49,7 +39,7 @@ def dependency(engine: DigestEngine[T]) -> Callable[[], Awaitable[DigestEngine[T
     replaces it with ``app.dependency_overrides[dependency(mail)] = dependency(other)``. A dependency does not enter the
     engine: the app's lifespan does that, or the test.
     """
-    return _Dependency(engine)
+    return MethodType(_itself, engine)  # equal for the same engine, so that an override is found
 
 
 def health_router(*engines: DigestEngine[Any], overdue: float | timedelta = 60) -> APIRouter:
@@ -86,9 +76,6 @@ async def answer_unavailable(request: Request, error: Exception) -> JSONResponse
     if request.scope["type"] != "http":  # a websocket, which has been accepted perhaps: there is no answer to give
         raise error
     logger.warning("%s %s: %s", request.method, request.url.path, error, extra={"reason": str(error)})
-    body = {
-        "detail": "the service is unavailable at the moment: come again later",
-        "stored": stored,
-        "record_id": record_id,
-    }
-    return JSONResponse(body, 503, {"Retry-After": COME_AGAIN})
+    detail = "the service is unavailable at the moment: come again later"
+    body = {"detail": detail, "stored": stored, "record_id": record_id}
+    return JSONResponse(body, 503, {"Retry-After": "5"})  # seconds: a failover takes about as long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -41,24 +42,16 @@ def health_routes(*engines: DigestEngine[Any], overdue: float | timedelta = 60) 
     require(len(set(namespaces)) == len(namespaces) > 0, "engines", "one or more, of distinct namespaces", namespaces)
     bound = duration(overdue, "overdue")
 
+    def answer(healths: dict[str, dict[str, Any]]) -> JSONResponse:
+        ok = all(health["ok"] for health in healths.values())
+        return JSONResponse({"ok": ok, "engines": healths}, 200 if ok else 503, {"Cache-Control": "no-store"})
+
     async def livez(request: Request) -> JSONResponse:
         faults = {engine.namespace: engine.activity.fault for engine in engines}
-        return _answer({namespace: {"ok": not fault, "reason": fault} for namespace, fault in faults.items()})
+        return answer({namespace: {"ok": not fault, "reason": fault} for namespace, fault in faults.items()})
 
     async def healthz(request: Request) -> JSONResponse:
-        async with asyncio.TaskGroup() as group:
-            asked = {engine.namespace: group.create_task(engine.health(overdue=bound)) for engine in engines}
-        healths = {namespace: task.result() for namespace, task in asked.items()}
-        return _answer(
-            {
-                namespace: {"ok": health.ok, "reason": health.reason, "overdue": health.overdue}
-                for namespace, health in healths.items()
-            }
-        )
+        healths = await asyncio.gather(*(engine.health(overdue=bound) for engine in engines))
+        return answer(dict(zip(namespaces, map(asdict, healths), strict=True)))
 
     return [Route("/livez", livez), Route("/healthz", healthz)]
-
-
-def _answer(engines: dict[str, dict[str, Any]]) -> JSONResponse:
-    ok = all(engine["ok"] for engine in engines.values())
-    return JSONResponse({"ok": ok, "engines": engines}, 200 if ok else 503, {"Cache-Control": "no-store"})

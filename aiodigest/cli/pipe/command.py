@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,10 @@ from aiodigest import AiodigestError, BackendUnavailable, BackoffMode, DigestEng
 from aiodigest.cli.event_loop import freeze_garbage, run_service
 from aiodigest.cli.logs import log_warnings
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
-from aiodigest.cli.output import FAILED, USAGE, progress_bar, say
+from aiodigest.cli.output import USAGE, progress_bar, say
 from aiodigest.cli.pipe import parser
-from aiodigest.cli.pipe.backpressure import Backpressure
-from aiodigest.cli.pipe.feeder import Feeder
-from aiodigest.cli.pipe.reader import Reader, Source, open_sources
-from aiodigest.cli.pipe.writer import Render, Writer, prepare
+from aiodigest.cli.pipe.feeder import Backpressure, Feeder
+from aiodigest.cli.pipe.streams import Reader, Render, Source, Writer, open_sources, prepare
 from aiodigest.cli.rendering import digest_json, digest_text
 
 MAX_SIZE = 500
@@ -149,8 +147,7 @@ def pipe(
             prepare()
             return run_service(_run(engine, inputs, shape, render, None if trims else capacity, follow, strict))
     except OSError as error:
-        say(_reason(error))
-        return FAILED
+        raise AiodigestError(_reason(error)) from error
 
 
 def lock_path(url: str, namespace: str) -> Path:
@@ -166,8 +163,7 @@ def locked(path: Path) -> Generator[None, None, None]:
     The system releases the lock when this process ends, however it ends; so the file stays, and means nothing.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         if sys.platform != "win32":
             import fcntl
 
@@ -176,8 +172,6 @@ def locked(path: Path) -> Generator[None, None, None]:
             except BlockingIOError:
                 raise AiodigestError("the same command is already running: give this one another --namespace") from None
         yield
-    finally:
-        os.close(file)
 
 
 def _reason(error: OSError) -> str:
@@ -192,24 +186,20 @@ async def _run(
     """Run it; ``capacity`` is None if a group may lose lines to its capacity."""
     writer = Writer(render)
     backpressure = Backpressure(engine, writer.deliver, capacity, repeats=shape.id is not None)
+    sizes = [source.size for source in inputs if source.size is not None]
+    bar = progress_bar("reading", sum(sizes), lambda: sum(source.read for source in inputs), in_bytes=True)
+    if follow or len(sizes) < len(inputs) or os.isatty(1):  # the end is not known, or digests are printed on a terminal
+        bar = nullcontext()
     async with engine.delivering(backpressure.deliver):
         await engine.stats()  # a pipe without a server says so at once, in one line
         await backpressure.count_held()
         freeze_garbage()
         feeder = Feeder(engine, shape, Reader(inputs, follow), writer, backpressure, strict)
         try:
-            async with _progress(inputs, follow):
+            async with bar:
                 log_warnings()  # above the bar
                 await feeder.run()
         except (BackendUnavailable, OSError):
             feeder.report()
             raise
     return feeder.report()
-
-
-def _progress(inputs: Sequence[Source], follow: bool) -> AbstractAsyncContextManager[None]:
-    """Show how much was read of files with a known end, unless digests are printed on a terminal."""
-    sizes = [source.size for source in inputs if source.size is not None]
-    if follow or len(sizes) < len(inputs) or os.isatty(1):
-        return nullcontext()
-    return progress_bar("reading", sum(sizes), lambda: sum(source.read for source in inputs), in_bytes=True)

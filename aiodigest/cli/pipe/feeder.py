@@ -1,25 +1,111 @@
-"""Lines fed to an engine, and its timelines flushed when they end: nothing is left behind."""
+"""Lines fed to an engine no faster than its digests go out, and its timelines flushed at the end: nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
 
-from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Entry, PartialAdd
+from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, Entry, PartialAdd
 from aiodigest.cli.event_loop import run_until
 from aiodigest.cli.options import collect
 from aiodigest.cli.output import FAILED, say
-from aiodigest.cli.pipe.backpressure import Backpressure, retry
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
-from aiodigest.cli.pipe.reader import Line, Reader
-from aiodigest.cli.pipe.writer import Writer
+from aiodigest.cli.pipe.streams import Line, Reader, Writer
 from aiodigest.cli.rendering import count
 
+T = TypeVar("T")
+Entries: TypeAlias = list[tuple[Line, Entry[JSON]]]
+
+GIVE_UP = 60.0  # seconds without a server
+INTERVAL = 0.5  # seconds between calls meanwhile
+LOOK = 1.0  # seconds between looks at a full timeline: the end of a delivery may go unreported
 SHOWN = 20  # malformed lines; more are only counted
 NAMES = 20  # fields of a line
 POLL = 0.05  # seconds between looks at what is still held
 FLUSHES = 100  # at a time
+
+
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer of ``call``; call again while the server is away, for up to a minute."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + GIVE_UP
+    while True:
+        try:
+            return await call()
+        except BackendUnavailable:
+            if loop.time() > deadline:
+                raise
+        await asyncio.sleep(INTERVAL)
+
+
+class Backpressure:
+    """Counts the records each timeline holds, and has a full one delivered before more is added.
+
+    It passes the engine's deliveries on to ``deliver``. A count may be too high (for ids that come again, or
+    records too old to be delivered), never too low. ``repeats`` is True if ids may come again; without a
+    ``capacity`` there is room for everything.
+    """
+
+    def __init__(
+        self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: int | None,
+        repeats: bool,
+    ) -> None:  # fmt: skip
+        self._engine, self._deliver, self._capacity, self._repeats = engine, deliver, capacity, repeats
+        self._held: Counter[str] = Counter()
+        self._awaited: str | None = None
+        self._progress = asyncio.Event()
+        engine.observe(self._signal)
+
+    async def deliver(self, digest: Digest[JSON]) -> None:
+        """Pass a digest on: the delivery callback."""
+        await self._deliver(digest)
+        if digest.attempt == 1:  # what comes again may have been subtracted
+            self._held[digest.key] -= len(digest.records)
+            if self._held[digest.key] <= 0:
+                del self._held[digest.key]
+
+    def _signal(self, delivery: Delivery) -> None:
+        if delivery.key == self._awaited:
+            self._progress.set()
+
+    async def count_held(self) -> None:
+        """Count the records left by an earlier run."""
+        if self._capacity is not None:
+            async for timeline in self._engine.timelines():
+                self._held[timeline.key] = timeline.size
+
+    def reserve(self, key: str) -> bool:
+        """Count a record about to be added; False, without counting it, if there is no room for it."""
+        if self._capacity is None:
+            return True
+        if self._held[key] >= self._capacity:
+            return False
+        self._held[key] += 1
+        return True
+
+    async def make_room(self, key: str) -> None:
+        """Have a full timeline delivered until half of it is free. All records counted must have been added."""
+        if self._capacity is None:
+            return
+        if self._repeats:
+            timeline = await retry(lambda: self._engine.peek(key))
+            if timeline is None:
+                del self._held[key]
+            elif timeline.digest_id is None:  # else an id may be held twice: under delivery, and since
+                self._held[key] = len(timeline.records)
+        self._awaited = key
+        while self._held[key] > self._capacity // 2:
+            self._progress.clear()
+            if not await retry(lambda: self._engine.flush(key)):
+                del self._held[key]
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._progress.wait(), LOOK)
+        self._awaited = None
 
 
 class Feeder:
@@ -71,8 +157,8 @@ class Feeder:
 
     # Adding
 
-    def _entries(self, lines: Sequence[Line]) -> list[tuple[Line, Entry[JSON]]]:
-        entries: list[tuple[Line, Entry[JSON]]] = []
+    def _entries(self, lines: Sequence[Line]) -> Entries:
+        entries: Entries = []
         for line in lines:
             if not line.text.strip():
                 continue
@@ -92,7 +178,7 @@ class Feeder:
         if self._malformed <= SHOWN:
             say(f"{line.place}: {error}")
 
-    async def _add(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
+    async def _add(self, entries: Entries) -> None:
         """Add entries, no faster than there is room for them."""
         start = 0
         for index, (_, entry) in enumerate(entries):
@@ -102,7 +188,7 @@ class Feeder:
                 await self._backpressure.make_room(entry.key)
         await self._send(entries[start:])
 
-    async def _send(self, entries: list[tuple[Line, Entry[JSON]]]) -> None:
+    async def _send(self, entries: Entries) -> None:
         """Add entries; those the server did not take are added again under the same id, so that none is added twice."""
         left = entries
 
@@ -111,7 +197,7 @@ class Feeder:
             try:
                 await self._engine.add_many([entry for _, entry in left])
             except PartialAdd as error:
-                again: list[tuple[Line, Entry[JSON]]] = []
+                again: Entries = []
                 for one, result in zip(left, error.results, strict=True):
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
@@ -131,16 +217,12 @@ class Feeder:
 
     async def _flush_all(self) -> None:
         """Flush all timelines, again and again, until none holds a record."""
-        while await retry(self._holds):
+        while (stats := await retry(self._engine.stats)).waiting + stats.ready + stats.leased:
             waiting = [timeline.key for timeline in await retry(lambda: collect(self._engine.timelines("waiting")))]
             for start in range(0, len(waiting), FLUSHES):
                 some = waiting[start : start + FLUSHES]
                 await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
             await asyncio.sleep(POLL)
-
-    async def _holds(self) -> bool:
-        stats = await self._engine.stats()
-        return stats.waiting + stats.ready + stats.leased > 0
 
     def report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""

@@ -38,22 +38,21 @@ def shard_numbers(text: str) -> frozenset[int]:
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last <= LAST_SHARD:
-            raise ValueError(
-                f"{text!r} does not name shards: write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}"
-            )
+            form = f"write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}"
+            raise ValueError(f"{text!r} does not name shards: {form}")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
 
 
+ENGINES = typer.Argument(
+    metavar="MODULE:ENGINE", show_default=False, help="Such as mail:engine or shop.alerts:service."
+)
 SHARDS = "Serve only these shards, such as 0-7 or 0-3,8, counted from 0; other processes must serve the rest."
 HTTP = "Serve /livez, /healthz and /metrics at this address: 127.0.0.1:9000, [::1]:9000, or :9000 for all."
 
 
 def run(
-    engines: Annotated[
-        list[str],
-        typer.Argument(metavar="MODULE:ENGINE", show_default=False, help="Such as mail:engine or shop.alerts:service."),
-    ],
+    engines: Annotated[list[str], ENGINES],
     shards: Annotated[frozenset[int] | None, parsed_option("--shards", shard_numbers, "NUMBERS", SHARDS)] = None,
     http: Annotated[Address | None, parsed_option("--http", parse_address, "HOST:PORT", HTTP)] = None,
     in_json: AsJson = False,
@@ -77,7 +76,11 @@ def find(name: str) -> Engine | Opener:
     if not module or not attribute:
         raise ConfigurationError(f"{name!r} is not MODULE:ENGINE, such as mail:engine")
     try:
-        found: Any = operator.attrgetter(attribute)(_imported(module))
+        imported = importlib.import_module(module)
+    except Exception as error:
+        raise ConfigurationError(f"module {module!r} cannot be imported: {one_line(error)}") from error
+    try:
+        found: Any = operator.attrgetter(attribute)(imported)
     except AttributeError as error:
         raise ConfigurationError(f"{name!r}: {error}") from error
     if is_engine(found):
@@ -92,13 +95,6 @@ def find(name: str) -> Engine | Opener:
 def is_engine(found: object) -> TypeIs[Engine]:
     """True if something is an engine, whatever its values."""
     return isinstance(found, DigestEngine)
-
-
-def _imported(module: str) -> object:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise ConfigurationError(f"module {module!r} cannot be imported: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

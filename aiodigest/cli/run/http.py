@@ -137,9 +137,7 @@ class _Metrics:
         """Collect each metric once, even if the app exports those of its engines too."""
         from prometheus_client import REGISTRY
 
-        found: dict[str, Metric] = {}
-        for registry in (REGISTRY, self._ours):
-            found |= {metric.name: metric for metric in registry.collect()}
+        found = {metric.name: metric for registry in (REGISTRY, self._ours) for metric in registry.collect()}
         return list(found.values())
 
     async def answer(self, request: Request) -> Response:

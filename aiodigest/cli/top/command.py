@@ -32,12 +32,8 @@ def interval_of(text: str) -> float:
 
 INTERVAL = "From one look to the next: 500ms, 5s, 1m, or plain seconds; at least 100ms. [default: 1s]"
 Interval: TypeAlias = Annotated[float, parsed_option("--interval", interval_of, "DURATION", INTERVAL)]
-Looks: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--count", min=1, show_default=False, help="Number of looks. [default: no limit on a terminal, else 1]"
-    ),
-]
+LOOKS = "Number of looks. [default: no limit on a terminal, else 1]"
+Looks: TypeAlias = Annotated[int | None, typer.Option("--count", min=1, show_default=False, help=LOOKS)]
 
 
 def top(
