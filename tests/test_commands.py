@@ -18,8 +18,8 @@ from commandline import Command
 from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
-from aiodigest.cli.logs import JSONLines, log_everything
 from aiodigest.cli.options import duration
+from aiodigest.cli.output import JSONLines, log_everything
 from aiodigest.cli.pipe.command import lock_path
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare

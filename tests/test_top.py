@@ -18,8 +18,8 @@ from servers import Server, running_server
 from terminals import on_terminal
 
 from aiodigest import JSON, DigestEngine, Entry, Health, Policy, Reject, State, Stats, Timeline
-from aiodigest.cli.top import look as looks
-from aiodigest.cli.top.look import Look, due_in_words, fitting, frame, look_at, rates, server_time, span
+from aiodigest.cli import top as looks
+from aiodigest.cli.top import Look, due_in_words, fitting, frame, look_at, rates, server_time, span
 
 NOON = datetime(2024, 5, 6, 12, tzinfo=UTC)
 HOSTILE = "\x1b[31mred\x07\r\n\u202e[bold]"

@@ -22,7 +22,7 @@ from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
 from aiodigest.cli.timelines import delete, flush, show, stats, timelines
-from aiodigest.cli.top.command import top
+from aiodigest.cli.top import top
 
 UsageError: Any = typer.BadParameter.__base__  # wherever the library keeps it
 

@@ -7,8 +7,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from aiodigest import AiodigestError, BackendUnavailable, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
-from aiodigest.cli.event_loop import freeze_garbage, run_service
-from aiodigest.cli.logs import log_warnings
+from aiodigest import AiodigestError, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
+from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
-from aiodigest.cli.output import USAGE, progress_bar, say
+from aiodigest.cli.output import USAGE, say
 from aiodigest.cli.pipe import parser
-from aiodigest.cli.pipe.feeder import Backpressure, Feeder
-from aiodigest.cli.pipe.streams import Reader, Render, Source, Writer, open_sources, prepare
+from aiodigest.cli.pipe.feeder import Feeder
+from aiodigest.cli.pipe.streams import open_sources, prepare
 from aiodigest.cli.rendering import digest_json, digest_text
 
 MAX_SIZE = 500
@@ -123,7 +122,7 @@ def pipe(
         meaning = [place, [os.path.abspath(path) for path in paths], names, output, astuple(policy)]
         namespace = hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]
     try:
-        inputs = open_sources(paths)
+        sources = open_sources(paths)
     except OSError as error:
         say(_reason(error))
         return USAGE
@@ -145,7 +144,8 @@ def pipe(
     try:
         with locked(lock_path(engine.url, engine.namespace)):
             prepare()
-            return run_service(_run(engine, inputs, shape, render, None if trims else capacity, follow, strict))
+            feeder = Feeder(engine, shape, render, capacity=None if trims else capacity, strict=strict)
+            return run_service(feeder.run(sources, follow))
     except OSError as error:
         raise AiodigestError(_reason(error)) from error
 
@@ -177,29 +177,3 @@ def locked(path: Path) -> Generator[None, None, None]:
 def _reason(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
-
-
-async def _run(
-    engine: DigestEngine, inputs: Sequence[Source], shape: parser.Shape, render: Render, capacity: int | None,
-    follow: bool, strict: bool,
-) -> int:  # fmt: skip
-    """Run it; ``capacity`` is None if a group may lose lines to its capacity."""
-    writer = Writer(render)
-    backpressure = Backpressure(engine, writer.deliver, capacity, repeats=shape.id is not None)
-    sizes = [source.size for source in inputs if source.size is not None]
-    bar = progress_bar("reading", sum(sizes), lambda: sum(source.read for source in inputs), in_bytes=True)
-    if follow or len(sizes) < len(inputs) or os.isatty(1):  # the end is not known, or digests are printed on a terminal
-        bar = nullcontext()
-    async with engine.delivering(backpressure.deliver):
-        await engine.stats()  # a pipe without a server says so at once, in one line
-        await backpressure.count_held()
-        freeze_garbage()
-        feeder = Feeder(engine, shape, Reader(inputs, follow), writer, backpressure, strict)
-        try:
-            async with bar:
-                log_warnings()  # above the bar
-                await feeder.run()
-        except (BackendUnavailable, OSError):
-            feeder.report()
-            raise
-    return feeder.report()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TypeAlias, TypeVar
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, Entry, PartialAdd
-from aiodigest.cli.event_loop import run_until
+from aiodigest.cli.event_loop import freeze_garbage, run_until
 from aiodigest.cli.options import collect
-from aiodigest.cli.output import FAILED, say
+from aiodigest.cli.output import FAILED, log_warnings, progress_bar, say
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
-from aiodigest.cli.pipe.streams import Line, Reader, Writer
+from aiodigest.cli.pipe.streams import Line, Reader, Render, Source, Writer
 from aiodigest.cli.rendering import count
 
 T = TypeVar("T")
@@ -109,31 +110,54 @@ class Backpressure:
 
 
 class Feeder:
-    """Feeds lines to an engine, and at their end has it deliver all that waits."""
+    """Feeds lines to an engine, and at their end has it deliver all that waits.
+
+    ``capacity`` is None if a group may lose lines to its capacity.
+    """
 
     def __init__(
-        self, engine: DigestEngine, shape: Shape, reader: Reader, writer: Writer, backpressure: Backpressure,
-        strict: bool,
+        self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: int | None, strict: bool
     ) -> None:  # fmt: skip
-        self._engine, self._shape, self._reader, self._writer = engine, shape, reader, writer
-        self._backpressure, self._strict = backpressure, strict
+        self._engine, self._shape, self._strict = engine, shape, strict
+        self._writer = Writer(render)
+        self._backpressure = Backpressure(engine, self._writer.deliver, capacity, repeats=shape.id is not None)
         self._usable = False  # a line was
         self._malformed = 0  # lines that were not added
         self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
 
-    async def run(self) -> None:
+    async def run(self, sources: Sequence[Source], follow: bool) -> int:
         """Run until the input has ended and nothing is held, standard output fails, or a second signal comes.
 
-        Raises BackendUnavailable if the server is away for too long, and OSError if the input cannot be read.
+        Returns the exit code. Raises BackendUnavailable if the server is away for too long, and OSError if the input
+        cannot be read.
         """
-        loop, work = asyncio.get_running_loop(), asyncio.create_task(self._feed_and_flush())
+        sizes = [source.size for source in sources if source.size is not None]
+        bar = progress_bar("reading", sum(sizes), lambda: sum(source.read for source in sources), in_bytes=True)
+        if follow or len(sizes) < len(sources) or os.isatty(1):  # no end is known, or digests are printed on a terminal
+            bar = nullcontext()
+        async with self._engine.delivering(self._backpressure.deliver):
+            await self._engine.stats()  # a pipe without a server says so at once, in one line
+            await self._backpressure.count_held()
+            freeze_garbage()
+            reader = Reader(sources, follow)
+            try:
+                async with bar:
+                    log_warnings()  # above the bar
+                    await self._until_signals(reader)
+            except (BackendUnavailable, OSError):
+                self._report()
+                raise
+        return self._report()
+
+    async def _until_signals(self, reader: Reader) -> None:
+        loop, work = asyncio.get_running_loop(), asyncio.create_task(self._feed_and_flush(reader))
 
         def on_signal(number: int) -> None:
             if self._signal is not None:
                 work.cancel()
             self._signal = number
-            self._reader.stop()
+            reader.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal, number)
@@ -143,19 +167,17 @@ class Feeder:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    async def _feed_and_flush(self) -> None:
+    async def _feed_and_flush(self, reader: Reader) -> None:
         try:
-            async for lines in self._reader.batches():
+            async for lines in reader.batches():
                 await self._add(self._entries(lines))
                 if self._strict and self._malformed:
-                    self._reader.stop()
+                    reader.stop()
                     break
         except OSError:
             await self._flush_all()
             raise
         await self._flush_all()
-
-    # Adding
 
     def _entries(self, lines: Sequence[Line]) -> Entries:
         entries: Entries = []
@@ -165,7 +187,7 @@ class Feeder:
             try:
                 entries.append((line, self._shape.entry(line.text)))
             except Malformed as error:
-                self._report(line, error)
+                self._complain(line, error)
                 if isinstance(error, Unusable):
                     self._unusable = self._unusable or error
                 if self._strict:
@@ -173,7 +195,7 @@ class Feeder:
         self._usable = self._usable or bool(entries)
         return entries
 
-    def _report(self, line: Line, error: Exception) -> None:
+    def _complain(self, line: Line, error: Exception) -> None:
         self._malformed += 1
         if self._malformed <= SHOWN:
             say(f"{line.place}: {error}")
@@ -202,7 +224,7 @@ class Feeder:
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
                     elif isinstance(result, AiodigestError):
-                        self._report(one[0], result)
+                        self._complain(one[0], result)
                 left = again
                 for result in error.results:
                     if isinstance(result, BackendUnavailable):
@@ -213,8 +235,6 @@ class Feeder:
         except BackendUnavailable as error:
             raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not added") from error
 
-    # The end
-
     async def _flush_all(self) -> None:
         """Flush all timelines, again and again, until none holds a record."""
         while (stats := await retry(self._engine.stats)).waiting + stats.ready + stats.leased:
@@ -224,7 +244,7 @@ class Feeder:
                 await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
             await asyncio.sleep(POLL)
 
-    def report(self) -> int:
+    def _report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""
         dropped, error = self._writer.dropped, self._writer.error
         if self._malformed:

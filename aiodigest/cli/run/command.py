@@ -19,9 +19,8 @@ from typing_extensions import TypeIs
 
 from aiodigest import AiodigestError, ConfigurationError, DigestEngine
 from aiodigest.cli.event_loop import freeze_garbage, run_service
-from aiodigest.cli.logs import log_everything
 from aiodigest.cli.options import AsJson, parsed_option
-from aiodigest.cli.output import say
+from aiodigest.cli.output import log_everything, say
 from aiodigest.cli.run.http import Address, Sockets, listening, parse_address, serving, url_of
 
 Engine: TypeAlias = DigestEngine[Any]

@@ -1,30 +1,118 @@
-"""Looks at a namespace, one after the other, the rates between two of them, and how rich draws one."""
+"""``aiodigest top``: looks at a namespace, one after the other, and the rates between two of them."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise, zip_longest
-from typing import TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, TypeAlias, get_args
 
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
+import typer
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, Health, State, Stats, Timeline
-from aiodigest.cli.options import Location
-from aiodigest.cli.output import print_json
+from aiodigest.cli.event_loop import run_until, stopped_by
+from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, duration, parsed_option
+from aiodigest.cli.output import console, is_terminal, print_json
 from aiodigest.cli.rendering import count, printable, view_json
 
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
+SHORTEST = 0.1  # seconds between two looks: each is a few calls to the server
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
 HEAD = 10  # lines above the first timeline
 STYLES: dict[State, str] = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def interval_of(text: str) -> float:
+    """Parse the time between two looks. Raises ValueError."""
+    seconds = duration(text)
+    if seconds < SHORTEST:
+        raise ValueError(f"{text!r} is too short: at least 100ms")
+    return seconds
+
+
+INTERVAL = "From one look to the next: 500ms, 5s, 1m, or plain seconds; at least 100ms. [default: 1s]"
+Interval: TypeAlias = Annotated[float, parsed_option("--interval", interval_of, "DURATION", INTERVAL)]
+LOOKS = "Number of looks. [default: no limit on a terminal, else 1]"
+Looks: TypeAlias = Annotated[int | None, typer.Option("--count", min=1, show_default=False, help=LOOKS)]
+
+
+def top(
+    namespace: Namespace, interval: Interval = 1.0, looks: Looks = None, url: Url = EMBEDDED, timeout: Timeout = 5.0,
+    in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Watch a namespace: its contents, rates, and what is due first.
+
+    On a terminal it runs until q or Ctrl-C, even while the server is away; otherwise it looks once. Adds are not
+    counted: the server knows only what became of them.
+    """
+    live = not in_json and is_terminal(sys.stdout)
+    asyncio.run(_run(Location(url, namespace, timeout), interval, looks or (None if live else 1), live, in_json))
+
+
+async def _run(location: Location, interval: float, looks: int | None, live: bool, in_json: bool) -> None:
+    """Watch until the last look is shown, or q, Ctrl-C or SIGTERM."""
+    with stopped_by(signal.SIGINT, signal.SIGTERM) as stop, ExitStack() as stack:
+        show = show_json if in_json else stack.enter_context(_screen(live))
+        if live:
+            stack.enter_context(_ended_by_q(stop))
+        await run_until(stop, watch(location, interval, looks, show))
+
+
+@contextmanager
+def _screen(live: bool) -> Generator[Show, None, None]:
+    """Show each look in place of the last, on a screen that is gone at the end; or one below the other."""
+    from rich.live import Live
+
+    out = console()
+    if not live or not out.is_interactive:
+        yield lambda look, per_second, title: out.print(frame(title, look, per_second, None))
+        return
+    with Live(console=out, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as display:
+        yield lambda look, per_second, title: display.update(
+            frame(title, look, per_second, out.height, "q quits"), refresh=True
+        )
+
+
+@contextmanager
+def _ended_by_q(stop: asyncio.Event) -> Generator[None, None, None]:
+    """Set ``stop`` on the key q, if standard input is a terminal: it then delivers keys at once, without echo."""
+    if not is_terminal(sys.stdin):
+        yield
+        return
+    import termios
+    import tty
+
+    keyboard, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+
+    def on_key() -> None:
+        typed = b""
+        with suppress(OSError):
+            typed = os.read(keyboard, 64)
+        if not typed or b"q" in typed.lower():  # nothing: the terminal has gone
+            loop.remove_reader(keyboard)
+            stop.set()
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    loop.add_reader(keyboard, on_key)
+    try:
+        yield
+    finally:
+        loop.remove_reader(keyboard)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,43 +236,40 @@ def show_json(look: Look, per_second: dict[str, float] | None, title: str) -> No
 
 
 def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: int | None, hint: str = "") -> Group:
-    """Draw a look in at most so many lines; all of it, if None."""
-    head = _line().append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
-    if hint:
-        head.append(f"  {hint}", "dim")
-    if look.stats is None:
-        return Group(head, Text(printable(look.health.reason), "bold red"), Text("trying again", "dim"))
-    found = look.timelines if lines is None else fitting(look.timelines, lines - HEAD)
-    health = f"not healthy: {printable(look.health.reason)}", "bold red"
-    parts: list[RenderableType] = [head, Text("healthy", "green") if look.health.ok else Text(*health), Text()]
-    parts += [_contents(look.stats), Text(), _counters(look.stats, per_second)]
-    return Group(*parts, *([Text(), _timelines(found, server_time(look))] if found else []))
+    """Draw a look in at most so many lines; all of it, if None.
 
+    Keys and errors are text from strangers: no markup, no control characters, and cut to fit.
+    """
+    from rich.console import Group
+    from rich.table import Column, Table
+    from rich.text import Text
 
-def _contents(stats: Stats) -> Text:
-    text = _line(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
-    text.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
-    return text.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
+    head = _line("").append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
+    head.append(f"  {hint}" if hint else "", "dim")
+    stats, reason = look.stats, printable(look.health.reason)
+    if stats is None:
+        return Group(head, Text(reason, "bold red"), Text("trying again", "dim"))
+    health = Text("healthy", "green") if look.health.ok else Text(f"not healthy: {reason}", "bold red")
+    contents = _line(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
+    contents.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
+    contents.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
 
-
-def _counters(stats: Stats, per_second: dict[str, float] | None) -> Table:
     numbers = (Column(name, no_wrap=True, justify="right") for name in COUNTERS)
-    table = Table(Column(no_wrap=True), *numbers, box=None, pad_edge=False, header_style="bold")
+    counters = Table(Column(no_wrap=True), *numbers, box=None, pad_edge=False, header_style="bold")
     if per_second is not None:
-        table.add_row("a second", *(f"{per_second[name]:,.1f}" for name in COUNTERS))
-    table.add_row("in all", *(f"{getattr(stats, name):,}" for name in COUNTERS))
-    return table
+        counters.add_row("a second", *(f"{per_second[name]:,.1f}" for name in COUNTERS))
+    counters.add_row("in all", *(f"{getattr(stats, name):,}" for name in COUNTERS))
+    found = look.timelines if lines is None else fitting(look.timelines, lines - HEAD)
+    if not found:
+        return Group(head, health, Text(), contents, Text(), counters)
 
-
-def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
-    """Draw timelines. Keys and errors are text from strangers: no markup, no control characters, and cut to fit."""
     words = (Column(name, no_wrap=True) for name in ("state", "due"))
     numbers = (Column(name, no_wrap=True, justify="right") for name in ("records", "attempt"))
     columns = Column("key", min_width=8), *words, *numbers, Column(_line("last error"))
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for one in sorted(timelines, key=lambda one: [*STYLES].index(one.state)):
+    timelines, now = Table(*columns, box=None, pad_edge=False, header_style="bold"), server_time(look)
+    for one in sorted(found, key=lambda one: [*STYLES].index(one.state)):
         due = due_in_words(one, now)
-        table.add_row(
+        timelines.add_row(
             _line(printable(one.key)),
             Text(one.state, STYLES[one.state]),
             Text(due, "red" if due.startswith("overdue") else ""),
@@ -192,11 +277,13 @@ def _timelines(timelines: Sequence[Timeline[JSON]], now: datetime) -> Table:
             str(one.attempt or ""),
             _line(printable(one.last_error or "")),
         )
-    return table
+    return Group(head, health, Text(), contents, Text(), counters, Text(), timelines)
 
 
-def _line(text: str = "") -> Text:
+def _line(text: str) -> Text:
     """Make text that is cut to fit."""
+    from rich.text import Text
+
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 

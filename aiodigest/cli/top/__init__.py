@@ -1,1 +1,0 @@
-"""``aiodigest top``: options, screen and end (``command``), and looks at a namespace (``look``)."""
