@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -74,7 +75,7 @@ def dead_replay(
     A timeline whose digest is being delivered or waits for a retry cannot take any. With --all its dead letters are
     tried again for some seconds; any then left are reported. Ctrl-C takes effect between two dead letters.
     """
-    _work_on(Location(url, namespace, timeout), id, every, "replay", _replay, yes, in_json)
+    _work_on(Location(url, namespace, timeout), id, every, "replay", yes, in_json)
 
 
 @dead.command("discard")
@@ -86,7 +87,7 @@ def dead_discard(
 
     On a terminal it asks first.
     """
-    _work_on(Location(url, namespace, timeout), id, every, "discard", _discard, yes, in_json)
+    _work_on(Location(url, namespace, timeout), id, every, "discard", yes, in_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +111,30 @@ def _facts(letter: Summary, verb: str, *, done: bool = True) -> dict[str, Any]:
     return {"id": letter.id, "key": letter.key, f"{verb}ed": done}
 
 
-async def _replay(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
+async def _act(verb: str, engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
+    facts = _facts(letter, verb)
+    if verb == "discard":
+        return facts if await engine.discard(letter.id) else None
     try:
-        return {**_facts(letter, "replay"), "ready": await engine.replay(letter.id)}
+        return {**facts, "ready": await engine.replay(letter.id)}
     except InvalidState:
         if await engine.dead_letter(letter.id) is None:
             return None
         raise
 
 
-async def _discard(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
-    return _facts(letter, "discard") if await engine.discard(letter.id) else None
-
-
-def _work_on(location: Location, id: str | None, every: bool, verb: str, act: Act, yes: bool, in_json: bool) -> None:
+def _work_on(location: Location, id: str | None, every: bool, verb: str, yes: bool, in_json: bool) -> None:
     """Replay or discard (``verb``) the dead letter of that id, or all of them."""
     if every == (id is not None):
         raise typer.BadParameter("give the ID of a dead letter, or --all")
     if id is None:
-        _work_through(location, verb, act, yes, in_json)
+        _work_through(location, verb, yes, in_json)
         return
     letter = Summary.of(location.ask(lambda engine: _find(engine, id)))
     records, key, text = count(letter.size, "record"), printable(letter.key), f"{letter.id} is discarded"
     if verb == "discard":
         confirm(yes, f"Discard dead letter {letter.id} of {location.namespace} ({records} of {key})?")
-    facts = location.ask(lambda engine: act(engine, letter))
+    facts = location.ask(lambda engine: _act(verb, engine, letter))
     if facts and verb == "replay":
         text = f"{records} put back into {key}, which {'is due now' if facts['ready'] else 'waits'}"
     failure = "" if facts else f"there is no dead letter {letter.id!r} any more"
@@ -155,10 +155,7 @@ async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
     raise InvalidState(f"{which} {id!r}: see aiodigest dead list --namespace {engine.namespace}")
 
 
-# All of them
-
-
-def _work_through(location: Location, verb: str, act: Act, yes: bool, in_json: bool) -> None:
+def _work_through(location: Location, verb: str, yes: bool, in_json: bool) -> None:
     """Replay or discard all dead letters, and say how many were."""
     participle = f"{verb}ed"
     found = location.ask(lambda engine: collect(Summary.of(letter) async for letter in engine.dead_letters()))
@@ -171,7 +168,7 @@ def _work_through(location: Location, verb: str, act: Act, yes: bool, in_json: b
         raise typer.BadParameter(f"{number} would be {participle}: give --yes, since there is no terminal to ask on")
     records = count(sum(letter.size for letter in letters), "record")
     confirm(yes, f"{verb.title()} {number} of {location.namespace} ({records})?")
-    work = BulkWork(letters, act, in_json)
+    work = BulkWork(letters, partial(_act, verb), in_json)
     # on a terminal the lines of JSON show the progress
     hidden = in_json and is_terminal(sys.stdout)
     bar = nullcontext() if hidden else progress_bar(f"dead letters {participle}", len(letters), lambda: work.done)

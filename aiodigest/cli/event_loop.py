@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Coroutine, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,12 +14,11 @@ T = TypeVar("T")
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
     """Run a service until it ends, as ``asyncio.run`` does, on uvloop where that is installed."""
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    with suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
 
 

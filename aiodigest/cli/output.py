@@ -1,7 +1,4 @@
-"""Output of commands: answers as tables or JSON on standard output; messages, logs and bars on standard error.
-
-The last thing that a command tells is its exit code.
-"""
+"""Output of commands: answers on standard output; messages, logs and bars on standard error; and exit codes."""
 
 from __future__ import annotations
 
@@ -116,9 +113,6 @@ async def progress_bar(
             updating.cancel()
 
 
-# The log
-
-
 class OneLine(logging.Formatter):
     """Log records in the style of the command's messages: a line each, without tracebacks."""
 
@@ -136,11 +130,7 @@ class PlainText(logging.Formatter):
 
 
 class JSONLines(logging.Formatter):
-    """Log records as JSON, one object per line.
-
-    ``time``, ``level``, ``logger`` and ``message``, then the record's own fields (``timeline``, ``digest_id``,
-    ``attempt``, ``reason`` ...), and ``error`` and ``traceback`` if there was an exception.
-    """
+    """Log records as JSON, one object per line, with fields of their own and those of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, object] = {

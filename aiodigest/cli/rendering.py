@@ -93,10 +93,7 @@ def digest_text(digest: Digest[JSON], *, ids: bool = True, on_terminal: bool = F
 
 
 def as_json(value: object) -> str:
-    """Format JSON as one line of plain ASCII, safe for terminals and for programs that split lines.
-
-    Aware UTC times become RFC 3339.
-    """
+    """Format JSON, UTC times included, as one line of ASCII that is safe for terminals and for splitters of lines."""
     return json.dumps(value, separators=(",", ":"), default=_rfc_3339)
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise, zip_longest
@@ -64,10 +64,8 @@ def top(
 
 async def _run(location: Location, interval: float, looks: int | None, live: bool, in_json: bool) -> None:
     """Watch until the last look is shown, or q, Ctrl-C or SIGTERM."""
-    with stopped_by(signal.SIGINT, signal.SIGTERM) as stop, ExitStack() as stack:
-        show = show_json if in_json else stack.enter_context(_screen(live))
-        if live:
-            stack.enter_context(_ended_by_q(stop))
+    screen = nullcontext(show_json) if in_json else _screen(live)
+    with stopped_by(signal.SIGINT, signal.SIGTERM) as stop, screen as show, _ended_by_q(stop, live):
         await run_until(stop, watch(location, interval, looks, show))
 
 
@@ -87,9 +85,9 @@ def _screen(live: bool) -> Generator[Show, None, None]:
 
 
 @contextmanager
-def _ended_by_q(stop: asyncio.Event) -> Generator[None, None, None]:
+def _ended_by_q(stop: asyncio.Event, live: bool) -> Generator[None, None, None]:
     """Set ``stop`` on the key q, if standard input is a terminal: it then delivers keys at once, without echo."""
-    if not is_terminal(sys.stdin):
+    if not live or not is_terminal(sys.stdin):
         yield
         return
     import termios

@@ -7,10 +7,11 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,10 +33,6 @@ LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was
 
 def _delay(name: str, default: str | None, text: str) -> Any:
     return parsed_option(name, duration, "DURATION", f"{text} [default: {default}]" if default else text)
-
-
-def _field(name: str, parse: Callable[[str], object], text: str) -> Any:
-    return parsed_option(name, parse, "FIELD", text)
 
 
 FILES = typer.Argument(metavar="FILE", show_default=False, help="[default: standard input]")
@@ -73,10 +70,10 @@ TTL = _delay("--ttl", "7d", "Forget a group that no run has printed for so long.
 
 
 def pipe(
-    group_by: Annotated[parser.Template, _field("--group-by", parser.Template.parse, GROUPS)],
+    group_by: Annotated[parser.Template, parsed_option("--group-by", parser.Template.parse, "FIELD", GROUPS)],
     files: Annotated[list[Path] | None, FILES] = None,
-    id: Annotated[parser.Template | None, _field("--id", parser.Template.parse, IDENTIFIES)] = None,
-    timestamp: Annotated[parser.Path | None, _field("--timestamp", parser.Path, ORDERS)] = None,
+    id: Annotated[parser.Template | None, parsed_option("--id", parser.Template.parse, "FIELD", IDENTIFIES)] = None,
+    timestamp: Annotated[parser.Path | None, parsed_option("--timestamp", parser.Path, "FIELD", ORDERS)] = None,
     output: Annotated[Literal["text", "json"], OUTPUT] = "text",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
@@ -144,7 +141,7 @@ def pipe(
     try:
         with locked(lock_path(engine.url, engine.namespace)):
             prepare()
-            feeder = Feeder(engine, shape, render, capacity=None if trims else capacity, strict=strict)
+            feeder = Feeder(engine, shape, render, capacity=inf if trims else capacity, strict=strict)
             return run_service(feeder.run(sources, follow))
     except OSError as error:
         raise AiodigestError(_reason(error)) from error

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
+from math import inf
 from typing import TypeAlias, TypeVar
 
 from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, Entry, PartialAdd
@@ -47,12 +48,11 @@ class Backpressure:
     """Counts the records each timeline holds, and has a full one delivered before more is added.
 
     It passes the engine's deliveries on to ``deliver``. A count may be too high (for ids that come again, or
-    records too old to be delivered), never too low. ``repeats`` is True if ids may come again; without a
-    ``capacity`` there is room for everything.
+    records too old to be delivered), never too low. ``repeats`` is True if ids may come again.
     """
 
     def __init__(
-        self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: int | None,
+        self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: float,
         repeats: bool,
     ) -> None:  # fmt: skip
         self._engine, self._deliver, self._capacity, self._repeats = engine, deliver, capacity, repeats
@@ -75,13 +75,13 @@ class Backpressure:
 
     async def count_held(self) -> None:
         """Count the records left by an earlier run."""
-        if self._capacity is not None:
+        if self._capacity < inf:
             async for timeline in self._engine.timelines():
                 self._held[timeline.key] = timeline.size
 
     def reserve(self, key: str) -> bool:
         """Count a record about to be added; False, without counting it, if there is no room for it."""
-        if self._capacity is None:
+        if self._capacity == inf:
             return True
         if self._held[key] >= self._capacity:
             return False
@@ -90,8 +90,6 @@ class Backpressure:
 
     async def make_room(self, key: str) -> None:
         """Have a full timeline delivered until half of it is free. All records counted must have been added."""
-        if self._capacity is None:
-            return
         if self._repeats:
             timeline = await retry(lambda: self._engine.peek(key))
             if timeline is None:
@@ -112,11 +110,11 @@ class Backpressure:
 class Feeder:
     """Feeds lines to an engine, and at their end has it deliver all that waits.
 
-    ``capacity`` is None if a group may lose lines to its capacity.
+    ``capacity`` is infinite if a group may lose lines to its capacity.
     """
 
     def __init__(
-        self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: int | None, strict: bool
+        self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: float, strict: bool
     ) -> None:  # fmt: skip
         self._engine, self._shape, self._strict = engine, shape, strict
         self._writer = Writer(render)

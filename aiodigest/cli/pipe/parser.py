@@ -39,27 +39,24 @@ class Path:
         if not all(self.text.split(".")):
             raise ValueError(f"{self.text!r} is not a field: write name, or name.of.a.nested.field")
 
-    def find(self, value: JSON) -> JSON:
-        """Find the field's value; None if there is none. It also finds a name that has dots itself."""
-        return _find(value, self.text)
-
-
-def _find(value: JSON, path: str) -> JSON:
-    if isinstance(value, list):
-        head, _, rest = path.partition(".")
-        if not head.isascii() or not head.isdecimal() or int(head) >= len(value):
+    def find(self, value: JSON, path: str = "") -> JSON:
+        """Find the field's value, or that of ``path``; None if there is none. A name may have dots itself."""
+        path = path or self.text
+        if isinstance(value, list):
+            head, _, rest = path.partition(".")
+            if not head.isascii() or not head.isdecimal() or int(head) >= len(value):
+                return None
+            return self.find(value[int(head)], rest) if rest else value[int(head)]
+        if not isinstance(value, dict):
             return None
-        return _find(value[int(head)], rest) if rest else value[int(head)]
-    if not isinstance(value, dict):
+        if path in value:
+            return value[path]
+        names = path.split(".")
+        for end in range(1, len(names)):
+            inner = value.get(".".join(names[:end]))
+            if (found := self.find(inner, ".".join(names[end:]))) is not None:
+                return found
         return None
-    if path in value:
-        return value[path]
-    names = path.split(".")
-    for end in range(1, len(names)):
-        inner = value.get(".".join(names[:end]))
-        if (found := _find(inner, ".".join(names[end:]))) is not None:
-            return found
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +84,20 @@ class Template:
 
     def fill(self, value: JSON) -> str:
         """Fill the template with the fields of ``value``. Raises Unusable if one is missing or has parts."""
-        return "".join(literal + (_text(path, value) if path else "") for literal, path in self.parts)
-
-
-def _text(path: Path, value: JSON) -> str:
-    match path.find(value):
-        case str() as text:
-            return text
-        case None:
-            raise Unusable(f"field {path.text} is missing or null", path.text, value)
-        case bool() | int() | float() as scalar:
-            return json.dumps(scalar)
-        case other:
-            kind = "a list" if isinstance(other, list) else "an object"
-            message = f"field {path.text} is {kind}: it must be text, a number, true or false"
-            raise Unusable(message, path.text, value)
+        texts: list[str] = []
+        for literal, path in self.parts:
+            texts.append(literal)
+            if path is None:
+                continue
+            found = path.find(value)
+            if found is None:
+                raise Unusable(f"field {path.text} is missing or null", path.text, value)
+            if isinstance(found, list | dict):
+                kind = "a list" if isinstance(found, list) else "an object"
+                message = f"field {path.text} is {kind}: it must be text, a number, true or false"
+                raise Unusable(message, path.text, value)
+            texts.append(found if isinstance(found, str) else json.dumps(found))
+        return "".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +112,18 @@ class Shape:
         """Make an entry of a line. It always has an id, so that it can be added again. Raises Malformed."""
         if len(line) > LONGEST_LINE:
             raise Malformed(f"the line is longer than {LONGEST_LINE:,} bytes")
-        value = _parse(line)
-        return Entry(
-            self.group.fill(value),
-            value,
-            self.id.fill(value) if self.id else uuid4().hex,
-            time_of(self.timestamp, value) if self.timestamp else None,
-        )
-
-
-def _parse(line: bytes) -> dict[str, JSON]:
-    try:
-        value: JSON = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse)
-    except json.JSONDecodeError as error:
-        raise Malformed(f"it is not JSON: {error.msg} (column {error.colno})") from None
-    except UnicodeDecodeError as error:
-        raise Malformed(f"it is not UTF-8 (byte {error.start + 1})") from None
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise Malformed("it is not a JSON object")
-    return value
+        try:
+            value: JSON = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse)
+        except json.JSONDecodeError as error:
+            raise Malformed(f"it is not JSON: {error.msg} (column {error.colno})") from None
+        except UnicodeDecodeError as error:
+            raise Malformed(f"it is not UTF-8 (byte {error.start + 1})") from None
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"it is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise Malformed("it is not a JSON object")
+        key, record = self.group.fill(value), self.id.fill(value) if self.id else uuid4().hex
+        return Entry(key, value, record, time_of(self.timestamp, value) if self.timestamp else None)
 
 
 def _refuse(constant: str) -> NoReturn:

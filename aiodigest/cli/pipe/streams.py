@@ -105,13 +105,9 @@ class Source:
             found = os.stat(path)
         except OSError:
             return False  # between two files, perhaps
-        if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
-            if held.st_size >= os.lseek(self._file, 0, os.SEEK_CUR):
-                return False
-            os.lseek(self._file, 0, os.SEEK_SET)
-            return True
-        if held.st_size > os.lseek(self._file, 0, os.SEEK_CUR):
-            return False  # written to after the last read
+        unread = held.st_size - os.lseek(self._file, 0, os.SEEK_CUR)
+        if unread > 0 or (unread == 0 and os.path.samestat(found, held)):
+            return False  # written to after the last read, perhaps
         fresh = os.open(path, os.O_RDONLY)
         os.dup2(fresh, self._file)
         os.close(fresh)
