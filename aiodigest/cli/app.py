@@ -46,13 +46,11 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+VERSION = typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+
+
 @app.callback(invoke_without_command=True)
-def options(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
-    ] = False,
-) -> None:
+def options(context: typer.Context, version: Annotated[bool, VERSION] = False) -> None:
     help_without_command(context)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from secrets import token_hex
 from statistics import median, quantiles
@@ -61,22 +61,18 @@ def bench(
     if in_json:
         print_json(asdict(figures))
         return 0
-
-    def duration(what: str, seconds: float) -> tuple[str, str, str]:
-        return what, f"{seconds * 1000:,.3g} ms", f"{seconds / figures.round_trip:.3g}"
-
-    def rate(what: str, number: float) -> tuple[str, str, str]:
-        return what, f"{number:,.0f} a second", f"{1 / number / figures.round_trip:.3g}"
-
-    rows = [
-        duration("bare round trip", figures.round_trip),
-        duration("add, one after the other", figures.add),
-        rate("adds by 200 tasks", figures.adds_by_tasks),
-        rate("adds by add_many", figures.adds_by_add_many),
-        rate("digests of ten records", figures.digests),
-        duration("add to callback, median", figures.latency),
-        duration("add to callback, 99 of 100", figures.latency_p99),
-    ]
+    rows: list[tuple[str, str, str]] = []
+    for what, figure, is_time in (
+        ("bare round trip", figures.round_trip, True),
+        ("add, one after the other", figures.add, True),
+        ("adds by 200 tasks", figures.adds_by_tasks, False),
+        ("adds by add_many", figures.adds_by_add_many, False),
+        ("digests of ten records", figures.digests, False),
+        ("add to callback, median", figures.latency, True),
+        ("add to callback, 99 of 100", figures.latency_p99, True),
+    ):
+        shown = f"{figure * 1000:,.3g} ms" if is_time else f"{figure:,.0f} a second"
+        rows.append((what, shown, f"{(figure if is_time else 1 / figure) / figures.round_trip:.3g}"))
     print_table((figures.server, "", "round trips each"), rows)
     return 0
 
@@ -117,9 +113,16 @@ async def measure(adder: DigestEngine[str], worker: DigestEngine[str], seconds: 
     version = next((finding.message for finding in findings if finding.check == "version"), adder.url)
     trips = [finding.value or 0 for finding in findings if finding.check == "round trip"]
     share = 0.2 * seconds
-    add = median(await _add_alone(adder, share))
-    by_tasks = await _add_by_tasks(adder, share)
-    by_add_many = await _add_many(adder, share)
+
+    def add_one(turn: int) -> Awaitable[bool]:
+        return adder.add(KEYS[turn % TASKS], VALUE)
+
+    def add_many(turn: int) -> Awaitable[list[bool]]:
+        return adder.add_many(Entry(KEYS[number % TASKS], VALUE) for number in range(MANY))
+
+    add, _ = await _adds(adder, share, add_one)
+    _, by_tasks = await _adds(adder, share, add_one, tasks=TASKS)
+    _, by_add_many = await _adds(adder, share, add_many, size=MANY)
     digests = median([await _deliver(adder, worker) for _ in _turns(share)])
     latencies = await _wait_for_callbacks(adder, worker, share)
     p99 = quantiles(latencies, n=100, method="inclusive")[-1]
@@ -135,51 +138,28 @@ def _turns(seconds: float, *, least: int = 1, most: int = MOST) -> Iterator[int]
         yield turn
 
 
-async def _delete(engine: DigestEngine[str]) -> None:
-    await asyncio.gather(*map(engine.delete, KEYS[:TASKS]))
-
-
-async def _add_alone(engine: DigestEngine[str], seconds: float) -> list[float]:
-    """Time adds that are awaited one after the other."""
+async def _adds(
+    engine: DigestEngine[str], seconds: float, add: Callable[[int], Awaitable[object]], *, tasks: int = 1, size: int = 1
+) -> tuple[float, float]:
+    """Measure adds of ``size`` records by tasks that each await their own: median seconds, and records a second."""
     took: list[float] = []
-    for turn in _turns(seconds):
-        began = perf_counter()
-        await engine.add(KEYS[turn % TASKS], VALUE)
-        took.append(perf_counter() - began)
-    await _delete(engine)
-    return took
+    turns, began = _turns(seconds, most=MOST // size), perf_counter()
 
-
-async def _add_by_tasks(engine: DigestEngine[str], seconds: float) -> float:
-    """Measure adds per second from tasks that each await their own."""
-    added, began, turns = 0, perf_counter(), _turns(seconds)
-
-    async def add(key: str) -> None:
-        nonlocal added
-        for _ in turns:
-            await engine.add(key, VALUE)
-            added += 1
+    async def work() -> None:
+        for turn in turns:
+            start = perf_counter()
+            await add(turn)
+            took.append(perf_counter() - start)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for key in KEYS[:TASKS]:
-                group.create_task(add(key))
+            for _ in range(tasks):
+                group.create_task(work())
     except* AiodigestError as errors:  # a message is one line, of one error
         raise errors.exceptions[0] from None
-    rate = added / (perf_counter() - began)
-    await _delete(engine)
-    return rate
-
-
-async def _add_many(engine: DigestEngine[str], seconds: float) -> float:
-    """Measure records per second added by calls of ``add_many``."""
-    added, began = 0, perf_counter()
-    for _ in _turns(seconds, most=MOST // MANY):
-        await engine.add_many(Entry(KEYS[number % TASKS], VALUE) for number in range(MANY))
-        added += MANY
-    rate = added / (perf_counter() - began)
-    await _delete(engine)
-    return rate
+    rate = size * len(took) / (perf_counter() - began)
+    await asyncio.gather(*map(engine.delete, KEYS[:TASKS]))
+    return median(took), rate
 
 
 async def _wait(event: asyncio.Event, engine: DigestEngine[str]) -> None:

@@ -1,7 +1,4 @@
-"""``aiodigest demo``: a story that it plays on an engine, and each event and each digest as it is shown.
-
-The story is a bad quarter of an hour at a small company, in fourteen seconds.
-"""
+"""``aiodigest demo``: a bad quarter of an hour at a small company, played on an engine in fourteen seconds."""
 
 from __future__ import annotations
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from aiodigest import DigestEngine
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import FAILED, console, print_json
 from aiodigest.cli.rendering import count, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 INDENT = 9  # columns before the message: the longest level, and two spaces
@@ -26,23 +22,23 @@ def doctor(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in
     """
     findings = Location(url, namespace, timeout).ask(DigestEngine.examine)
     problems, notes = (sum(finding.level == level for finding in findings) for level in ("problem", "note"))
+    status = FAILED if problems else 0
     if in_json:
         print_json(*map(asdict, findings))
-    else:
-        screen = console()
-        for finding in findings:
-            _print_indented(screen, f"{finding.check}: {finding.message}", INDENT, finding.level, STYLES[finding.level])
-            if finding.remedy:
-                _print_indented(screen, finding.remedy, INDENT + 2, style="cyan")
-        print(f"{count(problems, 'problem')}, {count(notes, 'note')}")
-    return FAILED if problems else 0
-
-
-def _print_indented(screen: Console, text: str, indent: int, mark: str = "", style: str = "") -> None:
-    """Print a text indented, with a mark before its first line; ``style`` applies to the mark, else to the text."""
+        return status
     from rich.text import Text
 
-    for line in Text(printable(text), "" if mark else style).wrap(screen, max(NARROWEST, screen.width - indent)):
-        line.rstrip()
-        screen.print(Text.assemble((mark, style), " " * (indent - len(mark)), line), soft_wrap=True)
-        mark = ""
+    screen = console()
+
+    def show(text: str, indent: int, mark: str = "", style: str = "") -> None:
+        for line in Text(printable(text), "" if mark else style).wrap(screen, max(NARROWEST, screen.width - indent)):
+            line.rstrip()
+            screen.print(Text.assemble((mark, style), " " * (indent - len(mark)), line), soft_wrap=True)
+            mark = ""
+
+    for finding in findings:
+        show(f"{finding.check}: {finding.message}", INDENT, finding.level, STYLES[finding.level])
+        if finding.remedy:
+            show(finding.remedy, INDENT + 2, style="cyan")
+    print(f"{count(problems, 'problem')}, {count(notes, 'note')}")
+    return status

@@ -25,11 +25,11 @@ PROGRESS_INTERVAL = 0.2  # seconds
 UNFOLDED = {"due", "timestamp"}  # columns of a table
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print one line on standard error, even if nobody is listening."""
     if sys.stderr is not None:  # it is None when closed by the caller
         with suppress(OSError, ValueError):
-            print(f"aiodigest: {printable(text)}", file=sys.stderr, flush=True)
+            print(f"aiodigest: {printable(text)}", end=end, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

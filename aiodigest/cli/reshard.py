@@ -13,7 +13,7 @@ import typer
 from aiodigest import Draining
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import is_terminal, print_json, say
-from aiodigest.cli.rendering import count, printable
+from aiodigest.cli.rendering import count
 
 TO = "The new number of shards, from 1 to 1024."
 To: TypeAlias = Annotated[int, typer.Option("--to", metavar="SHARDS", show_default=False, help=TO)]
@@ -80,10 +80,8 @@ class Progress:
         self._last, self._unchanged = left, 0
         numbers = f"{left.waiting:,} waiting, {left.ready:,} ready, {left.leased:,} leased"
         line = f"{self._work}: in the old ones {numbers}, {count(left.dead, 'dead letter')}"
-        if self._is_terminal:
-            self._write(f"{CLEAR}aiodigest: {printable(line)}")
-        else:
-            say(line)
+        self.clear()
+        say(line, end="" if self._is_terminal else "\n")
         return False
 
     def ask(self) -> None:
@@ -94,8 +92,5 @@ class Progress:
     def clear(self) -> None:
         """Leave the terminal's line to the next message."""
         if self._is_terminal and self._last is not None:
-            self._write(CLEAR)
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # even if nobody is watching
-            print(text, end="", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # even if nobody is watching
+                print(CLEAR, end="", file=sys.stderr, flush=True)

@@ -24,7 +24,6 @@ from aiodigest.cli.rendering import count, printable, view_json
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.text import Text
 
 SHORTEST = 0.1  # seconds between two looks: each is a few calls to the server
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
@@ -242,13 +241,16 @@ def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: in
     from rich.table import Column, Table
     from rich.text import Text
 
-    head = _line("").append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
+    def cut(text: str) -> Text:
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+    head = cut("").append(printable(title), "bold").append(f"  {look.time:%H:%M:%S} UTC")
     head.append(f"  {hint}" if hint else "", "dim")
     stats, reason = look.stats, printable(look.health.reason)
     if stats is None:
         return Group(head, Text(reason, "bold red"), Text("trying again", "dim"))
     health = Text("healthy", "green") if look.health.ok else Text(f"not healthy: {reason}", "bold red")
-    contents = _line(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
+    contents = cut(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
     contents.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
     contents.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
 
@@ -263,26 +265,19 @@ def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: in
 
     words = (Column(name, no_wrap=True) for name in ("state", "due"))
     numbers = (Column(name, no_wrap=True, justify="right") for name in ("records", "attempt"))
-    columns = Column("key", min_width=8), *words, *numbers, Column(_line("last error"))
+    columns = Column("key", min_width=8), *words, *numbers, Column(cut("last error"))
     timelines, now = Table(*columns, box=None, pad_edge=False, header_style="bold"), server_time(look)
     for one in sorted(found, key=lambda one: [*STYLES].index(one.state)):
         due = due_in_words(one, now)
         timelines.add_row(
-            _line(printable(one.key)),
+            cut(printable(one.key)),
             Text(one.state, STYLES[one.state]),
             Text(due, "red" if due.startswith("overdue") else ""),
             f"{one.size:,}",
             str(one.attempt or ""),
-            _line(printable(one.last_error or "")),
+            cut(printable(one.last_error or "")),
         )
     return Group(head, health, Text(), contents, Text(), counters, Text(), timelines)
-
-
-def _line(text: str) -> Text:
-    """Make text that is cut to fit."""
-    from rich.text import Text
-
-    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def fitting(timelines: Sequence[Timeline[JSON]], lines: int) -> list[Timeline[JSON]]:

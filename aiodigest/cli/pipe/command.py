@@ -101,10 +101,10 @@ def pipe(
     """
     if in_json:
         output = "json"
-    trims = capacity is not None
+    room = inf  # a group may lose lines
     if capacity is None:
         max_size = max_size or MAX_SIZE
-        capacity = max(CAPACITY, min(2 * max_size, MOST))
+        room = capacity = max(CAPACITY, min(2 * max_size, MOST))
     policy = Policy(
         initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
         maximum_delay=maximum_delay, max_size=max_size, capacity=capacity, max_age=max_age, ttl=ttl,
@@ -141,7 +141,7 @@ def pipe(
     try:
         with locked(lock_path(engine.url, engine.namespace)):
             prepare()
-            feeder = Feeder(engine, shape, render, capacity=inf if trims else capacity, strict=strict)
+            feeder = Feeder(engine, shape, render, capacity=room, strict=strict)
             return run_service(feeder.run(sources, follow))
     except OSError as error:
         raise AiodigestError(_reason(error)) from error

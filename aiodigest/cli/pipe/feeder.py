@@ -244,7 +244,7 @@ class Feeder:
 
     def _report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""
-        dropped, error = self._writer.dropped, self._writer.error
+        dropped, error = sum(self._writer.drops.values()), self._writer.error
         if self._malformed:
             shown = f" (the first {SHOWN} are shown)" if self._malformed > SHOWN else ""
             fate = "stopped at the first" if self._strict else "skipped"

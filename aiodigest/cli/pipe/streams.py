@@ -164,23 +164,19 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
 class Writer:
     """Writes each digest at once, whole, one after the other. The first write that fails is the last.
 
-    ``failed`` is then set, and ``error`` says why. ``dropped`` counts the records that the written digests lost
-    to their timelines' capacity.
+    ``failed`` is then set, and ``error`` says why. ``drops`` are the records that the written digests lost to
+    their timelines' capacity, by digest, since one may be delivered again.
     """
 
     def __init__(self, render: Render, file: int = 1) -> None:
         self._render = render
         self._file = file
         self._digests: SimpleQueue[tuple[Digest[JSON], Future[Exception | None]]] = SimpleQueue()
-        self._drops: dict[str, int] = {}
+        self.drops: dict[str, int] = {}
         self.error: Exception | None = None
         self.failed = asyncio.Event()
         # in a thread, since a slow reader must not delay the renewal of leases
         threading.Thread(target=self._write_all, daemon=True).start()
-
-    @property
-    def dropped(self) -> int:
-        return sum(self._drops.values())
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Write a digest: the delivery callback. What could not be written is given back, and so is the attempt."""
@@ -190,7 +186,7 @@ class Writer:
             self.failed.set()
             raise RetryAfter(1, pause=True)
         if digest.dropped:
-            self._drops[digest.id] = digest.dropped  # by id, since a digest may be delivered again
+            self.drops[digest.id] = digest.dropped
 
     def _write_all(self) -> None:
         while True:

@@ -43,15 +43,13 @@ def shard_numbers(text: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-ENGINES = typer.Argument(
-    metavar="MODULE:ENGINE", show_default=False, help="Such as mail:engine or shop.alerts:service."
-)
+ENGINES = "Such as mail:engine or shop.alerts:service."
 SHARDS = "Serve only these shards, such as 0-7 or 0-3,8, counted from 0; other processes must serve the rest."
 HTTP = "Serve /livez, /healthz and /metrics at this address: 127.0.0.1:9000, [::1]:9000, or :9000 for all."
 
 
 def run(
-    engines: Annotated[list[str], ENGINES],
+    engines: Annotated[list[str], typer.Argument(metavar="MODULE:ENGINE", show_default=False, help=ENGINES)],
     shards: Annotated[frozenset[int] | None, parsed_option("--shards", shard_numbers, "NUMBERS", SHARDS)] = None,
     http: Annotated[Address | None, parsed_option("--http", parse_address, "HOST:PORT", HTTP)] = None,
     in_json: AsJson = False,
@@ -69,8 +67,8 @@ def run(
         run_service(_serve([(name, find(name)) for name in engines], shards, sockets, announce))
 
 
-def find(name: str) -> Engine | Opener:
-    """Find the engine called ``name``, or the function that opens one. Raises ConfigurationError if it is neither."""
+def find(name: str) -> Opener:
+    """Find the function that opens an engine, or the engine itself. Raises ConfigurationError if it is neither."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigurationError(f"{name!r} is not MODULE:ENGINE, such as mail:engine")
@@ -83,7 +81,7 @@ def find(name: str) -> Engine | Opener:
     except AttributeError as error:
         raise ConfigurationError(f"{name!r}: {error}") from error
     if is_engine(found):
-        return found
+        return lambda: nullcontext(found)
     if callable(found) and not isinstance(found, type):
         return cast("Opener", found)  # what it returns is checked when it is called
     raise ConfigurationError(
@@ -104,14 +102,14 @@ def one_line(error: BaseException) -> str:
 
 
 async def _serve(
-    found: Sequence[tuple[str, Engine | Opener]], shards: Container[int] | None, sockets: Sockets, announce: Announce
+    openers: Sequence[tuple[str, Opener]], shards: Container[int] | None, sockets: Sockets, announce: Announce
 ) -> None:
     """Open all engines, announce it, and deliver (from these shards only, if any are given) until a signal.
 
     If one engine cannot go on, none does. The probes are answered until all engines are closed.
     """
     async with AsyncExitStack() as last, AsyncExitStack() as stack:
-        engines = [(name, await _opened(stack, name, one)) for name, one in found]
+        engines = [(name, await _opened(stack, name, one)) for name, one in openers]
         if sockets:
             await last.enter_async_context(serving(sockets, [engine for _, engine in engines]))
             announce(f"answering /livez, /healthz and /metrics on {url_of(sockets)}")
@@ -125,11 +123,9 @@ async def _serve(
             await asyncio.wait(services)
 
 
-async def _opened(stack: AsyncExitStack, name: str, found: Engine | Opener) -> Engine:
-    if is_engine(found):
-        return found
+async def _opened(stack: AsyncExitStack, name: str, opener: Opener) -> Engine:
     try:
-        engine = await stack.enter_async_context(found())  # TypeError if it returns something else
+        engine = await stack.enter_async_context(opener())  # TypeError if it returns something else
     except AiodigestError:
         raise
     except Exception as error:
