@@ -143,8 +143,7 @@ def _work_on(location: Location, id: str | None, every: bool, verb: str, yes: bo
 
 async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
     """Return the dead letter of that id, or else the only one whose id starts with it."""
-    letter = await engine.dead_letter(id)
-    if letter is not None:
+    if (letter := await engine.dead_letter(id)) is not None:
         return letter
     found: list[DeadLetter[JSON]] = []
     if len(id) >= SHORTEST_ID:

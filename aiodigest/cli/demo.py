@@ -38,13 +38,14 @@ SUITES = ("unit", "integration", "browser", "migrations")
 BRANCHES = ("main", "release/2.4", "fix/rounding")
 NODES = ("web-1", "web-2", "web-3", "db-1", "cache-1")
 SYMPTOMS = ("p99 latency above 2 s", "5xx rate above 1 %", "connections above 90 %", "queue older than 60 s")
-ORDERS = ("A-1042 (59.90", "A-1043 (12.00", "A-1044 (249.00", "A-1045 (8.50", "A-1047 (33.20")
+ORDERS = {"A-1042": "59.90", "A-1043": "12.00", "A-1044": "249.00", "A-1045": "8.50", "A-1047": "33.20"}
 
 
 def story() -> list[Event]:
     """Return all of it, in order."""
     builds = [f"failed on {BRANCHES[index % 3]}: {SUITES[index % 4]} tests" for index in range(9)]
     alerts = [f"{NODES[index % 5]}: {SYMPTOMS[index // 3 % 4]}" for index in range(44)]
+    payments = [f"payment of {order} ({amount} EUR) declined: timeout" for order, amount in ORDERS.items()]
     scenes = [
         Event(0.2, "", "One event is sent at once."),
         Event(0.3, CI, "build 4711 failed on main: test_checkout_total"),
@@ -53,10 +54,7 @@ def story() -> list[Event]:
         *(Event(3.0 + index * 0.06, ON_CALL, text) for index, text in enumerate(alerts)),
         *(Event(3.5 + index * 0.2, CI, f"build {4712 + index} {text}") for index, text in enumerate(builds)),
         Event(7.4, "", "The shop's receiver fails: it gets its digest again, with what has come since."),
-        *(
-            Event(7.5 + index * 0.45, SHOP, f"payment of {order} EUR) declined: timeout")
-            for index, order in enumerate(ORDERS)
-        ),
+        *(Event(7.5 + index * 0.45, SHOP, text) for index, text in enumerate(payments)),
         *(Event(10.5 + index * 0.3, ON_CALL, f"{node}: recovered") for index, node in enumerate(NODES)),
         Event(11.2, SHOP, "gateway is back: retrying 5 payments"),
         Event(12.4, CI, "build 4721 passed on main"),

@@ -28,7 +28,7 @@ def duration(value: str | float) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def parsed_option(name: str, parse: Callable[[str], object], metavar: str, text: str, **settings: Any) -> Any:
+def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar: str, **settings: Any) -> Any:
     """Make an option whose text is parsed; a ValueError is reported as the option's."""
 
     def parser(given: str) -> object:
@@ -47,7 +47,7 @@ Namespace: TypeAlias = Annotated[
 ]
 TIMEOUT = "Time limit of one call to the server: 500ms, 5s, 1m, or plain seconds. [default: 5s]"
 Timeout: TypeAlias = Annotated[
-    float, parsed_option("--timeout", duration, "DURATION", TIMEOUT, envvar="AIODIGEST_TIMEOUT")
+    float, parsed_option("--timeout", TIMEOUT, duration, "DURATION", envvar="AIODIGEST_TIMEOUT")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 

@@ -1,7 +1,4 @@
-"""Digests, timelines, dead letters and records as JSON for programs and as safe text for people.
-
-Keys, values and errors come from strangers: nothing in them may control a terminal.
-"""
+"""Digests and views as JSON for programs, and as text for people: nothing from strangers may control a terminal."""
 
 from __future__ import annotations
 
@@ -94,18 +91,12 @@ def digest_text(digest: Digest[JSON], *, ids: bool = True, on_terminal: bool = F
 
 def as_json(value: object) -> str:
     """Format JSON, UTC times included, as one line of ASCII that is safe for terminals and for splitters of lines."""
-    return json.dumps(value, separators=(",", ":"), default=_rfc_3339)
-
-
-def _rfc_3339(time: datetime) -> str:
-    return time.isoformat().replace("+00:00", "Z")
+    return json.dumps(value, separators=(",", ":"), default=lambda time: time.isoformat().replace("+00:00", "Z"))
 
 
 def digest_json(digest: Digest[JSON]) -> bytes:
-    """Return a digest as a line of JSON.
-
-    It is made record by record, so that another thread (the event loop, which renews the lease) gets its turn.
-    """
+    """Return a digest as a line of JSON."""
+    # record by record, so that another thread (the event loop, which renews the lease) gets its turn
     records = ",".join(as_json(record_json(record)) for record in digest.records)
     head = as_json({"id": digest.id, "key": digest.key, "attempt": digest.attempt, "dropped": digest.dropped})
     return f'{head[:-1]},"records":[{records}]}}\n'.encode()

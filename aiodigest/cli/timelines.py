@@ -13,6 +13,7 @@ from aiodigest.cli.output import confirm, print_json, print_result, print_table,
 from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
 
 ERROR_WIDTH = 80  # characters
+NO_RECORDS = "timeline {!r} holds no records"
 STATES: tuple[State, ...] = get_args(State)
 
 
@@ -27,7 +28,7 @@ Key: TypeAlias = Annotated[str, typer.Argument(show_default=False, help="The key
 OnlyState: TypeAlias = Annotated[
     State | None,
     parsed_option(
-        "--state", state_named, "|".join(STATES), "Only timelines in this state.", autocompletion=lambda: list(STATES)
+        "--state", "Only timelines in this state.", state_named, "|".join(STATES), autocompletion=lambda: list(STATES)
     ),
 ]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -75,7 +76,7 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     """Show a timeline with its records, without delivering it."""
     found = Location(url, namespace, timeout).ask(lambda engine: engine.peek(key))
     if found is None:
-        raise InvalidState(_no_records(key))
+        raise InvalidState(NO_RECORDS.format(key))
     if in_json:
         print_json(view_json(found, records=True))
         return
@@ -90,7 +91,7 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
 def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """Make a timeline due now."""
     flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
-    failure = "" if flushed else _no_records(key)
+    failure = "" if flushed else NO_RECORDS.format(key)
     print_result({"key": key, "flushed": flushed}, f"{printable(key)} is due now", in_json, failure=failure)
 
 
@@ -104,9 +105,5 @@ def delete(
     """
     confirm(yes, f"Delete timeline {printable(key)} of {namespace} with all its records?")
     deleted = Location(url, namespace, timeout).ask(lambda engine: engine.delete(key))
-    failure = "" if deleted else _no_records(key)
+    failure = "" if deleted else NO_RECORDS.format(key)
     print_result({"key": key, "deleted": deleted}, f"{printable(key)} is deleted", in_json, failure=failure)
-
-
-def _no_records(key: str) -> str:
-    return f"timeline {key!r} holds no records"

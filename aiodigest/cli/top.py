@@ -43,7 +43,7 @@ def interval_of(text: str) -> float:
 
 
 INTERVAL = "From one look to the next: 500ms, 5s, 1m, or plain seconds; at least 100ms. [default: 1s]"
-Interval: TypeAlias = Annotated[float, parsed_option("--interval", interval_of, "DURATION", INTERVAL)]
+Interval: TypeAlias = Annotated[float, parsed_option("--interval", INTERVAL, interval_of, "DURATION")]
 LOOKS = "Number of looks. [default: no limit on a terminal, else 1]"
 Looks: TypeAlias = Annotated[int | None, typer.Option("--count", min=1, show_default=False, help=LOOKS)]
 
@@ -75,12 +75,10 @@ def _screen(live: bool) -> Generator[Show, None, None]:
 
     out = console()
     if not live or not out.is_interactive:
-        yield lambda look, per_second, title: out.print(frame(title, look, per_second, None))
+        yield lambda title, look, rate: out.print(frame(title, look, rate, None))
         return
-    with Live(console=out, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as display:
-        yield lambda look, per_second, title: display.update(
-            frame(title, look, per_second, out.height, "q quits"), refresh=True
-        )
+    with Live(console=out, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as screen:
+        yield lambda title, look, rate: screen.update(frame(title, look, rate, out.height, "q quits"), refresh=True)
 
 
 @contextmanager
@@ -114,27 +112,20 @@ def _ended_by_q(stop: asyncio.Event, live: bool) -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A namespace at a moment of this machine's clock; without ``stats`` nothing was seen, and ``health`` says why.
-
-    ``clock`` is the event loop's, for differences. ``timelines`` are the earliest due of each state.
-    """
+    """A namespace at a moment of this machine's clock; without ``stats`` nothing was seen, and ``health`` says why."""
 
     time: datetime
-    clock: float
+    clock: float  # the event loop's, for differences
     health: Health
     stats: Stats | None = None
-    timelines: tuple[Timeline[JSON], ...] = ()
+    timelines: tuple[Timeline[JSON], ...] = ()  # the earliest due of each state
 
 
-Show: TypeAlias = Callable[[Look, dict[str, float] | None, str], None]
+Show: TypeAlias = Callable[[str, Look, dict[str, float] | None], None]
 
 
 async def watch(location: Location, interval: float, looks: int | None, show: Show) -> None:
-    """Show a look every ``interval`` seconds, ``looks`` times or (None) until cancelled.
-
-    While the server is away (or, having answered before, refuses) it shows that, and goes on; but a single look
-    raises its error.
-    """
+    """Show a look every ``interval`` seconds, ``looks`` times or (None) until cancelled, or that there is no answer."""
     loop = asyncio.get_running_loop()
     last: Look | None = None  # the last that reached a server
     seen = 0
@@ -148,7 +139,7 @@ async def watch(location: Location, interval: float, looks: int | None, show: Sh
                 if looks == 1 or (last is None and not isinstance(error, BackendUnavailable)):
                     raise
                 look = Look(datetime.now(UTC), loop.time(), Health(False, str(error)))
-            show(look, rates(last, look), title)
+            show(title, look, rates(last, look))
             last = look if look.stats is not None else last
             seen += 1
             if seen == looks:
@@ -165,11 +156,7 @@ async def look_at(engine: DigestEngine) -> Look:
 
 
 async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
-    """Return the timelines due earliest; the work is bounded, however many there are.
-
-    A shard lists them in this order. If a namespace of several shards holds more than this looks at, the first
-    shards stand for all.
-    """
+    """Return the timelines due earliest; of very many, those of the first shards, since the work is bounded."""
     found: list[Timeline[JSON]] = []
     async for timeline in engine.timelines(state):
         found.append(timeline)
@@ -219,7 +206,7 @@ def span(seconds: float) -> str:
     return f"{left} s"
 
 
-def show_json(look: Look, per_second: dict[str, float] | None, title: str) -> None:
+def show_json(title: str, look: Look, per_second: dict[str, float] | None) -> None:
     """Print a look for programs."""
     facts = {
         "time": look.time,
@@ -233,10 +220,7 @@ def show_json(look: Look, per_second: dict[str, float] | None, title: str) -> No
 
 
 def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: int | None, hint: str = "") -> Group:
-    """Draw a look in at most so many lines; all of it, if None.
-
-    Keys and errors are text from strangers: no markup, no control characters, and cut to fit.
-    """
+    """Draw a look in at most so many lines (None: all of it). Text from strangers is escaped and cut to fit."""
     from rich.console import Group
     from rich.table import Column, Table
     from rich.text import Text

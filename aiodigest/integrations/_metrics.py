@@ -79,9 +79,8 @@ class Metrics:
         self._figures = Figures(self._living)
         meter = provider.get_meter("aiodigest", __version__)
         self._deliveries = meter.create_counter("aiodigest.deliveries", "{digest}", "Digests that were delivered")
-        self._failures = meter.create_counter(
-            "aiodigest.delivery.failures", "{attempt}", "Attempts that did not deliver all of their digest"
-        )
+        failed = "Attempts that did not deliver all of their digest"
+        self._failures = meter.create_counter("aiodigest.delivery.failures", "{attempt}", failed)
         seconds = partial(meter.create_histogram, unit="s", explicit_bucket_boundaries_advisory=BUCKETS)
         self._duration = seconds("aiodigest.delivery.duration", description="How long attempts took")
         late = "How long after their due time attempts began"

@@ -47,10 +47,7 @@ def instrument(
     store answers "lost" or "deleted" after the span has ended. The key is not an attribute, since it is often
     somebody's address: a callback that wants it sets it on the current span.
 
-    Raises
-    ------
-    ConfigurationError
-        If the engine is already instrumented, or entered.
+    Raises ConfigurationError if the engine is already instrumented, or entered.
     """
     if engine.tracing is not None:
         raise ConfigurationError(f"engine {engine.namespace!r} is instrumented already")

@@ -1,1 +1,1 @@
-"""``aiodigest pipe``: options (``command``), lines read, parsed and fed to an engine, and digests written."""
+"""``aiodigest pipe``: options (``command``), lines parsed and fed to an engine, and the streams at both ends."""

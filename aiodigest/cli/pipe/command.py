@@ -13,7 +13,7 @@ from dataclasses import astuple
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,11 +30,6 @@ MAX_SIZE = 500
 CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at most
 LEASE = 5.0  # seconds: how long a restart waits for the digest a killed run was writing
 
-
-def _delay(name: str, default: str | None, text: str) -> Any:
-    return parsed_option(name, duration, "DURATION", f"{text} [default: {default}]" if default else text)
-
-
 FILES = typer.Argument(metavar="FILE", show_default=False, help="[default: standard input]")
 GROUPS = "The field that groups lines: repository, payload.sender.login, or a template {event}:{repository}."
 IDENTIFIES = (
@@ -46,9 +41,15 @@ ORDERS = (
 )
 OUTPUT = typer.Option("--output", "-o", help="Text for people, or a JSON object per digest.")
 STRICT = "Stop at a malformed line: deliver what came before it, and exit 1."
+_delay = partial(parsed_option, parse=duration, metavar="DURATION")
+INITIAL = _delay("--initial-delay", "From the first line of a group to its digest. [default: 0]")
+MINIMUM = _delay("--minimum-delay", "From one digest of a group to the next. [default: 5m]")
+INCREMENT = _delay("--increment-delay", "Each new line delays the pending digest. [default: 30s]")
+MAXIMUM = _delay("--maximum-delay", "No digest is delayed longer. [default: 30m]")
+TTL = _delay("--ttl", "Forget a group that no run has printed for so long. [default: 7d]")
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
 TRIMS = "A group keeps its newest lines; exit 1 if any is dropped. [default: none is dropped, reading waits]"
-OUTDATED = _delay("--max-age", None, "Leave out lines that are older when they are due.")
+OUTDATED = _delay("--max-age", "Leave out lines that are older when they are due.")
 NAMES = (
     "Where lines wait: 'pipe-' is put before it, so that it is never an engine's. "
     "[default: derived from the other arguments]"
@@ -62,18 +63,13 @@ Examples:
 
 DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.
 """
-INITIAL = _delay("--initial-delay", "0", "From the first line of a group to its digest.")
-MINIMUM = _delay("--minimum-delay", "5m", "From one digest of a group to the next.")
-INCREMENT = _delay("--increment-delay", "30s", "Each new line delays the pending digest.")
-MAXIMUM = _delay("--maximum-delay", "30m", "No digest is delayed longer.")
-TTL = _delay("--ttl", "7d", "Forget a group that no run has printed for so long.")
 
 
 def pipe(
-    group_by: Annotated[parser.Template, parsed_option("--group-by", parser.Template.parse, "FIELD", GROUPS)],
+    group_by: Annotated[parser.Template, parsed_option("--group-by", GROUPS, parser.Template.parse, "FIELD")],
     files: Annotated[list[Path] | None, FILES] = None,
-    id: Annotated[parser.Template | None, parsed_option("--id", parser.Template.parse, "FIELD", IDENTIFIES)] = None,
-    timestamp: Annotated[parser.Path | None, parsed_option("--timestamp", parser.Path, "FIELD", ORDERS)] = None,
+    id: Annotated[parser.Template | None, parsed_option("--id", IDENTIFIES, parser.Template.parse, "FIELD")] = None,
+    timestamp: Annotated[parser.Path | None, parsed_option("--timestamp", ORDERS, parser.Path, "FIELD")] = None,
     output: Annotated[Literal["text", "json"], OUTPUT] = "text",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
@@ -155,10 +151,7 @@ def lock_path(url: str, namespace: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Generator[None, None, None]:
-    """Hold the lock file; raises AiodigestError if another process does, OSError if it cannot be made.
-
-    The system releases the lock when this process ends, however it ends; so the file stays, and means nothing.
-    """
+    """Hold the lock file, which stays and means nothing. Raises AiodigestError if another process does, and OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         if sys.platform != "win32":

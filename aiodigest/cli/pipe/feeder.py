@@ -47,15 +47,12 @@ async def retry(call: Callable[[], Awaitable[T]]) -> T:
 class Backpressure:
     """Counts the records each timeline holds, and has a full one delivered before more is added.
 
-    It passes the engine's deliveries on to ``deliver``. A count may be too high (for ids that come again, or
+    It passes the engine's deliveries on to the writer. A count may be too high (for ids that come again, or
     records too old to be delivered), never too low. ``repeats`` is True if ids may come again.
     """
 
-    def __init__(
-        self, engine: DigestEngine, deliver: Callable[[Digest[JSON]], Awaitable[None]], capacity: float,
-        repeats: bool,
-    ) -> None:  # fmt: skip
-        self._engine, self._deliver, self._capacity, self._repeats = engine, deliver, capacity, repeats
+    def __init__(self, engine: DigestEngine, writer: Writer, capacity: float, repeats: bool) -> None:
+        self._engine, self._writer, self._capacity, self._repeats = engine, writer, capacity, repeats
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
         self._progress = asyncio.Event()
@@ -63,7 +60,7 @@ class Backpressure:
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Pass a digest on: the delivery callback."""
-        await self._deliver(digest)
+        await self._writer.deliver(digest)
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._held[digest.key] -= len(digest.records)
             if self._held[digest.key] <= 0:
@@ -81,11 +78,10 @@ class Backpressure:
 
     def reserve(self, key: str) -> bool:
         """Count a record about to be added; False, without counting it, if there is no room for it."""
-        if self._capacity == inf:
-            return True
-        if self._held[key] >= self._capacity:
-            return False
-        self._held[key] += 1
+        if self._capacity < inf:
+            if self._held[key] >= self._capacity:
+                return False
+            self._held[key] += 1
         return True
 
     async def make_room(self, key: str) -> None:
@@ -108,17 +104,12 @@ class Backpressure:
 
 
 class Feeder:
-    """Feeds lines to an engine, and at their end has it deliver all that waits.
+    """Feeds lines to an engine, and at their end has it deliver all that waits; loses some if ``capacity`` is inf."""
 
-    ``capacity`` is infinite if a group may lose lines to its capacity.
-    """
-
-    def __init__(
-        self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: float, strict: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: float, strict: bool) -> None:
         self._engine, self._shape, self._strict = engine, shape, strict
         self._writer = Writer(render)
-        self._backpressure = Backpressure(engine, self._writer.deliver, capacity, repeats=shape.id is not None)
+        self._backpressure = Backpressure(engine, self._writer, capacity, repeats=shape.id is not None)
         self._usable = False  # a line was
         self._malformed = 0  # lines that were not added
         self._unusable: Unusable | None = None  # the first line without a required field

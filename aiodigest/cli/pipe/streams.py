@@ -1,6 +1,5 @@
 """The ends of a pipe: lines of standard input and of files, and standard output as the receiver of digests.
 
-Lines come as soon as they arrive, and no sooner than they are wanted; a digest that is not written is not delivered.
 Calls that block are made in threads that never keep the process alive, unlike an executor's: nobody can end a read of a
 silent terminal, or a write to a reader that is asleep.
 """
@@ -115,10 +114,7 @@ class Source:
 
 
 class Reader:
-    """Reads sources one after the other (or all at once, if they are followed), a little ahead of the consumer.
-
-    It starts when it is made, inside a running loop.
-    """
+    """Reads sources one after the other (all at once, if they are followed), from when it is made in a running loop."""
 
     def __init__(self, sources: Sequence[Source], follow: bool) -> None:
         self._read: asyncio.Queue[list[Line] | Exception | None] = asyncio.Queue()  # None is the end of a group
@@ -207,10 +203,7 @@ def write(file: int, text: bytes) -> None:
 
 
 def prepare(file: int = 1) -> None:
-    """Make sure that standard output is open, and starts on a line of its own. Raises OSError.
-
-    A killed run may have left half a line at the end of the file that this one appends to.
-    """
+    """Make sure that standard output is open, and end the line that a killed run may have left. Raises OSError."""
     if sys.stdout is None:  # it is when closed by the caller
         raise OSError("standard output is closed")
     status, last = os.fstat(file), b""

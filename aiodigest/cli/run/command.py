@@ -27,8 +27,6 @@ Engine: TypeAlias = DigestEngine[Any]
 Opener: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
 Announce: TypeAlias = Callable[[str], object]
 
-LAST_SHARD = 1023
-
 
 def shard_numbers(text: str) -> frozenset[int]:
     """Parse ``3``, ``0-7`` or ``0-3,8``. Raises ValueError if the text is none of these."""
@@ -36,8 +34,8 @@ def shard_numbers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last <= LAST_SHARD:
-            form = f"write 3, 0-7 or 0-3,8, with numbers from 0 to {LAST_SHARD}"
+        if not first <= last <= 1023:
+            form = "write 3, 0-7 or 0-3,8, with numbers from 0 to 1023"
             raise ValueError(f"{text!r} does not name shards: {form}")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
@@ -50,8 +48,8 @@ HTTP = "Serve /livez, /healthz and /metrics at this address: 127.0.0.1:9000, [::
 
 def run(
     engines: Annotated[list[str], typer.Argument(metavar="MODULE:ENGINE", show_default=False, help=ENGINES)],
-    shards: Annotated[frozenset[int] | None, parsed_option("--shards", shard_numbers, "NUMBERS", SHARDS)] = None,
-    http: Annotated[Address | None, parsed_option("--http", parse_address, "HOST:PORT", HTTP)] = None,
+    shards: Annotated[frozenset[int] | None, parsed_option("--shards", SHARDS, shard_numbers, "NUMBERS")] = None,
+    http: Annotated[Address | None, parsed_option("--http", HTTP, parse_address, "HOST:PORT")] = None,
     in_json: AsJson = False,
 ) -> None:
     """Deliver the digests of engines until SIGTERM or Ctrl-C.
@@ -84,9 +82,8 @@ def find(name: str) -> Opener:
         return lambda: nullcontext(found)
     if callable(found) and not isinstance(found, type):
         return cast("Opener", found)  # what it returns is checked when it is called
-    raise ConfigurationError(
-        f"{name!r} is a {type(found).__name__}: it must be a DigestEngine, or a function that opens one"
-    )
+    wanted = "it must be a DigestEngine, or a function that opens one"
+    raise ConfigurationError(f"{name!r} is a {type(found).__name__}: {wanted}")
 
 
 def is_engine(found: object) -> TypeIs[Engine]:

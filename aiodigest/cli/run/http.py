@@ -6,8 +6,8 @@ import asyncio
 import errno
 import re
 import socket
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -52,34 +52,32 @@ def listening(where: Address) -> Generator[Sockets, None, None]:
         if (error.name or "").partition(".")[0] not in ("opentelemetry", "prometheus_client", "starlette", "uvicorn"):
             raise
         raise ConfigurationError(f"--http needs more: pip install 'aiodigest[http]' ({error})") from error
-    sockets: list[socket.socket] = []
-    try:
+    with ExitStack() as opened:
         try:
-            _listen(where, sockets)
+            sockets = [opened.enter_context(one) for one in _listen(where)]
         except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
             reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
             raise ConfigurationError(f"--http cannot listen on {where}: {reason}") from error
         yield sockets
-    finally:
-        for one in sockets:
-            one.close()
 
 
-def _listen(where: Address, sockets: list[socket.socket]) -> None:
+def _listen(where: Address) -> Iterator[socket.socket]:
     if not where.host and socket.has_dualstack_ipv6():
-        sockets.append(socket.create_server(("", where.port), family=socket.AF_INET6, dualstack_ipv6=True))
+        yield socket.create_server(("", where.port), family=socket.AF_INET6, dualstack_ipv6=True)
         return
     flags, port, missing = socket.AI_PASSIVE, where.port, OSError("it has no address")
+    found = False
     for family, _, _, _, place in socket.getaddrinfo(where.host or None, port, type=socket.SOCK_STREAM, flags=flags):
         try:
-            sockets.append(socket.create_server((place[0], port, *place[2:]), family=family))
+            one = socket.create_server((place[0], port, *place[2:]), family=family)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             missing = error  # of localhost, where there is no IPv6
         else:
-            port = sockets[-1].getsockname()[1]
-    if not sockets:
+            found, port = True, one.getsockname()[1]
+            yield one
+    if not found:
         raise missing
 
 
