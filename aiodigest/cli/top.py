@@ -125,7 +125,7 @@ Show: TypeAlias = Callable[[str, Look, dict[str, float] | None], None]
 
 
 async def watch(location: Location, interval: float, looks: int | None, show: Show) -> None:
-    """Show a look every ``interval`` seconds, ``looks`` times or (None) until cancelled, or that there is no answer."""
+    """Show a look every ``interval`` seconds, or that the server is away, ``looks`` times or (None) until cancelled."""
     loop = asyncio.get_running_loop()
     last: Look | None = None  # the last that reached a server
     seen = 0
