@@ -14,7 +14,7 @@ from aiodigest.worker.availability import Availability
 from aiodigest.worker.concurrency import ConcurrencyLimit
 from aiodigest.worker.delivery import Dispatcher, Observer
 from aiodigest.worker.shard import ShardWorker, Shared
-from aiodigest.worker.shutdown import Shutdown
+from aiodigest.worker.shutdown import finish_deliveries
 from aiodigest.worker.tasks import elapse
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class Scheduler:
         self._shared = Shared(
             backend, dispatcher, limits, lease_timeout, timeout, availability, limit, stopping, observers, on_answer
         )
-        self._shutdown = Shutdown(self._workers, backend, drain_timeout, timeout)
+        self._drain_timeout = drain_timeout
+        self._at_once = asyncio.Event()  # no delivery under way is waited for
 
     def stop(self, at_once: bool = False) -> None:
         """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""
@@ -62,7 +63,7 @@ class Scheduler:
         self._changed.set()
         self._limit.changed.set()
         if at_once:
-            self._shutdown.hurry.set()
+            self._at_once.set()
         for worker in self._workers.values():
             worker.wake()
 
@@ -94,7 +95,7 @@ class Scheduler:
                     await self._look_for_shards()
             for worker in self._workers.values():
                 await worker.finished_claiming.wait()
-            await self._shutdown.run()
+            await finish_deliveries(self._workers, self._shared, self._drain_timeout, self._at_once)
             for worker in self._workers.values():
                 worker.end()
 

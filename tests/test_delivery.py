@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from math import inf, nan
+from math import nan
 from typing import Any, cast
 
 import anyio
@@ -347,7 +347,7 @@ async def test_it_can_be_known_until_when_a_callback_may_take() -> None:
         seen.append(call.deadline - asyncio.get_running_loop().time())
 
     await attempt(look, entry("a"), call=call)
-    assert (seen, call.deadline) == ([pytest.approx(TIMEOUT - 1)], inf)
+    assert seen == [pytest.approx(TIMEOUT - 1)]
 
 
 async def test_the_last_attempt_that_fails_is_buried_with_its_error() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 class Call:
     """State of a callback, shared by its worker and its dispatcher."""
 
-    deadline: float = inf  # by the loop's clock: when it is cancelled, and should end
+    deadline: float = inf  # by the loop's clock: when what the user wrote is cancelled, and should end
     cancelled: bool = False  # by its worker, so that it reports nothing
 
 
@@ -153,9 +153,10 @@ class Dispatcher(Generic[T]):
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
         """Deliver a digest. Raises CancelledError only when cancelled from outside."""
         lease, call, task = attempt.lease, call or Call(), asyncio.current_task()
+        clock = asyncio.get_running_loop().time
+        call.deadline = clock() + self._timeout
         try:
-            with self._timed(call):
-                attempt.policy = await self._policy(lease.key)
+            attempt.policy = await self._policy(lease.key)
             if call.cancelled:  # which the policy function did not heed
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
@@ -167,9 +168,9 @@ class Dispatcher(Generic[T]):
             return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
         digest = attempt.digest
         span = None if self._tracing is None else self._tracing.delivering(digest, attempt.contents.contexts)
+        call.deadline = clock() + self._timeout
         try:
-            with self._timed(call):
-                await self._call(digest)
+            await self._call(digest)
         except BaseException as error:
             outcome = self._raised(attempt, error, call, task)
             if span is not None:
@@ -184,15 +185,6 @@ class Dispatcher(Generic[T]):
         if task is not None and task.cancelling() and not call.cancelled:
             await _uncancel(task)
         return outcome
-
-    @contextmanager
-    def _timed(self, call: Call) -> Generator[None]:
-        """Publish the deadline of code that users wrote."""
-        call.deadline = asyncio.get_running_loop().time() + self._timeout
-        try:
-            yield
-        finally:
-            call.deadline = inf
 
     def _raised(self, attempt: Attempt[T], error: BaseException, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
         """Turn an error of a policy or callback into an outcome; raise it, or CancelledError if cancelled."""
@@ -224,7 +216,7 @@ class Dispatcher(Generic[T]):
                 is_async = isawaitable(ending)
                 if is_async:
                     ending = await ending
-                if never_ran(ending):
+                if ending is not None and never_ran(ending):
                     raise TypeError(f"the callback returned {type(ending).__name__!r}, which did not run: await it")
                 if not is_async:  # it has done its work, so to fail now would have it done again
                     logger.error(
