@@ -25,6 +25,7 @@ DEAD_LETTER_LIMIT = 10_000
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 MAX_SHARDS = 1024
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
+SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
 
 
@@ -344,8 +345,11 @@ class Backend(Protocol):
         """
         ...
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first."""
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+        """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first.
+
+        ``sample`` draws them from up to ``SAMPLE`` ready ones at random, those that have not failed first.
+        """
         ...
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:

@@ -15,6 +15,10 @@ from aiodigest.records.validation import duration, require, whole
 Strategy: TypeAlias = Callable[[int], float]
 """Maps a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""
 
+PROBES = 4  # deliveries that are let through after a rest
+PROBE_TIMEOUT = 5.0  # seconds
+REMEMBERED = 10_000  # timelines that were evidence, so that memory is bounded
+
 Uniform: TypeAlias = Callable[[float, float], float]
 """Draws between two bounds, like :func:`random.uniform`; in tests, use ``random.Random(seed).uniform``."""
 
@@ -112,9 +116,10 @@ class DecorrelatedJitter:
 class BackoffMode:
     """Rules for when a process whose deliveries fail rests, and for how long.
 
-    A rest begins after ``threshold`` failures in a row of distinct timelines (default 5; 1 is NSQ's rule). At level n
-    it lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1 and 120), the formula of NSQ's
-    ``ExponentialStrategy`` and ``MaxBackoffDuration``. A ``maximum`` of 0 turns backoff mode off.
+    A rest begins when none of the last ``threshold`` distinct timelines has succeeded (default 20; 1 is NSQ's rule:
+    each failure begins one). At level n it lasts ``min(multiplier * 2**n, maximum)`` seconds before jitter (defaults 1
+    and 120), the formula of NSQ's ``ExponentialStrategy`` and ``MaxBackoffDuration``. A ``maximum`` of 0 turns backoff
+    mode off.
     Raises `InvalidArgument` if ``threshold`` is below 1, ``multiplier`` not above 0, or ``maximum`` below 0.
     """
 
@@ -122,7 +127,9 @@ class BackoffMode:
     multiplier: float
     maximum: float
 
-    def __init__(self, threshold: int = 5, multiplier: float | timedelta = 1, maximum: float | timedelta = 120) -> None:
+    def __init__(
+        self, threshold: int = 20, multiplier: float | timedelta = 1, maximum: float | timedelta = 120
+    ) -> None:
         object.__setattr__(self, "threshold", whole(threshold, "threshold", least=1))
         object.__setattr__(self, "multiplier", duration(multiplier, "multiplier", positive=True))
         object.__setattr__(self, "maximum", duration(maximum, "maximum"))
@@ -133,62 +140,92 @@ class BackoffMode:
 
 
 class ConsumerBackoff:
-    """Backoff mode of one process, after NSQ's consumer: pause, let one delivery through, step up or down.
+    """Backoff mode of one process: rest, then let a few deliveries through, and rest longer if all of them fail.
 
-    A failure raises the level, up to the one whose wait is ``maximum``, and pauses. A success lowers it, and pauses for
-    the wait of the lower level, or returns to full concurrency at zero. Only deliveries that started after the latest
-    pause count: the others report trouble that is already known. Outcomes that say nothing about the receiver
-    (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`) are not reported, and let the next delivery through.
+    A timeline is evidence of trouble once until it succeeds, so that a few broken receivers, however often they are
+    tried, do not hold up the others. After a rest up to ``PROBES`` deliveries are let through at once. A success of one
+    ends backoff mode, even a late one. If all fail, the level rises, up to the one whose wait is ``maximum``, and the
+    next rest begins. A probe that has not ended after ``PROBE_TIMEOUT`` seconds counts as failed in this. Deliveries
+    that began before a rest count for nothing: they report trouble that is already known. Outcomes that say nothing
+    about the receiver (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`) are ``withdrawn``, and let the next
+    delivery through.
 
-    A pause is drawn from the upper half of its wait, so that processes do not all return at once, and none returns
+    A rest is drawn from the upper half of its wait, so that processes do not all return at once, and none returns
     without a rest. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
     """
 
     def __init__(self, mode: BackoffMode, random: Uniform = uniform) -> None:
         self._mode = mode
         self._random = random
-        self._failing: set[str] = set()
+        self._counted: dict[str, None] = {}  # timelines that were evidence, and have not succeeded since
+        self._failures = 0  # of distinct timelines, since the last success
         self.level = 0  # the depth of backoff mode: 0 is full concurrency
-        self._pause_end = -inf
+        self._rest_end = self._first_rest_end = -inf
+        self._probes: dict[str, float] = {}  # when each began that was let through after the rest, and has not ended
+        self._failed_probes = 0
 
     @property
     def resumes_at(self) -> float | None:
-        """The end of the latest pause, past if one delivery is let through; None at full concurrency."""
-        return self._pause_end if self.level else None
+        """The next time at which more may be allowed than now, if nothing is reported; None at full concurrency."""
+        if not self.level:
+            return None
+        return max(self._rest_end, min(self._probes.values(), default=-inf) + PROBE_TIMEOUT)
 
     def allowed(self, now: float, concurrency: int) -> int:
-        """Return how many deliveries may be in flight: none in a pause, then one; ``concurrency`` at level 0."""
-        return concurrency if not self.level else 0 if now < self._pause_end else 1
+        """Return how many deliveries may begin: none in a rest, then probes; ``concurrency`` at level 0."""
+        for key in [key for key, began in self._probes.items() if self.level and began + PROBE_TIMEOUT <= now]:
+            self._probe_failed(key, now)
+        if not self.level:
+            return concurrency
+        return 0 if now < self._rest_end else max(0, PROBES - len(self._probes) - self._failed_probes)
+
+    def began(self, key: str, now: float) -> None:
+        """Report that a delivery of ``key`` has begun."""
+        if self.level and now >= self._rest_end:
+            self._probes[key] = now
 
     def failed(self, key: str, now: float, *, started: float | None = None) -> None:
         """Report that a delivery of ``key``, begun at ``started`` (default ``now``), failed."""
-        if not self._mode.maximum or not self._counts(now, started):
+        # Nothing starts in a rest, so a delivery that started before its end started before the rest.
+        if (now if started is None else started) < self._rest_end or not self._mode.maximum:
             return
         if self.level:
-            saturated = self._mode.wait(self.level) >= self._mode.maximum
-            return self._pause(self.level if saturated else self.level + 1, now)
-        self._failing.add(key)
-        if len(self._failing) >= self._mode.threshold:
-            self._pause(1, now)
+            if key in self._probes:
+                self._probe_failed(key, now)
+        elif self._mode.threshold == 1 or key not in self._counted:
+            self._counted[key] = None
+            if len(self._counted) > REMEMBERED:
+                del self._counted[next(iter(self._counted))]
+            self._failures += 1
+            if self._failures >= self._mode.threshold:
+                self._rest(1, now)
 
     def succeeded(self, key: str, now: float, *, started: float | None = None) -> None:
         """Report that a delivery of ``key``, begun at ``started`` (default ``now``), succeeded; any key counts."""
-        if not self._counts(now, started):
-            return
-        self._failing.clear()
-        if self.level > 1:
-            self._pause(self.level - 1, now)
-        else:
-            self.level = 0
+        self._counted.pop(key, None)
+        # a probe of an earlier rest may have been slow
+        if (now if started is None else started) >= self._first_rest_end:
+            self.level = self._failures = self._failed_probes = 0
+            self._probes.clear()
 
-    def _counts(self, now: float, started: float | None) -> bool:
-        # Nothing starts in a pause, so a delivery that started before its end started before the pause.
-        return (now if started is None else started) >= self._pause_end
+    def withdrawn(self, key: str) -> None:
+        """Report that a delivery of ``key`` ended, and that its outcome says nothing about the receiver."""
+        self._probes.pop(key, None)
 
-    def _pause(self, level: int, now: float) -> None:
+    def _probe_failed(self, key: str, now: float) -> None:
+        del self._probes[key]
+        self._failed_probes += 1
+        if not self._probes:
+            saturated = self._mode.wait(self.level) >= self._mode.maximum
+            self._rest(self.level if saturated else self.level + 1, now)
+
+    def _rest(self, level: int, now: float) -> None:
         wait = self._mode.wait(level)
-        self.level = level
-        self._pause_end = now + self._random(wait / 2, wait)
+        self._rest_end = now + self._random(wait / 2, wait)
+        if not self.level:
+            self._first_rest_end = self._rest_end
+        self.level, self._failures, self._failed_probes = level, 0, 0
+        self._probes.clear()
 
 
 def _power(base: float, exponent: int) -> float:

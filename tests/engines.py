@@ -198,9 +198,9 @@ class WatchedBackend(ReferenceBackend):
         await self.ask("counts", 0)
         return await super().counts()
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         await self.ask("claim", shard, count)
-        claims = await super().claim(shard, count, lease_ms, limits)
+        claims = await super().claim(shard, count, lease_ms, limits, sample=sample)
         if claims.leases:
             self.answer("claim")
         return replace(claims, leases=[replace(lease, entries=lease.entries[:SLICE]) for lease in claims.leases])

@@ -39,7 +39,6 @@ from aiodigest import (
 from aiodigest.backend import Add, Claims, Lease, Retired, ShardMap
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
-from aiodigest.policy import Limits
 from aiodigest.testing import TestEngine
 
 WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -125,9 +124,9 @@ class Moving(WatchedBackend):
         self._shard_map = ShardMap(1, range(1))
         self.has_moved = False
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
         await self._check(shard)
-        return await super().claim(shard, count, lease_ms, limits)
+        return await super().claim(shard, *arguments, **named)
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
         await self._check(shard)

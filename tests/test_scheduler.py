@@ -40,8 +40,8 @@ from aiodigest import (
 )
 from aiodigest.backend import Claims, Lease, Retired, ShardMap
 from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.backoff import PROBE_TIMEOUT
 from aiodigest.errors import ConfigurationError
-from aiodigest.policy import Limits
 from aiodigest.worker.logs import FEW
 from aiodigest.worker.shard import CLAIM
 
@@ -289,11 +289,11 @@ class Relocated(WatchedBackend):
         super().__init__(shards=2)
         self._shard_map = ShardMap(1, range(1, 2), draining=range(1))
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
         if shard == 0:
             self._shard_map = ShardMap(2, range(1, 2))
             raise Retired("shard 0 is no more")
-        return await super().claim(shard, count, lease_ms, limits)
+        return await super().claim(shard, *arguments, **named)
 
 
 async def test_a_worker_whose_shards_are_gone_serves_those_that_took_their_place() -> None:
@@ -827,8 +827,8 @@ class Reporting(WatchedBackend):
         super().__init__()
         self._wrong = {"broken": broken, "expired": expired}
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        return replace(await super().claim(shard, count, lease_ms, limits), **self._wrong)
+    async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
+        return replace(await super().claim(shard, *arguments, **named), **self._wrong)
 
 
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
@@ -1106,19 +1106,50 @@ async def test_failures_of_one_timeline_do_not() -> None:
         assert now() < 10
 
 
-async def test_after_the_rest_one_delivery_is_let_through_and_its_success_brings_all_back() -> None:
-    inbox, backend = Inbox(*failing(2), *[lasting(5)] * 20), WatchedBackend()
+async def test_after_the_rest_four_deliveries_are_let_through_and_a_success_brings_all_back() -> None:
+    inbox, backend = Inbox(*failing(2), lasting(3), *[lasting(4)] * 20), WatchedBackend()
     mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
     async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
         await fail_in_a_row(inbox, backend, 2)
         for number in range(10):
             await backend.put(f"more-{number}", 1)
-        await inbox.digest(3)
-        await asyncio.sleep(4)
-        assert len(inbox.digests) == 3
+        await inbox.digest(6)
+        await asyncio.sleep(2)
+        assert len(inbox.digests) == 6
         await inbox.outcome(3)
         await settle()
         assert len(inbox.digests) == 12
+
+
+async def test_a_probe_that_hangs_counts_as_failed_and_its_late_success_ends_the_rest_all_the_same() -> None:
+    inbox, backend = Inbox(*failing(2), *[lasting(30)] * 4), WatchedBackend()
+    mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
+    async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM, delivery_timeout=50):
+        await fail_in_a_row(inbox, backend, 2)
+        for number in range(10):
+            await backend.put(f"more-{number}", 1)
+        await inbox.digest(6)
+        began = now()
+        await inbox.digest(7)
+        assert 20 <= now() - began - PROBE_TIMEOUT <= 30  # a rest of the second level, which a success cut short
+        await settle()
+        assert len(inbox.digests) == 12
+
+
+async def test_a_receiver_that_works_is_not_kept_waiting_by_those_that_fail_after_the_rest() -> None:
+    """Those are due before it."""
+
+    async def fail_unless_it_works(digest: Digest[JSON]) -> None:
+        if digest.key != "works":
+            raise ValueError("down")
+
+    inbox, backend = Inbox(*[fail_unless_it_works] * 50), WatchedBackend()
+    async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=50, backoff=lambda _: 0.1)):
+        await fail_in_a_row(inbox, backend, 20)
+        await asyncio.sleep(0.2)
+        await backend.put("works", 1)
+        await inbox.outcome(24)
+    assert "works" in [digest.key for digest in inbox.digests[20:24]]
 
 
 async def test_each_failure_after_a_rest_makes_the_next_one_longer() -> None:

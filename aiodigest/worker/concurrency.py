@@ -15,7 +15,7 @@ BRIEF = 0.25  # seconds: a claim that takes longer reserves nothing any more, si
 
 class ConcurrencyLimit:
     """Counts how many more digests a shard may claim: ``concurrency``, less those under way and those reserved by
-    claims; fewer or none while the receiver rests.
+    claims; few or none while the receiver rests.
 
     Claims may bring more digests than that in the end, since a claim that hangs reserves nothing: so each delivery must
     hold ``gate`` too.
@@ -50,10 +50,11 @@ class ConcurrencyLimit:
         return 0
 
     def _count(self, now: float) -> int:
-        allowed = self.backoff.allowed(now, self._concurrency) if now >= self._paused_until else 0
-        brief = BRIEF if allowed >= self._concurrency else inf  # while one at a time is let through, each counts
+        if now < self._paused_until:
+            return 0
+        brief = inf if self.backoff.level else BRIEF  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)
-        return max(0, min(allowed, self._concurrency) - reserved - self._busy())
+        return max(0, min(self._concurrency - self._busy(), self.backoff.allowed(now, self._concurrency)) - reserved)
 
     @contextmanager
     def reserve(self, shard: int, count: int) -> Generator[None]:
@@ -67,9 +68,11 @@ class ConcurrencyLimit:
 
     def learn(self, key: str, success: bool | None, started: float, ended: float, pause: float) -> None:
         """Learn from the outcome of an attempt: claim less, or nothing for ``pause`` seconds."""
-        if success is True:
+        if success is None:
+            self.backoff.withdrawn(key)
+        elif success:
             self.backoff.succeeded(key, ended, started=started)
-        elif success is False:
+        else:
             self.backoff.failed(key, ended, started=started)
         if pause:
             self._paused_until = max(self._paused_until, ended + pause)

@@ -155,7 +155,9 @@ class ShardWorker:
                 if self.leases.active and self.leases.away:  # else this claim might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
-                claims = await self._backend.claim(self.shard, count, self._lease_ms, self._shared.limits)
+                claims = await self._backend.claim(
+                    self.shard, count, self._lease_ms, self._shared.limits, sample=self._concurrency.backoff.level > 0
+                )
         except Retired:
             raise
         except Exception as error:
@@ -170,6 +172,7 @@ class ShardWorker:
         now = loop.time()
         for lease in claims.leases:
             active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000)
+            self._concurrency.backoff.began(lease.key, now)
             active.task = asyncio.create_task(self._deliver(active))
             active.task.add_done_callback(partial(self._let_go, active))
             self.leases.add(active, sent)
@@ -233,6 +236,8 @@ class ShardWorker:
         """Make room for another delivery, even if this one's task was cancelled before it ran."""
         retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         self.leases.remove(active)
+        if active.stage != "reporting":  # nothing was learnt of the receiver
+            self._concurrency.backoff.withdrawn(active.lease.key)
         self._end_if_retired()
         self._concurrency.changed.set()
 

@@ -241,12 +241,12 @@ class Link(Backend, Operations):
 
         return await self._ask_shard("add", shard, request, repeat=False)
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         self._witness.claiming(self._process, count)
         sent = _now()
 
         async def request() -> Claims:
-            claims = await self._server.store.claim(shard, count, lease_ms, limits)
+            claims = await self._server.store.claim(shard, count, lease_ms, limits, sample=sample)
             self._witness.leased(self._process, claims)
             return claims
 

@@ -12,6 +12,7 @@ from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest
 from aiodigest.backend import Claims, Close, Lease
+from aiodigest.backoff import PROBE_TIMEOUT, PROBES
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
 from simulation.store import Store
@@ -51,8 +52,10 @@ class Conduct:
     away: bool = False  # its last claim or renewal failed
     unavailable: bool = False  # as it says itself
     silent_until: float = 0.0  # it was asked to claim nothing
-    failing: set[str] = field(default_factory=set[str])  # timelines in a row
+    failed: set[str] = field(default_factory=set[str])  # timelines that have not succeeded since
+    in_a_row: int = 0  # that began to fail since anything succeeded
     spared_since: float | None = None
+    resumed_at: float = 0.0  # when it was spared no more
     leaving_since: float | None = None
     hurried: bool = False  # who waited for it to leave was cancelled
 
@@ -196,8 +199,9 @@ class Witness:
         if len(receipt.serials) > (conduct.setup.max_size or conduct.setup.capacity):
             self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
         spared = (conduct.spared_since or now) + 3 * conduct.setup.timeout  # by then nobody answers an earlier claim
-        if sum(self._taken_at(other) > spared for other in (receipt, *self._running(process))) > 1:
-            self.broken(f"{process} delivers two at once to a receiver that fails")
+        spared = max(spared, now - PROBE_TIMEOUT)  # what has taken longer lets another through
+        if sum(self._taken_at(other) > spared for other in (receipt, *self._running(process))) > PROBES:
+            self.broken(f"{process} delivers more than {PROBES} at once to a receiver that fails")
         self.receipts.append(receipt)
         under_way = [other for other in self._running(process) if not other.stubborn]
         if len(under_way) > conduct.setup.concurrency:
@@ -241,11 +245,15 @@ class Witness:
             self._see_cut(receipt, conduct)
             self.cancelled(receipt)
         if receipt.ending == "returned":
-            conduct.failing.clear()
-            conduct.spared_since = None
+            conduct.failed.discard(receipt.key)
+            conduct.in_a_row = 0
+            if conduct.spared_since is not None:
+                conduct.spared_since, conduct.resumed_at = None, receipt.ended
         elif receipt.ending == "raised" and receipt.tells:
-            conduct.failing.add(receipt.key)
-            if len(conduct.failing) >= conduct.setup.threshold and conduct.spared_since is None:
+            if receipt.key not in conduct.failed and receipt.began >= conduct.resumed_at:
+                conduct.failed.add(receipt.key)
+                conduct.in_a_row += 1
+            if conduct.in_a_row >= conduct.setup.threshold and conduct.spared_since is None:
                 conduct.spared_since = receipt.ended
 
     def _see_cut(self, receipt: Receipt, conduct: Conduct) -> None:

@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from random import sample as sample_of
 from threading import RLock
 from typing import Self
 from uuid import uuid4
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
+    SAMPLE,
     SLICE,
     Add,
     Backend,
@@ -48,7 +50,12 @@ class ReferenceBackend(Backend, Operations):
     """
 
     def __init__(
-        self, *, shards: int = 1, now: Callable[[], int] = system_ms, nonce: Callable[[], str] = lambda: uuid4().hex
+        self,
+        *,
+        shards: int = 1,
+        now: Callable[[], int] = system_ms,
+        nonce: Callable[[], str] = lambda: uuid4().hex,
+        draw: Callable[[Sequence[str], int], Sequence[str]] = sample_of,
     ) -> None:
         self.machines = [Shard() for _ in range(shards)]
         self._shard_map = ShardMap(shards, range(shards))
@@ -57,6 +64,7 @@ class ReferenceBackend(Backend, Operations):
         self._waiting: list[dict[asyncio.Event, asyncio.AbstractEventLoop]] = [{} for _ in range(shards)]
         self._now = now
         self._nonce = nonce
+        self._draw = draw
 
     @property
     def url(self) -> str:
@@ -128,7 +136,7 @@ class ReferenceBackend(Backend, Operations):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
@@ -136,7 +144,7 @@ class ReferenceBackend(Backend, Operations):
             machine.watch_gap(lease_ms, now)
             machine.recover(now, now)
             machine.promote(machine.waiting, now)
-            for key, _ in earliest(machine.ready)[:SLICE]:
+            for key in self._sample(machine) if sample else [key for key, _ in earliest(machine.ready)[:SLICE]]:
                 if len(leases) == count:
                     break
                 held = machine.held.get(key, Held())
@@ -151,6 +159,15 @@ class ReferenceBackend(Backend, Operations):
             nexts = [*machine.waiting.values(), *(max(end, machine.hold_ms) for end in machine.leased.values())]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired)
+
+    def _sample(self, machine: Shard) -> list[str]:
+        """Draw ready timelines; those whose digest was tried before come last."""
+
+        def was_tried(key: str) -> bool:
+            delivery = machine.held.get(key, Held()).delivery
+            return delivery is not None and delivery.attempts > 0
+
+        return sorted(self._draw([*machine.ready], min(SAMPLE, len(machine.ready))), key=was_tried)
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         with self._lock:

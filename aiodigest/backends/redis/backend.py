@@ -112,8 +112,10 @@ class RedisBackend(Backend):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits) -> Claims:
-        reply = await self.namespace.call("claim", shard, count, lease_ms, pack_limits(limits), self._nonce())
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+        reply = await self.namespace.call(
+            "claim", shard, count, lease_ms, pack_limits(limits), self._nonce(), int(sample)
+        )
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
         )

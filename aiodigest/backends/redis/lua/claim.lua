@@ -1,9 +1,9 @@
--- claim: recover ended leases, promote what is due, and open digests, the oldest due first.
+-- claim: recover ended leases, promote what is due, and open digests, the oldest due first or drawn at random.
 --
 -- Flags     begins-namespace
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
---           ZCARD ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+--           ZCARD ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [int, int, text, [list...], [text...], [number...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -12,6 +12,7 @@
 -- ARGV[4]   lease (int, ms)
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of tokens and digests
+-- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...)
 --
@@ -20,6 +21,7 @@
 call('PERSIST', layout) -- a write that needs no memory: after it a full server lets this script drain it
 
 local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
+local sample = ARGV[7] == '1'
 local most = math.min(slots, 100)
 local leases, broken, expired = {}, {}, {}
 -- Read before anything is taken. If another program has written it, nobody is woken, and all is delivered all the same.
@@ -38,6 +40,25 @@ local function expire(held)
   expired[#expired + 1] = #records
 end
 
+-- Return what to look at next, with the due times, and whether nothing else is ready.
+local function candidates(wanted)
+  if not sample then
+    local oldest = call('ZRANGE', ready, 0, wanted - 1, 'WITHSCORES')
+    return oldest, #oldest < 2 * wanted
+  end
+  local drawn, fresh, failed = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), {}, {}
+  for index = 1, #drawn, 2 do
+    local attempts = try('HGET', metas .. drawn[index], 'attempts')
+    local group = attempts and attempts ~= '0' and failed or fresh
+    group[#group + 1] = drawn[index]
+    group[#group + 1] = drawn[index + 1]
+  end
+  for _, each in ipairs(failed) do
+    fresh[#fresh + 1] = each
+  end
+  return {unpack(fresh, 1, 2 * wanted)}, #drawn == 0
+end
+
 local hold = watch_gap(lease)
 if now >= hold then
   promote(leased, now)
@@ -47,15 +68,14 @@ promote(waiting, now)
 local looked, is_empty = 0, false -- is_empty: nothing is ready any more
 while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
   -- whatever is looked at leaves the set, so the next candidates are always its first
-  local wanted = most - #leases
-  local candidates = call('ZRANGE', ready, 0, wanted - 1, 'WITHSCORES')
-  is_empty = #candidates < 2 * wanted
-  for index = 1, #candidates, 2 do
+  local found
+  found, is_empty = candidates(most - #leases)
+  for index = 1, #found, 2 do
     if scanned >= SLICE then
       is_empty = false
       break
     end
-    local key, due = candidates[index], tonumber(candidates[index + 1])
+    local key, due = found[index], tonumber(found[index + 1])
     local held, problem = load_all(key)
     looked = looked + 1
     if not held then
