@@ -68,7 +68,11 @@ class PartialAdd(AiodigestError):
 
 
 class DeliverySignal(Exception):
-    """Base class of the signals that a callback raises to end its delivery in its own way; none is an error."""
+    """Base class of the signals that a callback raises to end its delivery in its own way; none is an error.
+
+    A signal may come in an exception group, as `asyncio.TaskGroup` raises it. Several are one: a `Reject`, else the
+    longest `RetryAfter`, else a `PartialFailure` that names all; this one counts only if no other error is beside it.
+    """
 
 
 class RetryAfter(DeliverySignal):

@@ -330,6 +330,27 @@ async def test_a_callback_whose_task_a_library_has_cancelled_fails_with_what_it_
     assert not task.cancelling()
 
 
+def group(*errors: Exception) -> ExceptionGroup[Exception]:
+    return ExceptionGroup("unhandled errors in a TaskGroup", errors)
+
+
+@pytest.mark.parametrize(
+    ("raised", "result", "reason"),
+    [
+        (group(Reject("no such user")), "rejected", "no such user"),
+        (group(group(Reject("a")), ValueError("x"), Reject("b"), RetryAfter(5)), "rejected", "a; b"),
+        (group(ValueError("x"), RetryAfter(5), RetryAfter(timedelta(seconds=7))), "deferred", "retry after 0:00:07"),
+        (group(PartialFailure({"a": "x"}), group(PartialFailure({"b": "y"}))), "partial", "a: x; b: y"),
+        (group(PartialFailure({"a": "x"}), ValueError("y")), "failed", "ExceptionGroup: unhandled errors"),
+        (group(RetryAfter(-1)), "failed", "ExceptionGroup: unhandled errors"),
+        (group(ValueError("x"), KeyError("y")), "failed", "ExceptionGroup: unhandled errors"),
+    ],
+)
+async def test_signals_that_leave_a_task_group_are_understood(raised: BaseException, result: str, reason: str) -> None:
+    outcome = await attempt(raised, entry("a"), entry("b"), entry("c"))
+    assert (outcome.result, outcome.reason[: len(reason)]) == (result, reason)
+
+
 async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
     coroutine = attempt(forever, entry("a"))
     task = asyncio.create_task(coroutine)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec
@@ -113,6 +113,33 @@ def _runs(task: asyncio.Task[Any] | None) -> bool:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:  # there is no loop
         return False
+
+
+def _signal_in(group: ExceptionGroup[Exception]) -> DeliverySignal | None:
+    """Return the signal that a callback's task group raised, if one is meant: the gravest, or several as one."""
+    errors = list(_leaves(group))
+    rejections = [error for error in errors if isinstance(error, Reject)]
+    if rejections:
+        return Reject("; ".join(dict.fromkeys(text_of(error.reason) for error in rejections)))
+    delays = [error for error in errors if isinstance(error, RetryAfter)]
+    with suppress(InvalidArgument):
+        if delays:
+            longest = max(delays, key=lambda error: duration(error.delay, "the delay of RetryAfter"))
+            return RetryAfter(longest.delay, pause=any(error.pause for error in delays))
+    partial = [error for error in errors if isinstance(error, PartialFailure)]
+    if partial and len(partial) == len(
+        errors
+    ):  # beside an error of another kind, "the others were delivered" is doubtful
+        return PartialFailure({name: why for error in partial for name, why in error.failed.items()})
+    return None
+
+
+def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
+    for error in group.exceptions:
+        if isinstance(error, ExceptionGroup):
+            yield from _leaves(cast("ExceptionGroup[Exception]", error))
+        else:
+            yield error
 
 
 async def _uncancel(task: asyncio.Task[Any]) -> None:
@@ -226,6 +253,8 @@ class Dispatcher(Generic[T]):
         except DeliverySignal:
             raise
         except Exception as error:
+            if isinstance(error, ExceptionGroup) and (signal := _signal_in(cast("ExceptionGroup[Exception]", error))):
+                raise signal from error
             if timer.expired():
                 raise TimedOut(f"no outcome within {self._timeout:g} s") from error
             raise
