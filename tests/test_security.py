@@ -145,6 +145,7 @@ async def work(stage: Stage) -> None:
     backend, other = stage.role, stage.other
     await backend.connect()
     checked([*await backend.renew(0, [], LEASE), True])
+    await backend.operations.counts()  # as a probe does
     checked(await other.add(0, adds("k", "a", "b", "c")))
     lease = await claimed(backend, "k")
     checked(await backend.renew(0, [lease], LEASE))
