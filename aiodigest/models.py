@@ -154,7 +154,8 @@ class Delivery:
     nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then (it comes,
     or came, again); "deleted" if its timeline was deleted under delivery. ``records`` is the number of records the
     callback delivered, whatever the result. ``lateness`` is the time in seconds from its due time to the start of the
-    attempt, and ``duration`` the seconds that the attempt took.
+    attempt, and ``duration`` the seconds that the attempt took. ``reason`` says in one line why records were not
+    delivered ('' if all were), and ``error`` is what the callback or the policy function raised.
     """
 
     key: str
@@ -164,6 +165,8 @@ class Delivery:
     records: int
     lateness: float
     duration: float
+    reason: str = ""
+    error: BaseException | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

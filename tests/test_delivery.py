@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
-from aiodigest.backend import Close, Lease, NewDeadLetter, Retry
+from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
 from aiodigest.records.entries import pack
 from aiodigest.worker.contents import MANY, SMALL, TURN, read
@@ -479,9 +479,34 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
     assert "first byte" in letter.reason
 
 
+async def test_only_the_first_of_a_kind_of_failures_in_a_row_is_logged_with_its_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors = iter([ValueError("a"), ValueError("b"), KeyError("c"), ValueError("d"), None, ValueError("e")])
+
+    async def callback(digest: Digest[JSON]) -> None:
+        if error := next(errors):
+            raise error
+
+    dispatcher = dispatcher_to(callback)
+    for _ in range(6):
+        await delivered(dispatcher, entry("a"))
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, True, True, True]
+    assert caplog.records[0].getMessage() == "attempt 1 to deliver 'key' failed, the next is in 10 s: ValueError: a"
+
+
+async def test_a_failure_carries_its_reason_and_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    error = ValueError("no such mailbox")
+    told = (await attempt(error, entry("a"), attempt=3)).delivery(Closed("closed"), 0.0, 0.0)
+    assert (told.result, told.reason, told.error) == ("buried", "ValueError: no such mailbox", error)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    told = (await attempt(None, entry("a"), broken("x"))).delivery(Closed("closed"), 0.0, 0.0)
+    assert (told.result, told.reason[:14], told.error) == ("delivered", "unknown format", None)
+
+
 async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_if_there_are_no_others() -> None:
     outcome = await attempt(AssertionError("called"), broken("x"), broken("y"))
-    assert (outcome.result, outcome.records, outcome.success) == ("empty", 0, None)
+    assert (outcome.result, outcome.records, outcome.success) == ("buried", 0, None)
     close = close_of(outcome)
     assert ([letter.ids for letter in close.dead_letters], close.counts) == ([[b"x", b"y"]], True)  # a letter a reason
 

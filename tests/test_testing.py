@@ -390,7 +390,7 @@ async def test_observers_are_told_of_every_attempt_and_may_raise() -> None:
         await mail.add("a", 1)
         await t.advance(minutes=1)
         assert told == t.attempts == [
-            Delivery("a", told[0].digest_id, 1, "failed", 0, 0.0, 0.0),
+            Delivery("a", told[0].digest_id, 1, "failed", 0, 0.0, 0.0, "OSError:"),
             Delivery("a", told[1].digest_id, 2, "delivered", 1, 0.0, 0.0),
         ]  # fmt: skip
 

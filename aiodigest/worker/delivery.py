@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
+from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
@@ -54,6 +55,7 @@ class Outcome(NamedTuple):
     records: int = 0
     success: bool | None = None
     pause: float = 0.0
+    error: BaseException | None = None  # what the callback or the policy raised
 
     @property
     def reason(self) -> str:
@@ -65,7 +67,9 @@ class Outcome(NamedTuple):
     def delivery(self, closed: Closed, late: float, took: float) -> Delivery:
         """Return the attempt as observers are told of it, once the store has answered; times are in seconds."""
         lease, result = self.report.lease, closed.status if closed.status in ("lost", "deleted") else self.result
-        return Delivery(lease.key, lease.digest_id, lease.attempt, result, self.records, late, took)
+        return Delivery(
+            lease.key, lease.digest_id, lease.attempt, result, self.records, late, took, self.reason, self.error
+        )
 
     async def report_to(
         self, close: Callable[[Close], Awaitable[Closed]], retry: Callable[[Retry], Awaitable[bool]]
@@ -113,6 +117,13 @@ def _runs(task: asyncio.Task[Any] | None) -> bool:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:  # there is no loop
         return False
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame
+        frame = frame.tb_next
 
 
 def _signal_in(group: ExceptionGroup[Exception]) -> DeliverySignal | None:
@@ -171,6 +182,7 @@ class Dispatcher(Generic[T]):
         self._timeout = delivery_timeout
         self._tracing = tracing
         self._reading = asyncio.Lock()
+        self._last_kind: object = None  # of failure: of several in a row the first one's traceback is logged
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
         """Read the digest that ``entries`` hold; large ones are read one at a time."""
@@ -188,7 +200,7 @@ class Dispatcher(Generic[T]):
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
         except BaseException as error:
-            return self._raised(attempt, error, call, task)
+            return self._raised(attempt, error, call, task)._replace(error=error)
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
         if lease.attempt > self._retry.max_attempts:
@@ -199,11 +211,12 @@ class Dispatcher(Generic[T]):
         try:
             await self._call(digest)
         except BaseException as error:
-            outcome = self._raised(attempt, error, call, task)
+            outcome = self._raised(attempt, error, call, task)._replace(error=error)
             if span is not None:
                 span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, TimedOut) else error)
         else:
             outcome = self._closed(attempt, "delivered")
+            self._last_kind = None
             if span is not None:
                 span.ended(outcome.result)
         finally:
@@ -262,9 +275,20 @@ class Dispatcher(Generic[T]):
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
         contents = attempt.contents
         delivered = len(contents.records)
-        letters = contents.letters()
+        letters = self._letters(attempt)
+        if letters and result == "empty":
+            result = "buried"
         report = self._close(attempt, delivered, letters, counts=bool(delivered or letters))
         return Outcome(report, result, delivered, success=True if result == "delivered" else None)
+
+    def _letters(self, attempt: Attempt[T]) -> list[NewDeadLetter]:
+        """Return what becomes dead letters since it cannot be decoded, and say so."""
+        letters = attempt.contents.letters()
+        for letter in letters:
+            facts = {**facts_of(attempt.lease, letter.reason), "records": len(letter.ids or ())}
+            line = "%d records of %r cannot be decoded, and are a dead letter: %s"
+            logger.error(line, facts["records"], attempt.lease.key, letter.reason, extra=facts)
+        return letters
 
     def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
         limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
@@ -273,10 +297,16 @@ class Dispatcher(Generic[T]):
         )
 
     def _buried(
-        self, attempt: Attempt[T], reason: str, result: Result = "buried", success: bool | None = None
+        self,
+        attempt: Attempt[T],
+        reason: str,
+        result: Result = "buried",
+        success: bool | None = None,
+        error: BaseException | None = None,
     ) -> Outcome:
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
-        logger.warning("digest %s of %r is a dead letter: %s", lease.digest_id, lease.key, reason, extra=facts)
+        line = "digest %s of %r is a dead letter after attempt %d: %s"
+        logger.error(line, lease.digest_id, lease.key, lease.attempt, reason, exc_info=error, extra=facts)
         return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result, success=success)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
@@ -288,18 +318,24 @@ class Dispatcher(Generic[T]):
         return Outcome(retry, "deferred", pause=delay if signal.pause else 0.0)
 
     def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
-        reason = reason or describe(error)
-        told = isinstance(error, (DeliverySignal, InvalidArgument, TimedOut))  # the reason tells all of it
-        logger.warning(
-            "attempt %d to deliver %r failed: %s", attempt.lease.attempt, attempt.lease.key, reason,
-            exc_info=None if told else error, extra=facts_of(attempt.lease, reason),
-        )  # fmt: skip
+        lease, reason = attempt.lease, reason or describe(error)
+        shown = self._worth_a_traceback(error)
         success = None if isinstance(error, DeliverySignal) else False
-        if attempt.lease.attempt >= self._retry.max_attempts:
-            return self._buried(attempt, reason, success=success)
-        delay_ms = self._delay_ms(attempt.lease)
+        if lease.attempt >= self._retry.max_attempts:
+            return self._buried(attempt, reason, success=success, error=shown)
+        delay_ms = self._delay_ms(lease)
+        line, facts = "attempt %d to deliver %r failed, the next is in %.3g s: %s", facts_of(lease, reason, delay_ms)
+        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, exc_info=shown, extra=facts)
         retry = Retry(attempt.lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
         return Outcome(retry, "timeout" if unknown else "failed", success=success)
+
+    def _worth_a_traceback(self, error: BaseException) -> BaseException | None:
+        """Return the error if its traceback tells something new: it does not for the second of a kind in a row."""
+        if isinstance(error, (DeliverySignal, InvalidArgument, TimedOut)):  # the reason tells all of it
+            return None
+        raised_at = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error)][-1:]
+        known, self._last_kind = self._last_kind, (type(error), raised_at)
+        return None if self._last_kind == known else error
 
     def _partial(self, attempt: Attempt[T], signal: PartialFailure) -> Outcome:
         lease, known = attempt.lease, {record.id for record in attempt.contents.records}
@@ -315,16 +351,20 @@ class Dispatcher(Generic[T]):
         reason = one_line("; ".join(f"{name}: {text_of(why)}" for name, why in signal.failed.items()))
         bad = attempt.contents.undecodable
         if attempt.lease.attempt >= self._retry.max_attempts:
-            letters = [NewDeadLetter(reason, failed), *attempt.contents.letters()]
-            facts = facts_of(lease, reason)
-            logger.warning("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
+            letters = [NewDeadLetter(reason, failed), *self._letters(attempt)]
+            facts = {**facts_of(lease, reason), "records": len(failed)}
+            logger.error("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason=reason)
-        facts = facts_of(lease, reason)
-        logger.warning("attempt %d to deliver %r failed in part: %s", lease.attempt, lease.key, reason, extra=facts)
+        delay_ms = self._delay_ms(lease)
+        line, facts = (
+            "attempt %d to deliver %r failed in part, the next is in %.3g s: %s",
+            facts_of(lease, reason, delay_ms),
+        )
+        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, extra=facts)
         retry = Retry(
-            attempt.lease, self._delay_ms(attempt.lease), reason, attempt.policy.terms.limits,
+            attempt.lease, delay_ms, reason, attempt.policy.terms.limits,
             attempt.taken, [*failed, *bad], delivered, aged=attempt.contents.aged,
         )  # fmt: skip
         return Outcome(retry, "partial", delivered)

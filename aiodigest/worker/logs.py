@@ -12,10 +12,12 @@ logger = logging.getLogger(__name__)
 FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
-def facts_of(what: Lease | Delivery, reason: object = "") -> dict[str, object]:
-    """Return the fields that name a line's attempt, and the reason."""
+def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None = None) -> dict[str, object]:
+    """Return the fields that name a line's attempt, and if given the reason, and in how long the next one is."""
     facts: dict[str, object] = {"timeline": what.key, "digest_id": what.digest_id, "attempt": what.attempt}
-    return {**facts, "reason": str(reason)} if reason else facts
+    if reason:
+        facts["reason"] = str(reason)
+    return facts if delay_ms is None else {**facts, "next_in": delay_ms / 1000}
 
 
 def log_losses(claims: Claims) -> None:
