@@ -358,6 +358,7 @@ async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
     coroutine.close()  # as of a task that is pending when its loop is closed
     task.cancel()
     await asyncio.wait([task])
+    assert "already awaited" in str(task.exception())  # which is the task's own, and no outcome
 
 
 async def test_it_can_be_known_until_when_a_callback_may_take() -> None:

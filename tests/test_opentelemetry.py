@@ -327,10 +327,10 @@ async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_en
 
 async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometheus) -> None:
     store = WatchedBackend()
-    engine, inbox = measured(prometheus, *[RuntimeError()] * 5, store=store)
+    engine, inbox = measured(prometheus, *[RuntimeError()] * 20, store=store)
     async with engine.delivering(inbox):
-        await engine.add_many(Entry(f"user:{number}", 1) for number in range(5))
-        await inbox.outcome(5)
+        await engine.add_many(Entry(f"user:{number}", 1) for number in range(20))
+        await inbox.outcome(20)
         store.take_down()
         with pytest.raises(Exception, match="refused"):
             await engine.add(KEY, 1)

@@ -209,16 +209,14 @@ class Dispatcher(Generic[T]):
         span = None if self._tracing is None else self._tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self._timeout
         try:
-            await self._call(digest)
-        except BaseException as error:
-            outcome = self._raised(attempt, error, call, task)._replace(error=error)
+            error = await self._call(digest)
+            if error is None:
+                outcome = self._closed(attempt, "delivered")
+                self._last_kind = None
+            else:
+                outcome = self._raised(attempt, error, call, task)._replace(error=error)
             if span is not None:
                 span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, TimedOut) else error)
-        else:
-            outcome = self._closed(attempt, "delivered")
-            self._last_kind = None
-            if span is not None:
-                span.ended(outcome.result)
         finally:
             if span is not None:
                 span.left()
@@ -248,7 +246,8 @@ class Dispatcher(Generic[T]):
                     raise asyncio.CancelledError from error
                 return self._failed(attempt, error)
 
-    async def _call(self, digest: Digest[T]) -> None:
+    async def _call(self, digest: Digest[T]) -> BaseException | None:
+        """Call back; return what was raised: were it caught further out, its traceback would hold the outcome."""
         timer = asyncio.timeout(self._timeout)
         try:
             async with timer:
@@ -263,14 +262,20 @@ class Dispatcher(Generic[T]):
                         "the callback returned %r: it must be an async function", type(ending).__name__,
                         extra={"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt},
                     )  # fmt: skip
-        except DeliverySignal:
-            raise
+        except DeliverySignal as signal:
+            return signal
         except Exception as error:
-            if isinstance(error, ExceptionGroup) and (signal := _signal_in(cast("ExceptionGroup[Exception]", error))):
-                raise signal from error
-            if timer.expired():
-                raise TimedOut(f"no outcome within {self._timeout:g} s") from error
-            raise
+            meant: Exception | None = None
+            if isinstance(error, ExceptionGroup):
+                meant = _signal_in(cast("ExceptionGroup[Exception]", error))
+            if meant is None and timer.expired():
+                meant = TimedOut(f"no outcome within {self._timeout:g} s")
+            if meant is not None:
+                meant.__cause__ = error
+            return meant or error
+        except BaseException as error:
+            return error
+        return None
 
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
         contents = attempt.contents
