@@ -493,11 +493,11 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
         scheduler = session_of(worker)._scheduler
         assert scheduler is not None
         workers = scheduler._workers
-        await until(lambda: all(workers[shard].leases.away for shard in dead))
+        await until(lambda: all(workers[shard].leases.is_cut_off for shard in dead))
         for number in range(5):  # while all calls to the dead one hang
             await engine.add(KEYS[alive], 2, record_id=f"r{number}")
             await inbox.got(f"r{number}")
-        assert all(workers[shard].leases.away for shard in dead)
+        assert all(workers[shard].leases.is_cut_off for shard in dead)
         assert not frozen or not any(call.done() for call in hanging)
         await asyncio.to_thread(bare.mend)
         await until(lambda: not is_leased(bare, namespace, dead[0]))

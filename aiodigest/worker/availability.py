@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Capped at a second, so that a worker is back within a second of the server's return.
 BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
-CALM = 1.0  # seconds without a failure after which calls that others make at their own pace count as answered again
+CALM_PERIOD = 1.0  # seconds without a failure after which calls that others make at their own pace count as answered
 
 
 class Availability:
@@ -29,7 +29,7 @@ class Availability:
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
         self._told: set[type[Exception]] = set()
-        self._soon: dict[str, asyncio.TimerHandle] = {}
+        self._calming: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def is_lost(self) -> bool:
@@ -38,8 +38,8 @@ class Availability:
 
     def failed(self, error: Exception, call: str = "") -> None:
         """Note that a call of a kind failed."""
-        if call in self._soon:
-            self._soon.pop(call).cancel()
+        if call in self._calming:
+            self._calming.pop(call).cancel()
         if not self._tries:
             self._began = asyncio.get_running_loop().time()
             self._told.clear()
@@ -65,11 +65,11 @@ class Availability:
 
         The kind counts as answered once none has failed for a second, so that the log does not report each call.
         """
-        if call in self._tries and call not in self._soon:
-            self._soon[call] = asyncio.get_running_loop().call_later(CALM, self._calmed, call)
+        if call in self._tries and call not in self._calming:
+            self._calming[call] = asyncio.get_running_loop().call_later(CALM_PERIOD, self._after_calm, call)
 
-    def _calmed(self, call: str) -> None:
-        del self._soon[call]
+    def _after_calm(self, call: str) -> None:
+        del self._calming[call]
         self.answered(call)
 
     async def pause(self, call: str = "") -> None:

@@ -10,7 +10,7 @@ from math import inf
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
 from aiodigest.worker.tasks import elapse
 
-BRIEF = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
+RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
 
 
 class ConcurrencyLimit:
@@ -46,13 +46,13 @@ class ConcurrencyLimit:
                 if count := self._count(now):
                     return min(count, most)
                 rest = max(self._paused_until, self.backoff.resumes_at or 0.0) - now
-                await elapse(self.changed, rest if rest > 0 else BRIEF if self._reserved else None)
+                await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if self._reserved else None)
         return 0
 
     def _count(self, now: float) -> int:
         if now < self._paused_until:
             return 0
-        brief = inf if self.backoff.level else BRIEF  # while few are let through, each counts
+        brief = inf if self.backoff.level else RESERVED_FOR  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)
         return max(0, min(self._concurrency - self._busy(), self.backoff.allowed(now, self._concurrency)) - reserved)
 

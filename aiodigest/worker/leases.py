@@ -68,13 +68,13 @@ class Leases:
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
         self._timer = Timer(self._expire)  # for the lease that ends first
         self._failures = 0  # calls that failed
-        self._forgiven = 0  # how many had, when the renewal was sent that was answered last
+        self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
 
     @property
-    def away(self) -> bool:
+    def is_cut_off(self) -> bool:
         """True if a call has failed, and no renewal sent since has been answered."""
-        return self._failures > self._forgiven
+        return self._failures > self._failures_answered
 
     @property
     def busy(self) -> int:
@@ -83,7 +83,7 @@ class Leases:
         While the store does not answer, those that only wait to be reported do not count, so that the outage of one
         shard does not stop the deliveries of all.
         """
-        if not self.away:
+        if not self.is_cut_off:
             return len(self.active)
         return sum(each.stage != "reporting" for each in self.active)
 
@@ -142,7 +142,7 @@ class Leases:
         loop = asyncio.get_running_loop()
         third = self._lease_timeout / 3
         while True:
-            due = self._renewed + third if self.active or self.away else self._heard + 1.1 * third
+            due = self._renewed + third if self.active or self.is_cut_off else self._heard + 1.1 * third
             if (rest := due - loop.time()) > 0:
                 await asyncio.sleep(min(rest, third / 3))  # the next due time may have changed by then
             else:
@@ -165,7 +165,7 @@ class Leases:
         failures = self._failures
         kept = await self._backend.renew(self._shard, [lease for _, lease in renewed], self._lease_ms)
         self._renewed = self._heard = sent
-        self._forgiven = failures
+        self._failures_answered = failures
         for (active, lease), held in zip(renewed, kept, strict=True):
             if isinstance(held, AiodigestError):
                 facts = facts_of(lease, held)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
-GOLDEN = 0.618  # its multiples lie far apart between whole numbers
+GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ShardWorker:
         self._claims = f"claims of shard {shard}"  # a kind of calls, which may fail while others do not
         self._claim_failed = False  # the last one did: the next one is for a single digest
         # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
-        self._share = 1.0 - shard * GOLDEN % 1.0
+        self._first_share = 1.0 - shard * GOLDEN_RATIO % 1.0
         self._retired = False  # the shard is no more
         self._over = asyncio.Event()
         self.finished_claiming = asyncio.Event()
@@ -152,7 +152,7 @@ class ShardWorker:
         sent = loop.time()
         try:
             with self._concurrency.reserve(self.shard, count):
-                if self.leases.active and self.leases.away:  # else this claim might recover what this worker holds
+                if self.leases.active and self.leases.is_cut_off:  # else it might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
                 claims = await self._backend.claim(
@@ -174,13 +174,13 @@ class ShardWorker:
             active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000)
             self._concurrency.backoff.began(lease.key, now)
             active.task = asyncio.create_task(self._deliver(active))
-            active.task.add_done_callback(partial(self._let_go, active))
+            active.task.add_done_callback(partial(self._on_done, active))
             self.leases.add(active, sent)
         return claims
 
     async def _sleep(self, claims: Claims) -> None:
         """Sleep until something is due, the wake-up stream tells of it, or a third of a lease has passed."""
-        longest, self._share = self._shared.lease_timeout / 3 * self._share, 1.0
+        longest, self._first_share = self._shared.lease_timeout / 3 * self._first_share, 1.0
         timeout = longest if claims.wait_ms is None else min(longest, claims.wait_ms / 1000)
         await self._wakeups.wait(claims.wake_up, timeout)
 
@@ -221,7 +221,7 @@ class ShardWorker:
                 raise LeaseLost(f"the lease on timeline {active.lease.key!r} ended before its delivery began")
             outcome, late, took = await self._call(active, attempt)
         sent = loop.time()
-        closed = await self._insist(partial(outcome.report_to, self._closes.submit, self._retries.submit))
+        closed = await self._until_answered(partial(outcome.report_to, self._closes.submit, self._retries.submit))
         tell(self._shared.observers, outcome.delivery(closed, late, took))
         if closed.status == "lost":
             lease = active.lease
@@ -232,7 +232,7 @@ class ShardWorker:
         self.leases.extend(active, max(sent, active.ends - self._shared.lease_timeout))  # the store has renewed it too
         return True
 
-    def _let_go(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
+    def _on_done(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
         """Make room for another delivery, even if this one's task was cancelled before it ran."""
         retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         self.leases.remove(active)
@@ -242,7 +242,7 @@ class ShardWorker:
         self._concurrency.changed.set()
 
     async def _read(self, lease: Lease, start: int, count: int) -> list[bytes]:
-        return await self._insist(partial(self._backend.read, self.shard, lease, start, count))
+        return await self._until_answered(partial(self._backend.read, self.shard, lease, start, count))
 
     async def _call(self, active: ActiveDelivery, attempt: Attempt[Any]) -> tuple[Outcome, float, float]:
         """Call back; return the outcome, and by how many seconds it began late and how many it took."""
@@ -251,13 +251,13 @@ class ShardWorker:
         active.stage = "calling"
         outcome = await self._shared.dispatcher.deliver(attempt, active.call)
         active.stage = "reporting"
-        if self.leases.away:
+        if self.leases.is_cut_off:
             self._concurrency.changed.set()
         ended = loop.time()
         self._concurrency.learn(active.lease.key, outcome.success, started, ended, outcome.pause)
         return outcome, max(0.0, started - active.due), ended - started
 
-    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
         """Call the store for a delivery until it answers, if only with an error of the timeline's.
 
         A server that refuses access may allow it again, as after a change of passwords.
