@@ -311,7 +311,7 @@ class Witness:
             if not process.alive or process.stopped or process.went_on_at > receipt.began:
                 continue
             if receipt.stubborn:
-                self._see_let_go(store, receipt, conduct)
+                self._see_on_done(store, receipt, conduct)
                 continue
             since = conduct.held.get(conduct.tokens.get(receipt.digest_id, ""), receipt.began)
             if now > max(since, receipt.began) + setup.lease_timeout + 1:
@@ -326,7 +326,7 @@ class Witness:
                     if now_ms > end + bound_ms:
                         self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
 
-    def _see_let_go(self, store: Store, receipt: Receipt, conduct: Conduct) -> None:
+    def _see_on_done(self, store: Store, receipt: Receipt, conduct: Conduct) -> None:
         """See that a callback that ignores its end does not keep its lease."""
         if self._taken_at(receipt) > receipt.began:
             return  # another attempt holds its digest
