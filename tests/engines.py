@@ -16,7 +16,6 @@ from typing import Any, ParamSpec
 from aiodigest import JSON, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
 from aiodigest.backend import SLICE, Add, Claims, Lease
 from aiodigest.backends.memory.backend import ReferenceBackend
-from aiodigest.policy import Limits
 from aiodigest.records.entries import pack
 from aiodigest.session.background import BackgroundSession
 
@@ -198,9 +197,9 @@ class WatchedBackend(ReferenceBackend):
         await self.ask("counts", 0)
         return await super().counts()
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(self, shard: int, count: int, *arguments: Any, **named: Any) -> Claims:
         await self.ask("claim", shard, count)
-        claims = await super().claim(shard, count, lease_ms, limits, sample=sample)
+        claims = await super().claim(shard, count, *arguments, **named)
         if claims.leases:
             self.answer("claim")
         return replace(claims, leases=[replace(lease, entries=lease.entries[:SLICE]) for lease in claims.leases])

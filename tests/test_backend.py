@@ -36,7 +36,7 @@ from aiodigest import (
     Entry,
     PartialAdd,
 )
-from aiodigest.backend import Add, Claims, Lease, Retired, ShardMap
+from aiodigest.backend import Add, Claims, Retired, ShardMap
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.testing import TestEngine
@@ -128,9 +128,9 @@ class Moving(WatchedBackend):
         await self._check(shard)
         return await super().claim(shard, *arguments, **named)
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+    async def renew(self, shard: int, *arguments: Any, **named: Any) -> list[bool]:
         await self._check(shard)
-        return await super().renew(shard, leases, lease_ms)
+        return await super().renew(shard, *arguments, **named)
 
     async def _check(self, shard: int) -> None:
         if self.has_moved and shard == 0:

@@ -427,6 +427,30 @@ async def test_holders_may_renew_after_an_outage_before_anything_is_recovered(st
     assert await store.close(lease) == Closed("closed")
 
 
+async def test_workers_that_run_for_a_moment_now_and_then_recover_what_a_killed_one_held(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    for _ in range(2):
+        store.now += LEASE
+        claims = await store.claims()  # by a new worker, which does not stay
+        await store.claims(since_ms=claims.now_ms)
+    assert [lease.attempt for lease in claims.leases] == [2]
+
+
+async def test_an_outage_holds_recovery_back_again_once_workers_have_stayed(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    store.now += LEASE
+    since = (await store.claims()).now_ms  # the first after a gap
+    taken: list[Lease] = []
+    for _ in range(4):
+        store.now += LEASE // 3
+        taken += (await store.claims(since_ms=since)).leases
+    assert [lease.attempt for lease in taken] == [2]  # which it holds when the server goes away
+    store.now += LEASE
+    assert (await store.claims()).leases == []  # a new worker is the first after the next gap
+
+
 async def test_the_close_of_a_deleted_timeline_hears_so_and_spares_what_came_since(store: Store) -> None:
     await store.add("k", "a")
     lease = await store.claim()

@@ -67,6 +67,7 @@ class Leases:
         self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
         self._timer = Timer(self._expire)  # for the lease that ends first
+        self.since_ms: int | None = None  # when the store first answered a claim, by its clock
         self._failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
@@ -93,9 +94,11 @@ class Leases:
         self._availability.failed(error, calls)
         self._on_lost_contact()
 
-    def heard(self, at: float) -> None:
-        """Note that the store has answered a call that was sent at this time, and told it of this worker."""
+    def heard(self, at: float, now_ms: int) -> None:
+        """Note that the store has answered a claim that was sent at this time, at ``now_ms`` by its clock."""
         self._heard = at
+        if self.since_ms is None:
+            self.since_ms = now_ms
 
     def add(self, active: ActiveDelivery, since: float) -> None:
         """Keep the lease of a delivery, granted by a call that was sent at ``since``."""
@@ -163,7 +166,9 @@ class Leases:
         renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
         sent = asyncio.get_running_loop().time()
         failures = self._failures
-        kept = await self._backend.renew(self._shard, [lease for _, lease in renewed], self._lease_ms)
+        kept = await self._backend.renew(
+            self._shard, [lease for _, lease in renewed], self._lease_ms, since_ms=self.since_ms
+        )
         self._renewed = self._heard = sent
         self._failures_answered = failures
         for (active, lease), held in zip(renewed, kept, strict=True):

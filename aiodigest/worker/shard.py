@@ -156,7 +156,12 @@ class ShardWorker:
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
                 claims = await self._backend.claim(
-                    self.shard, count, self._lease_ms, self._shared.limits, sample=self._concurrency.backoff.level > 0
+                    self.shard,
+                    count,
+                    self._lease_ms,
+                    self._shared.limits,
+                    sample=self._concurrency.backoff.level > 0,
+                    since_ms=self.leases.since_ms,
                 )
         except Retired:
             raise
@@ -165,7 +170,7 @@ class ShardWorker:
             self._claim_failed = True
             return None
         self._availability.answered(self._claims)
-        self.leases.heard(sent)
+        self.leases.heard(sent, claims.now_ms)
         self._claim_failed = False
         self._shared.on_answer()
         log_losses(claims)

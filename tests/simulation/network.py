@@ -241,12 +241,12 @@ class Link(Backend, Operations):
 
         return await self._ask_shard("add", shard, request, repeat=False)
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(self, shard: int, count: int, *arguments: Any, **named: Any) -> Claims:
         self._witness.claiming(self._process, count)
         sent = _now()
 
         async def request() -> Claims:
-            claims = await self._server.store.claim(shard, count, lease_ms, limits, sample=sample)
+            claims = await self._server.store.claim(shard, count, *arguments, **named)
             self._witness.leased(self._process, claims)
             return claims
 
@@ -262,9 +262,12 @@ class Link(Backend, Operations):
             "read", shard, partial(self._server.store.read, shard, lease, start, min(count, 3))
         )
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
+    async def renew(
+        self, shard: int, leases: Sequence[Lease], *arguments: Any, **named: Any
+    ) -> Sequence[bool | AiodigestError]:
         sent = _now()
-        kept = await self._ask_shard("renew", shard, partial(self._server.store.renew, shard, leases, lease_ms))
+        call = partial(self._server.store.renew, shard, leases, *arguments, **named)
+        kept = await self._ask_shard("renew", shard, call)
         self._witness.holds(self._process, [lease for lease, held in zip(leases, kept, strict=True) if held], sent)
         self._witness.holds_no_more([lease for lease, held in zip(leases, kept, strict=True) if not held])
         return kept

@@ -136,12 +136,21 @@ class ReferenceBackend(Backend, Operations):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(
+        self,
+        shard: int,
+        count: int,
+        lease_ms: int,
+        limits: Limits,
+        *,
+        sample: bool = False,
+        since_ms: int | None = None,
+    ) -> Claims:
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
             machine, now, nonce = self.machines[shard], self._now(), self._nonce()
-            machine.watch_gap(lease_ms, now)
+            machine.watch_gap(lease_ms, now, since_ms)
             machine.recover(now, now)
             machine.promote(machine.waiting, now)
             for key in self._sample(machine) if sample else [key for key, _ in earliest(machine.ready)[:SLICE]]:
@@ -183,10 +192,12 @@ class ReferenceBackend(Backend, Operations):
                 raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
             return delivery.entries[start : start + count]
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
+    async def renew(
+        self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
+    ) -> list[bool]:
         with self._lock:
             machine, now = self.machines[shard], self._now()
-            machine.watch_gap(lease_ms, now)
+            machine.watch_gap(lease_ms, now, since_ms)
             held = [isinstance(machine.fenced(lease), Delivery) for lease in leases]
             for lease, is_held in zip(leases, held, strict=True):
                 if is_held:

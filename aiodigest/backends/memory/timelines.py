@@ -109,6 +109,7 @@ class Shard:
         self.seen_ms = 0
         self.lease_ms = 0
         self.hold_ms = 0
+        self.newcomer = False  # the latest hold was begun for one
 
     # The schedule
 
@@ -141,11 +142,19 @@ class Shard:
         """Make ready what has a lease that ended by the deadline."""
         return self.promote(self.leased, deadline) if now >= self.hold_ms else []
 
-    def watch_gap(self, lease_ms: int, now: int) -> None:
-        """Recover nothing for a lease after a gap of more than half a lease, in which holders could not renew."""
-        if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
-            self.hold_ms = now + lease_ms
+    def watch_gap(self, lease_ms: int, now: int, since_ms: int | None = None) -> None:
+        """Recover nothing for a lease after a gap of more than half a lease, in which holders could not renew.
+
+        Workers that run for a moment now and then would hold it back for ever: once it was for a new one
+        (``since_ms`` is None), the next new one recovers at once, unless one was heard of meanwhile that was there
+        before, or stayed for a lease.
+        """
+        gap = self.seen_ms > 0 and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now
+        if gap and (since_ms is not None or not self.newcomer):
+            self.hold_ms, self.newcomer = now + lease_ms, since_ms is None
         self.hold_ms = min(self.hold_ms, now + lease_ms)
+        if since_ms is not None and since_ms < max(self.hold_ms, now) - lease_ms:
+            self.newcomer = False
         self.seen_ms, self.lease_ms = now, lease_ms
 
     def look(self, key: str) -> StoredTimeline | None:

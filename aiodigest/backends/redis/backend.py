@@ -112,9 +112,19 @@ class RedisBackend(Backend):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(
+        self,
+        shard: int,
+        count: int,
+        lease_ms: int,
+        limits: Limits,
+        *,
+        sample: bool = False,
+        since_ms: int | None = None,
+    ) -> Claims:
+        since = "" if since_ms is None else since_ms
         reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, pack_limits(limits), self._nonce(), int(sample)
+            "claim", shard, count, lease_ms, pack_limits(limits), self._nonce(), int(sample), since
         )
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
@@ -137,10 +147,13 @@ class RedisBackend(Backend):
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
         return await read_entries(self.namespace, shard, lease.key, lease.token, lease.digest_id, start, count)
 
-    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool | AiodigestError]:
+    async def renew(
+        self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
+    ) -> list[bool | AiodigestError]:
+        since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
-            await self.namespace.call("renew", shard, lease_ms)
-        return await self._each("renew", shard, lease_ms, leases)
+            await self.namespace.call("renew", shard, lease_ms, since)
+        return await self._each("renew", shard, [lease_ms, since], leases)
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
         items = [pack_close(close) for close in closes]
@@ -151,11 +164,13 @@ class RedisBackend(Backend):
         return await call_each(self.namespace, "retry", shard, [self._nonce()], items, done, numbered=True)
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
-        return await self._each("release", shard, int(started), leases)
+        return await self._each("release", shard, [int(started)], leases)
 
-    async def _each(self, name: str, shard: int, head: int, leases: Sequence[Lease]) -> list[bool | AiodigestError]:
+    async def _each(
+        self, name: str, shard: int, head: Sequence[Argument], leases: Sequence[Lease]
+    ) -> list[bool | AiodigestError]:
         items = [[lease.key, lease.token, lease.digest_id] for lease in leases]
-        return await call_each(self.namespace, name, shard, [head], items, done)
+        return await call_each(self.namespace, name, shard, head, items, done)
 
     async def wait(self, shard: int, last: str) -> str:
         connections = await self.namespace.connected()

@@ -13,6 +13,7 @@
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of tokens and digests
 -- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
+-- ARGV[8]   since (int or '', ms): when the caller was first answered here
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...)
 --
@@ -59,7 +60,8 @@ local function candidates(wanted)
   return {unpack(fresh, 1, 2 * wanted)}, #drawn == 0
 end
 
-local hold = watch_gap(lease)
+local since = tonumber(ARGV[8])
+local hold = watch_gap(lease, since)
 if now >= hold then
   promote(leased, now)
 end
