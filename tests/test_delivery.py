@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -478,6 +479,30 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
     [letter] = close.dead_letters
     assert (close.delivered, letter.ids) == (2, [b"bad"])
     assert "first byte" in letter.reason
+
+
+async def test_what_a_callback_raised_is_freed_with_its_outcome_and_no_cycle_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, "aiodigest")  # a line that was caught keeps its error
+
+    class Refused(Exception):  # built-in errors take no weak references
+        pass
+
+    raised = list[weakref.ref[Refused]]()
+
+    async def callback(digest: Digest[JSON]) -> None:
+        error = Refused()
+        raised.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    outcome = await delivered(dispatcher_to(callback), entry("a"))
+    assert isinstance(outcome.error, Refused)
+    del outcome
+    assert [each() for each in raised] == [None]
 
 
 async def test_only_the_first_of_a_kind_of_failures_in_a_row_is_logged_with_its_traceback(

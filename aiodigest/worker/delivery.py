@@ -126,9 +126,9 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
         frame = frame.tb_next
 
 
-def _signal_in(group: ExceptionGroup[Exception]) -> DeliverySignal | None:
+def _signal_in(error: Exception) -> Exception | None:
     """Return the signal that a callback's task group raised, if one is meant: the gravest, or several as one."""
-    errors = list(_leaves(group))
+    errors = [*_leaves(error)]
     rejections = [error for error in errors if isinstance(error, Reject)]
     if rejections:
         return Reject("; ".join(dict.fromkeys(text_of(error.reason) for error in rejections)))
@@ -138,19 +138,17 @@ def _signal_in(group: ExceptionGroup[Exception]) -> DeliverySignal | None:
             longest = max(delays, key=lambda error: duration(error.delay, "the delay of RetryAfter"))
             return RetryAfter(longest.delay, pause=any(error.pause for error in delays))
     partial = [error for error in errors if isinstance(error, PartialFailure)]
-    if partial and len(partial) == len(
-        errors
-    ):  # beside an error of another kind, "the others were delivered" is doubtful
+    if partial and len(partial) == len(errors):  # else "the others were delivered" is doubtful
         return PartialFailure({name: why for error in partial for name, why in error.failed.items()})
     return None
 
 
-def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
-    for error in group.exceptions:
-        if isinstance(error, ExceptionGroup):
-            yield from _leaves(cast("ExceptionGroup[Exception]", error))
-        else:
-            yield error
+def _leaves(error: Exception) -> Iterator[Exception]:
+    if isinstance(error, ExceptionGroup):
+        for each in cast("ExceptionGroup[Exception]", error).exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
 
 
 async def _uncancel(task: asyncio.Task[Any]) -> None:
@@ -265,17 +263,19 @@ class Dispatcher(Generic[T]):
         except DeliverySignal as signal:
             return signal
         except Exception as error:
-            meant: Exception | None = None
-            if isinstance(error, ExceptionGroup):
-                meant = _signal_in(cast("ExceptionGroup[Exception]", error))
-            if meant is None and timer.expired():
-                meant = TimedOut(f"no outcome within {self._timeout:g} s")
-            if meant is not None:
-                meant.__cause__ = error
-            return meant or error
+            return self._meant_by(error, timer.expired())
         except BaseException as error:
             return error
         return None
+
+    def _meant_by(self, error: Exception, expired: bool) -> Exception:
+        """Return the signal in an exception group, or the timeout behind an error; else the error."""
+        meant = _signal_in(error)
+        if meant is None and expired:
+            meant = TimedOut(f"no outcome within {self._timeout:g} s")
+        if meant is not None:
+            meant.__cause__ = error
+        return meant or error
 
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
         contents = attempt.contents

@@ -19,8 +19,8 @@ async def finish_deliveries(
     """Wait for the deliveries under way, for ``drain_timeout`` or until ``at_once``, and give the rest back."""
     if not (under_way := _under_way(workers)):
         return
-    ends = [asyncio.create_task(asyncio.wait([each.task for _, each in under_way]))]
-    ends.append(asyncio.create_task(at_once.wait()))
+    tasks = [each.task for _, each in under_way]
+    ends = [asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(at_once.wait())]
     await asyncio.wait(ends, timeout=drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
