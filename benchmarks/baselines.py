@@ -61,7 +61,9 @@ class Scripts:
 
     def packed(self, key: str, value: str) -> Sequence[Argument]:
         """The arguments of an add, of a record with an id of its own."""
-        return pack_adds([Add(key, pack(uuid4().hex.encode(), None, self._codec.encode(value)), self._terms)])
+        add = Add(key, pack(uuid4().hex.encode(), None, self._codec.encode(value)), self._terms)
+        head, [item] = pack_adds([add])
+        return [*head, *item]
 
     async def send(self, arguments: Sequence[Argument]) -> None:
         await self.client.evalsha(self._script.sha, 1, self._key, self._version, "", *arguments)

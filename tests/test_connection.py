@@ -23,8 +23,8 @@ from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE, ServerConnections
-from aiodigest.backends.redis.connections.shared import _shared, _users, join_connections, leave_connections
 from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
+from aiodigest.backends.redis.namespace import _shared, join_connections, leave_connections
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
 
@@ -383,7 +383,7 @@ def test_connections_of_a_loop_that_was_closed_before_they_were_left_are_forgott
 
     asyncio.run(join())
     asyncio.run(join_and_leave())
-    assert not [connections for connections in [*_shared.values(), *_users] if connections.url is url]
+    assert not [connections for connections in _shared.values() if connections.url is url]
 
 
 def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:

@@ -7,17 +7,16 @@ from typing import Any, Self, cast
 from uuid import uuid4
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retired, Retry, ShardMap
-from aiodigest.backends.redis.adding import Adding
 from aiodigest.backends.redis.connections.url import Source
-from aiodigest.backends.redis.items import call_each, read_entries
+from aiodigest.backends.redis.items import add_all, call_each, done, read_entries
 from aiodigest.backends.redis.namespace import Namespace, Server
 from aiodigest.backends.redis.operations import RedisOperations
-from aiodigest.backends.redis.resharding import Resharding
 from aiodigest.backends.redis.scripts import (
     Argument,
     number,
     pack_close,
     pack_delays,
+    pack_lease,
     pack_limits,
     pack_retry,
     text,
@@ -28,11 +27,6 @@ from aiodigest.errors import AiodigestError, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
 
 Fields = Sequence[bytes | int]
-
-
-def done(answer: object) -> bool:
-    """Read a script's 1 or 0."""
-    return answer == 1
 
 
 class RedisBackend(Backend):
@@ -70,8 +64,7 @@ class RedisBackend(Backend):
             "namespace": namespace, "shards": shards, "timeout": timeout, "wait_replicas": wait_replicas, "now": now
         }  # fmt: skip
         self.namespace = Namespace(source, **self._settings)
-        self._resharding = Resharding(self.namespace)
-        self._operations = RedisOperations(self.namespace, self._resharding)
+        self._operations = RedisOperations(self.namespace)
         self._source = source
         self._nonce = nonce
 
@@ -108,7 +101,7 @@ class RedisBackend(Backend):
     # Adding
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        return await Adding(self.namespace, adds).run(shard)
+        return await add_all(self.namespace, shard, adds)
 
     # Delivering
 
@@ -153,24 +146,22 @@ class RedisBackend(Backend):
         since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms, since)
-        return await self._each("renew", shard, [lease_ms, since], leases)
+        calls = call_each(self.namespace, "renew", shard, [lease_ms, since], [*map(pack_lease, leases)], done)
+        return [answer async for answer in calls]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
-        items = [pack_close(close) for close in closes]
-        return await call_each(self.namespace, "close", shard, [self._nonce()], items, unpack_closed, numbered=True)
+        items = [*map(pack_close, closes)]
+        calls = call_each(self.namespace, "close", shard, [self._nonce()], items, unpack_closed, numbered=True)
+        return [answer async for answer in calls]
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
-        items = [pack_retry(retry) for retry in retries]
-        return await call_each(self.namespace, "retry", shard, [self._nonce()], items, done, numbered=True)
+        items = [*map(pack_retry, retries)]
+        calls = call_each(self.namespace, "retry", shard, [self._nonce()], items, done, numbered=True)
+        return [answer async for answer in calls]
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
-        return await self._each("release", shard, [int(started)], leases)
-
-    async def _each(
-        self, name: str, shard: int, head: Sequence[Argument], leases: Sequence[Lease]
-    ) -> list[bool | AiodigestError]:
-        items = [[lease.key, lease.token, lease.digest_id] for lease in leases]
-        return await call_each(self.namespace, name, shard, head, items, done)
+        calls = call_each(self.namespace, "release", shard, [int(started)], [*map(pack_lease, leases)], done)
+        return [answer async for answer in calls]
 
     async def wait(self, shard: int, last: str) -> str:
         connections = await self.namespace.connected()
@@ -232,7 +223,7 @@ class RedisBackend(Backend):
         asked = set[int]()
         while left := [shard for shard in self.namespace.shard_map.current if shard not in asked]:
             if not asked:
-                await self._resharding.bring(letter_id)
+                await self._operations.bring(letter_id)
             asked.add(left[0])
             try:
                 yield await self.namespace.call(name, left[0], *arguments, settled=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar, cast
 
-from aiodigest.backend import SLICE
+from aiodigest.backend import SLICE, Add, Retired
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import Argument, text
+from aiodigest.backends.redis.scripts import Argument, pack_adds, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, LeaseLost
+from aiodigest.records.entries import identity
 
 T = TypeVar("T")
 
@@ -26,41 +27,71 @@ async def call_each(
     read: Callable[[object], T],
     *,
     numbered: bool = False,
-) -> list[T | AiodigestError]:
-    """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
+) -> AsyncIterator[T | AiodigestError]:
+    """Call a script for all items, in as many calls as needed; yield their answers, or their timelines' errors.
 
     ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item.
     """
-    answers: list[object] = []
-    now = namespace.time()
-    while len(answers) < len(items):
-        arguments = [*head, len(answers) + 1] if numbered else [*head]
-        for item in items[len(answers) : len(answers) + BATCH]:
+    answered, now = 0, namespace.time()
+    while answered < len(items):
+        arguments = [*head, answered + 1] if numbered else [*head]
+        for item in items[answered : answered + BATCH]:
             if len(arguments) > ARGUMENTS:
                 break
             arguments += item
-        answered = cast("list[object]", await namespace.call(name, shard, *arguments, now=now))
-        await check_answers(namespace, shard, answered, len(items) - len(answers))
-        answers += answered
-    return [
-        namespace.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
-        for item, answer in zip(items, answers, strict=True)
-    ]
+        answers = cast("list[object]", await namespace.call(name, shard, *arguments, now=now))
+        left = items[answered:]
+        if not 0 < len(answers) <= len(left):  # they are none at all, or another question's
+            await namespace.leave(shard)
+            problem = f"it returned {len(answers)} answers for {len(left)} items"
+            raise BackendUnavailable(f"{namespace.url} is unavailable: {problem}", stored="unknown")
+        if DEMOTED & {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}:
+            await namespace.leave(shard)  # it is no primary any more
+        for item, answer in zip(left, answers, strict=False):
+            yield namespace.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
+        answered += len(answers)
 
 
-async def check_answers(namespace: Namespace, shard: int, answers: Sequence[object], items: int) -> None:
-    """Leave a connection whose answers are none at all, or more than there were items.
+async def add_all(namespace: Namespace, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+    """Send adds, to a shard at first; return the answer to each, or raise if all failed at once.
 
-    Leave a server too whose answers to single items say that it is no longer a primary.
+    An add is sent again only if nothing was done with it: its shard was retired, or its call was too long for one
+    script. Those of a timeline stay in order.
     """
-    if not 0 < len(answers) <= items:
-        await namespace.leave(shard)
-        raise BackendUnavailable(
-            f"{namespace.url} is unavailable: it returned {len(answers)} answers for {items} items", stored="unknown"
-        )
-    problems = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
-    if problems & DEMOTED:
-        await namespace.leave(shard)
+    answers: dict[int, bool | AiodigestError] = {}
+    unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
+    for where, indices in unsent:
+        left = iter(indices)
+        head, items = pack_adds([adds[index] for index in indices])
+        try:
+            async for answer in call_each(namespace, "add", where, head, items, done):
+                index = next(left)
+                answers[index] = _of_record(adds[index], answer)
+        except Retired:
+            groups: dict[int, list[int]] = {}
+            for index in left:
+                groups.setdefault(namespace.shard_map.shard_of(adds[index].key), []).append(index)
+            unsent += groups.items()
+        except AiodigestError as error:
+            if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
+                error = BackendUnavailable(str(error), stored="unknown")
+            failed = {index: _of_record(adds[index], error) for index in left}
+            if len(failed) == len(adds):  # so it is the error of each
+                raise error from error.__cause__
+            answers |= failed
+    return [answers[index] for index in range(len(adds))]
+
+
+def _of_record(add: Add, answer: bool | AiodigestError) -> bool | AiodigestError:
+    """Return the answer to an add; if the store was unavailable, it says of which record."""
+    if not isinstance(answer, BackendUnavailable):
+        return answer
+    return BackendUnavailable(str(answer), record_id=identity(add.entry).decode(errors="replace"), stored=answer.stored)
+
+
+def done(answer: object) -> bool:
+    """Read a script's 1 or 0."""
+    return answer == 1
 
 
 async def read_entries(

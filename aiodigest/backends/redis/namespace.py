@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, Self, cast, runtime_checkable
+from typing import Literal, Protocol, Self, cast, runtime_checkable
 
 from aiodigest.backend import MAX_SHARDS, Retired, ShardMap
+from aiodigest.backends.redis.connections.cluster import ClusterConnections
 from aiodigest.backends.redis.connections.errors import explain, lacks_keys, refused
-from aiodigest.backends.redis.connections.server import LayoutMismatch
-from aiodigest.backends.redis.connections.shared import Connections, join_connections, leave_connections
-from aiodigest.backends.redis.connections.url import Source, read_url
+from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch, ServerConnections
+from aiodigest.backends.redis.connections.url import URL, Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
@@ -21,6 +22,28 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 logger = logging.getLogger(__name__)
 
 ROUNDS = 3  # of a call: how often it may meet a layout that is new to this process
+
+_shared: dict[tuple[object, asyncio.AbstractEventLoop, float], Connections] = {}
+
+
+def join_connections(url: URL, timeout: float) -> Connections:
+    """Return connections for the running loop: those of other users of the same client, or new ones."""
+    for left in [key for key in list(_shared) if key[1].is_closed()]:  # its user never left
+        _shared.pop(left, None)  # other threads do so too
+    key = (object() if url.pool is None else url.pool, asyncio.get_running_loop(), timeout)
+    if key not in _shared:
+        _shared[key] = ClusterConnections(url, timeout) if url.nodes else ServerConnections(url, timeout)
+    _shared[key].users += 1
+    return _shared[key]
+
+
+async def leave_connections(connections: Connections) -> None:
+    """End one user's share; the last one closes every connection, and calls under way fail."""
+    connections.users -= 1
+    if connections.users == 0:
+        for key in [key for key, joined in list(_shared.items()) if joined is connections]:
+            del _shared[key]
+        await connections.close()
 
 
 @runtime_checkable
@@ -125,12 +148,16 @@ class Namespace:
             load_scripts()
             await connections.check_version(self.root)
             await self.look_up()
-            if self.wait_replicas:
-                await self._check_wait(connections)
+            if self.wait_replicas:  # a refusal after the add would leave the caller in the dark
+                try:
+                    await connections.command(self.root, "WAIT", 0, 1)
+                except AiodigestError as error:  # a replica has no WAIT, and is told from a primary by the first write
+                    if isinstance(error, (ConfigurationError, BackendUnavailable)):
+                        raise
             self._denied = await self._ask_permits()
             self._is_ready = True  # not before all is known: a call looks again until then
         except BackendUnavailable as error:
-            raise self._explained(error) from error.__cause__  # stays open: the next call looks again
+            raise self._explained(error, "no") from error.__cause__  # stays open: the next call looks again
         except BaseException as error:
             if fresh:
                 await self._leave()
@@ -174,18 +201,18 @@ class Namespace:
         """Explain why a server of one's own is down; None if it is up, or there is none."""
         return None if self.server is None else self.server.why_down()
 
-    def _explained(self, error: BackendUnavailable) -> BackendUnavailable:
-        """Return the error with the reason for which a server of one's own is down."""
-        reason = self.why_down()
-        if not reason or reason in str(error):
-            return error
-        return BackendUnavailable(f"{error} ({reason})", record_id=error.record_id, stored=error.stored)
+    def _explained(self, error: BackendUnavailable, stored: Literal["no", "unknown"]) -> BackendUnavailable:
+        """Return the error of a call, with the reason for which a server of one's own is down."""
+        reason, message = self.why_down(), str(error)
+        return BackendUnavailable(
+            f"{message} ({reason})" if reason and reason not in message else message, stored=stored
+        )
 
     # What there is to know before a call
 
     async def look_up(self) -> None:
         """Read which layout takes the adds now, and which one is being drained."""
-        reply = await untouched(self.connections.command(self.root, "HMGET", self.root, "current", "version", "drains"))
+        reply = await self.connections.command(self.root, "HMGET", self.root, "current", "version", "drains")
         told = [text(field) if field else "" for field in cast("list[bytes | None]", reply)]
         known = self._layout if self._is_ready else None
         layout = self._layout = learn(known, told, self.name, self._shards)
@@ -201,15 +228,6 @@ class Namespace:
             await self.look_up()
         elif self.layout.current == layout.current:
             self._layout = replace(self.layout, is_rumoured=False)
-
-    async def _check_wait(self, connections: Connections) -> None:
-        """Check that the user may wait for replicas: a refusal after the add would leave the caller in the dark."""
-        try:
-            await connections.command(self.root, "WAIT", 0, 1)
-        except (ConfigurationError, BackendUnavailable):
-            raise
-        except AiodigestError:
-            pass  # a replica has no WAIT, and is told from a primary by the first write
 
     async def _ask_permits(self) -> frozenset[str]:
         """Return the scripts' commands that the user may not run."""
@@ -262,6 +280,7 @@ class Namespace:
         Raises Retired, and does nothing, if the shard no longer takes adds (and this is one, or ``settled``), or
         no longer takes anything.
         """
+        sent = False
         try:
             connections = await self.connected()
             await self.permit(name)
@@ -273,14 +292,16 @@ class Namespace:
                     await self._confirm()
                     continue
                 try:
+                    sent = True
                     return await connections.run(
                         name, key, (version, now, *arguments), repeat=repeat, replicas=replicas
                     )
                 except LayoutMismatch as mismatch:
+                    sent = False
                     await self._mend(connections, shard, mismatch.stored)
             raise BackendUnavailable(f"the layout of namespace {self.name!r} is being changed")
         except BackendUnavailable as error:
-            raise self._explained(error) from error.__cause__
+            raise self._explained(error, error.stored if sent else "no") from error.__cause__
 
     async def _version(self, shard: int, *, newest: bool) -> str:
         """Return the version that a script must find at a shard; Retired if it must not be run there.
@@ -307,40 +328,32 @@ class Namespace:
         key, layout = self.key(shard, "layout"), self.layout.homes[shard].layout
         await self.look_up()
         if layout == self.layout.current:
-            fits = layout.version
+            before, fits, is_old = stored, layout.version, stored in (layout.draining, RETIRED)
             if stored == "none":  # a new namespace or shard, or a server that was emptied
-                await self._make(key, layout)
-                return
-            if stored in (layout.draining, RETIRED):
-                await connections.run("drain", key, [stored, layout.version])
+                if await self.note(self.root, "current", layout) != layout.version:  # somebody was faster
+                    await self.look_up()
+                    return
+                for where in (self.root, key):  # the first so that one who knows of a single shard is refused
+                    await self.note(where, "version", layout)
                 return
         elif layout == self.layout.drained:
-            fits = layout.draining
-            if stored in (layout.version, "none"):
-                await connections.run("drain", key, [layout.version, layout.draining])
-                return
+            before, fits, is_old = layout.version, layout.draining, stored in (layout.version, "none")
             if stored == RETIRED:
                 raise self._gone(shard)
         else:
             return
-        if stored != fits:  # else another call has mended it meanwhile
+        if is_old:
+            await connections.run("drain", key, [before, fits])
+        elif stored != fits:  # else another call has mended it meanwhile
             raise ConfigurationError(
                 f"shard {shard} of namespace {self.name!r} has the layout {stored}, which does not fit the "
                 f"namespace's {self.layout.current.version}: another program has written it"
             )
 
-    async def _make(self, key: str, layout: Layout) -> None:
-        """Write a layout down if there is none; learn the other one if somebody was faster."""
-        if await self.note(self.root, "current", layout) != layout.version:
-            await self.look_up()
-            return
-        for where in (self.root, key):  # the first so that one who knows of a single shard is refused
-            await self.note(where, "version", layout)
-
     async def note(self, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
         """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""
-        noting = self.connections.run("layout", where, [field, layout.version], replicas=replicas)
-        return text(cast("list[bytes]", await untouched(noting))[1])
+        reply = await self.connections.run("layout", where, [field, layout.version], replicas=replicas)
+        return text(cast("list[bytes]", reply)[1])
 
     def _gone(self, shard: int) -> Retired:
         home = self.layout.homes[shard]
@@ -383,11 +396,3 @@ class Namespace:
         if isinstance(error, (BackendUnavailable, ConfigurationError)):
             return error
         return InvalidState(f"timeline {key!r} is broken: {problem}")
-
-
-async def untouched(call: Awaitable[object]) -> object:
-    """Return the answer of a call made before the one that changes something: if it fails, nothing was stored."""
-    try:
-        return await call
-    except BackendUnavailable as error:
-        raise BackendUnavailable(str(error)) from error

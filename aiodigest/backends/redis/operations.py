@@ -1,4 +1,8 @@
-"""Operators' calls on a namespace: look, list, count, check, erase, and change its number of shards."""
+"""Operators' calls on a namespace: look, list, count, check, erase, and change its number of shards.
+
+That moves no timelines: a new layout takes the adds from one moment on, and workers deliver from both until the old one
+is empty. Every step of it can be repeated, so that an interrupted change resumes where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,24 @@ from typing import cast
 from aiodigest.backend import SLICE, Bookmark, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
 from aiodigest.backends.redis.connections.server import Moved, ServerConnections
 from aiodigest.backends.redis.items import BATCH, read_entries
+from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.resharding import Resharding
-from aiodigest.backends.redis.scripts import number, text, unpack_timeline
-from aiodigest.errors import BackendUnavailable
+from aiodigest.backends.redis.scripts import text, unpack_counts, unpack_timeline
+from aiodigest.errors import BackendUnavailable, InvalidState
 from aiodigest.models import Finding, State
 
 Fields = Sequence[bytes | int]
 NO_BOOKMARK = "", "", ""  # from the beginning
+RESHARDING = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
+HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being empty
 
 
 class RedisOperations(Operations):
     """The operators' calls on a namespace."""
 
-    def __init__(self, namespace: Namespace, resharding: Resharding) -> None:
+    def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._resharding = resharding
+        self._goal: Layout | None = None  # what `reshard` was asked for, until `drain` has brought it to its end
 
     # Timelines
 
@@ -65,8 +71,7 @@ class RedisOperations(Operations):
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         async for answer in self._namespace.call_all("counts"):
-            reply = cast("list[bytes | int]", answer)
-            counts = {text(name): number(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
+            counts = unpack_counts(answer)
             if oldest := counts.pop("oldest_due_ms", 0):
                 total["oldest_due_ms"] = min(total["oldest_due_ms"] or oldest, oldest)
             total["overdue_ms"] = max(total["overdue_ms"], counts.pop("overdue_ms", 0))
@@ -119,11 +124,104 @@ class RedisOperations(Operations):
         for server in await connections.find_primaries():
             await _scan(server, self._namespace.name, b"")
 
+    # Another number of shards
+
     async def reshard(self, shards: int) -> bool:
-        return await self._resharding.begin(shards)
+        """See ``Operations.reshard``. Raises InvalidState while a change to another number is under way."""
+        namespace = self._namespace
+        connections = await namespace.connected()
+        self._goal = None
+        await namespace.permit(*RESHARDING)
+        await namespace.look_up()
+        old, drained = namespace.layout.current, namespace.layout.drained
+        if drained is not None:
+            if old.shards != shards:
+                raise InvalidState(
+                    f"namespace {namespace.name!r} is on its way from {drained.shards} to "
+                    f"{old.shards} shards: that must end before it can have {shards}: "
+                    f"aiodigest reshard --namespace {namespace.name} --to {old.shards}"
+                )
+            self._goal = old
+            return True
+        if old.shards == shards:
+            return False
+        new = Layout(shards, old.epoch + 1)
+        await namespace.note(namespace.root, "current", old)  # if it is new
+        change = [old.version, new.version]
+        begun = await connections.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
+        await namespace.look_up()
+        if begun != 1 and namespace.layout.current != new:
+            raise InvalidState(f"the layout of namespace {namespace.name!r} was changed by another at this moment")
+        self._goal = new
+        return namespace.layout.drained is not None
 
     async def drain(self) -> dict[str, int]:
-        return await self._resharding.drain()
+        namespace = self._namespace
+        connections = await namespace.connected()
+        held = Counter[str]()
+        if (old := namespace.layout.drained) is not None:
+            for shard in namespace.shard_map.draining:
+                held += await self._drain_shard(shard)
+            if not held:
+                await connections.run("reshard", namespace.root, [old.version, ""])
+        await namespace.look_up()
+        if self._goal is not None and namespace.layout.current.epoch < self._goal.epoch:  # forgotten by a failover
+            await self.reshard(self._goal.shards)
+            return await self.drain()
+        return dict(held)
+
+    async def _drain_shard(self, shard: int) -> Counter[str]:
+        namespace = self._namespace
+        home = namespace.layout.homes[shard]
+        # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
+        mark, replicas = [home.layout.version, home.layout.draining], namespace.wait_replicas
+        key = namespace.key(shard, "layout")
+        marked = await namespace.connections.run("drain", key, mark, replicas=replicas)
+        if text(cast("list[bytes]", marked)[1]) == RETIRED:
+            return Counter()
+        try:
+            while ids := (await self.dead_letters(shard, SLICE)).items:
+                for letter_id in ids:  # the oldest
+                    await self.move(shard, letter_id)
+            held = unpack_counts(await namespace.call("counts", shard))
+            counters = await namespace.call("retire", shard, "")
+            if counters is None:
+                return Counter({state: held[state] for state in HELD if held[state]})
+            name = f"{home.layout.version}:{home.number}"
+            await namespace.call("carry", namespace.shard_map.current.start, name, *cast("list[bytes]", counters))
+            if await namespace.call("retire", shard, RETIRED) is None:  # a failover has brought something back
+                return await self._drain_shard(shard)
+        except Retired:  # another process does the same
+            pass
+        return Counter()
+
+    async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
+        """Give a dead letter to the shard that has its timeline now.
+
+        The id of a dead letter whose facts have expired is dropped too; otherwise moving all of them would meet it
+        forever.
+        """
+        namespace = self._namespace
+        start, found = 0, False
+        while reply := await namespace.call("letter", shard, letter_id, start):
+            found = True
+            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+            end = start + len(page)
+            target = namespace.shard_map.shard_of(text(facts[0]))
+            if not await namespace.call("keep", target, letter_id, *facts, start, int(end >= size), *page):
+                start = 0
+                continue
+            if end >= size or not page:
+                break
+            start = end
+        if found or forget_missing:
+            await namespace.call("discard", shard, letter_id, repeat=True)
+
+    async def bring(self, letter_id: str) -> None:
+        """Move a dead letter if it is still in an old shard."""
+        for shard in self._namespace.shard_map.draining:
+            with suppress(Retired):
+                await self.move(shard, letter_id, forget_missing=False)
 
 
 async def _scan(server: ServerConnections, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:

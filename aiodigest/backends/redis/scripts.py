@@ -152,26 +152,30 @@ def pack_delays(terms: Terms) -> str:
     return " ".join(map(str, terms[:-1]))  # but its limits, which are packed by themselves
 
 
-def pack_adds(adds: Sequence[Add]) -> list[Argument]:
+def pack_adds(adds: Sequence[Add]) -> tuple[list[Argument], list[tuple[Argument, ...]]]:
+    """Return the terms of adds, and the arguments of each add."""
     numbers: dict[tuple[Terms, bool], int] = {}
-    entries: list[Argument] = []
+    items: list[tuple[Argument, ...]] = []
     terms, own, number = None, False, 0
     for add in adds:
         if add.terms is not terms or add.own is not own:  # most adds of a call have the same policy
             terms, own = add.terms, add.own
             number = numbers.setdefault((terms, own), len(numbers) + 1)
-        entries += (add.key, number, add.entry)
-    arguments: list[Argument] = [len(numbers)]
+        items.append((add.key, number, add.entry))
+    head: list[Argument] = [len(numbers)]
     for terms, own in numbers:
-        arguments += (pack_delays(terms), pack_limits(terms.limits), int(own))
-    return arguments + entries
+        head += (pack_delays(terms), pack_limits(terms.limits), int(own))
+    return head, items
+
+
+def pack_lease(lease: Lease) -> tuple[str, str, str]:
+    return lease.key, lease.token, lease.digest_id
 
 
 def pack_close(close: Close) -> list[Argument]:
-    lease = close.lease
     arguments: list[Argument] = [
-        lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged, int(close.counts),
-        close.cool_ms, close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
+        *pack_lease(close.lease), close.taken, close.delivered, close.aged, int(close.counts), close.cool_ms,
+        close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
         arguments += (_readable(letter.reason), *_pack_ids(letter.ids))
@@ -179,10 +183,9 @@ def pack_close(close: Close) -> list[Argument]:
 
 
 def pack_retry(retry: Retry) -> list[Argument]:
-    lease = retry.lease
     return [
-        lease.key, lease.token, lease.digest_id, retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms,
-        retry.taken, retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
+        *pack_lease(retry.lease), retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms, retry.taken,
+        retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
     ]  # fmt: skip
 
 
@@ -254,6 +257,11 @@ def text(value: object) -> str:
 
 def number(value: object) -> int:
     return value if type(value) is int else int(cast("bytes", value))
+
+
+def unpack_counts(reply: object) -> dict[str, int]:
+    words = cast("list[bytes | int]", reply)
+    return {text(name): number(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def unpack_lease(fields: Sequence[object]) -> Lease:

@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import Context
 from random import sample
-from typing import TypeVar, cast
+from typing import cast
 
 from redis.crc import key_slot
+from redis.exceptions import MovedError
 
 from aiodigest.backends.redis.connections.connection import Address, show_address
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.server import Moved, ServerConnections
+from aiodigest.backends.redis.connections.server import Connections, ServerConnections
 from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.layout import SLOTS
-from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
-
-T = TypeVar("T")
 
 SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
 
 
-class ClusterConnections:
-    """Connections to the primaries of a cluster, for one event loop; each call goes to the primary with its key's slot.
+class ClusterConnections(Connections):
+    """Connections to the primaries of a cluster.
 
-    A call refused because the slot has moved goes once more, to the slot's new primary. After any other failure of a
-    primary, the next call that would go to it first asks the nodes again for the slots.
+    After a failure of a primary, the next call that would go to it first asks the nodes again for the slots.
 
     Of redis-py's cluster client only the settings are used. It repeats every failed call, even a script that adds. It
     follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it bounds no whole call.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:
-        self.url = url
-        self._timeout = timeout
+        super().__init__(url, timeout)
         self._servers: dict[Address, ServerConnections] = {}
         self._former: set[ServerConnections] = set()  # to former primaries, on which calls may still be under way
         self._slots: list[Address | None] = [None] * SLOTS
@@ -49,7 +45,6 @@ class ClusterConnections:
         self._closed = False
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail."""
         self._closed = True
         for server in [*self._servers.values(), *self._former]:
             await server.close()
@@ -57,75 +52,42 @@ class ClusterConnections:
             self._asking.cancel()
             await asyncio.wait([self._asking])  # the only wait here: a caller cancelled in it has closed all the same
 
-    async def run(
-        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
-    ) -> object:
-        """See ``ServerConnections.run``."""
-
-        def run(server: ServerConnections, until: float) -> Awaitable[object]:
-            return server.run(name, key, arguments, repeat=repeat, replicas=replicas, until=until)
-
-        return await self._routed(key, run)
-
-    async def command(self, key: str, *command: Argument) -> object:
-        """Send a command that may be repeated to the primary of a key."""
-        return await self._routed(key, lambda server, until: server.command(key, *command, until=until))
-
-    async def listen(self, stream: str, last: str) -> str:
-        """See ``ServerConnections.listen``."""
-        return await self._routed(stream, lambda server, _: server.listen(stream, last))
-
-    async def check_version(self, key: str) -> None:
-        """Refuse servers that are too old; one of them stands for all."""
-        await self._routed(key, lambda server, _: server.check_version(key))
-
     @property
     def primaries(self) -> Sequence[ServerConnections]:
         """The primaries that are known to have slots."""
         return [self._server(address) for address in dict.fromkeys(self._slots) if address is not None]
 
     async def find_primaries(self) -> Sequence[ServerConnections]:
-        """Ask the nodes which primaries have slots now: for calls to all of them, without a key."""
-        await self._ask_nodes(asyncio.get_running_loop().time() + self._timeout)
+        await self._ask_nodes(asyncio.get_running_loop().time() + self.timeout)
         return self.primaries
 
     def primary_of(self, key: str) -> Address | None:
-        """Return the primary of a key, if known."""
         return self._slots[slot_of(key)]
 
-    async def hang_up(self, key: str) -> None:
-        """Drop a key's primary, which is no longer a primary."""
+    async def hang_up(self, key: str = "") -> None:
         address = self._slots[slot_of(key)]
         if address in self._servers:
             self._suspects.add(address)
             await self._servers[address].hang_up()
 
-    async def _routed(self, key: str, call: Callable[[ServerConnections, float], Awaitable[T]]) -> T:
-        slot, until = slot_of(key), asyncio.get_running_loop().time() + self._timeout
-        for _ in range(2):
-            address = await self._primary(slot, until)
-            try:
-                return await call(self._server(address), until)
-            except Moved as moved:
-                self._suspects.add(address)
-                owner = self.url.as_seen(moved.address)  # knows best, so it is asked first
-                self._known = [owner, *(node for node in self._known if node != owner)]
-            except BackendUnavailable:
-                self._suspects.add(address)
-                raise
-        raise BackendUnavailable(f"{self.url} is unavailable: its nodes do not agree on which of them has slot {slot}")
+    def blame(self, server: ServerConnections, moved: MovedError | None = None) -> None:
+        self._suspects.add(server.url.address)
+        if moved is not None:  # a node that gives no host is where this one is
+            owner = self.url.as_seen((cast("str", moved.host).strip("?") or server.url.address[0], moved.port))
+            self._known = [owner, *(node for node in self._known if node != owner)]  # knows best, and is asked first
 
     def _server(self, address: Address) -> ServerConnections:
         if self._closed:
             raise BackendUnavailable(f"the connections to {self.url} are closed")
         if address not in self._servers:
-            self._servers[address] = ServerConnections(self.url.at(address), self._timeout)
+            self._servers[address] = ServerConnections(self.url.at(address), self.timeout)
         return self._servers[address]
 
     # Which node has which slots
 
-    async def _primary(self, slot: int, until: float) -> Address:
-        """Return the primary of a slot; ask the nodes if it is unknown, or was wrong."""
+    async def server_of(self, key: str, until: float) -> ServerConnections:
+        """Return the primary of a key's slot; ask the nodes if it is unknown, or was wrong."""
+        slot = slot_of(key)
         address = self._slots[slot]
         if address is None or address in self._suspects or slot in self._halves:
             await self._ask_nodes(until)
@@ -134,7 +96,7 @@ class ClusterConnections:
             raise BackendUnavailable(f"{self.url} is unavailable: no node has slot {slot}")
         if slot in self._halves:
             raise BackendUnavailable(f"{self.url} is unavailable: slot {slot} is being moved")
-        return address
+        return self._server(address)
 
     async def _ask_nodes(self, until: float) -> None:
         """Ask the nodes for the slots, together with other callers who want to know now."""
@@ -150,7 +112,7 @@ class ClusterConnections:
 
     async def _ask(self) -> None:
         """Learn from a node which slots each primary has. Nodes that failed are asked last, the others in turn."""
-        share = max(self._timeout / (len(self._known) + 1), SHORTEST)
+        share = max(self.timeout / (len(self._known) + 1), SHORTEST)
         problems: list[str] = []
         refusals = Counter[str]()
         for node in sorted(self._known, key=self._suspects.__contains__):

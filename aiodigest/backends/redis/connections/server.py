@@ -1,13 +1,15 @@
-"""Connections to one Redis or Valkey server, and the calls that are made on them."""
+"""Calls to a server, or to that of a cluster which has a key; and connections to one Redis or Valkey server."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from redis import exceptions
 
@@ -15,7 +17,9 @@ from aiodigest.backends.redis.connections.connection import Address, Connection,
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
 from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.scripts import Argument, fits, load_script, shape_of
-from aiodigest.errors import BackendUnavailable, ConfigurationError
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+
+T = TypeVar("T")
 
 CONNECTIONS = 8  # calls in batches need no more
 WAITERS = CONNECTIONS // 2  # of them for calls that wait for replicas: claims, renewals and reports have the others
@@ -26,39 +30,157 @@ BLOCK_MS = 20_000
 OLDEST = (6, 2)
 
 
+@dataclass(eq=False)
 class LayoutMismatch(Exception):
     """A script found a layout other than its caller's, and did nothing."""
 
-    def __init__(self, stored: str) -> None:
-        super().__init__(stored)
-        self.stored = stored
+    stored: str
 
 
 class Moved(Exception):
-    """A cluster node did nothing, because the key's slot belongs to another node."""
-
-    def __init__(self, address: Address) -> None:
-        super().__init__(address)
-        self.address = address
+    """A cluster node that was asked for itself did nothing, because the key's slot belongs to another node."""
 
 
-class ServerConnections:
-    """A few connections to one server, for one event loop; made on demand. Errors of redis-py end here.
+@dataclass(eq=False)
+class Failed(Exception):
+    """A try brought no answer, or an error reply."""
 
-    The connections are redis-py's, and its pool is not used. ``BlockingConnectionPool`` takes a lock to get one back: a
-    caller who is cancelled there loses it for good. It does not tell a new connection from an old one, and only what
-    failed on an old one is worth repeating. It closes none that nobody uses, and waits for the other end, which may be
-    dead, when it closes one. The client on it repeats what failed, sends ``WAIT`` on another connection, and does not
-    say whether a call was sent (``stored``).
+    error: Exception  # of redis-py, or an OSError
+    sent: bool  # else nothing was done
+    is_old: bool  # the connection was used before: it may have been dead, and a new one may bring an answer
 
-    A key passed to a call only picks a server of a cluster: see ``ClusterConnections``.
+
+class Connections(ABC):
+    """Connections for one event loop, and calls on them, each to the server that has its key.
+
+    A server tries a call once. Here, and nowhere else, it is decided whether one that failed is sent again, and its
+    error is made. It is: on a new connection, if an old one broke and running it twice is harmless; and to the new
+    primary of a slot that has moved.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:
         self.url = url
+        self.timeout = timeout
+        self.users = 0  # backends that share these
+
+    async def run(
+        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
+    ) -> object:
+        """Run a script, and wait until ``replicas`` replicas have its writes.
+
+        ``repeat`` if running it twice is harmless because its caller does not need the answer.
+        """
+        script = load_script(name)
+        command = "EVALSHA", script.sha, 1, key, *arguments
+        return await self._exchange(
+            key,
+            lambda server, until, fresh: server.attempt(name, command, until, fresh, script.source, replicas),
+            repeat=repeat or script.repeatable,
+        )
+
+    async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
+        """Send a command that may be repeated; ``until`` is when to give up, by the loop's clock."""
+        name = str(command[0])
+        return await self._exchange(
+            key, lambda server, until, fresh: server.attempt(name, command, until, fresh), until=until
+        )
+
+    async def listen(self, stream: str, last: str) -> str:
+        """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
+        return await self._exchange(stream, lambda server, until, fresh: server.hear(stream, last), repeat=False)
+
+    async def check_version(self, key: str) -> None:
+        """Refuse a server that is too old, and a cluster node given as a single server; nothing if none may ask."""
+        try:
+            info = await self.command(key, "INFO", "server")
+        except ConfigurationError:
+            return  # the user may not ask; a password that is wrong will be told by the next command
+        told = info if isinstance(info, bytes) else b""
+        found = re.search(rb"redis_version:(\d+)\.(\d+)", told)
+        if found and (int(found[1]), int(found[2])) < OLDEST:
+            version = found[0].decode().partition(":")[2]
+            raise ConfigurationError(f"{self.url} is version {version}; 6.2 is the oldest that works")
+        if b"_mode:cluster" in told and not self.url.nodes:
+            raise ConfigurationError(f"{self.url} is part of a cluster: give redis+cluster://host:port")
+
+    async def _exchange(
+        self,
+        key: str,
+        attempt: Callable[[ServerConnections, float, bool], Awaitable[T]],
+        *,
+        repeat: bool = True,
+        until: float | None = None,
+    ) -> T:
+        """Make a call; all of it, with waits for nodes and connections, takes at most one timeout."""
+        loop = asyncio.get_running_loop()
+        until = until or loop.time() + self.timeout
+        sent = fresh = moved = False
+        while True:
+            server = await self.server_of(key, until)
+            try:
+                return await attempt(server, until, fresh)
+            except BackendUnavailable:  # it was closed, or too few replicas have the writes
+                self.blame(server)
+                raise
+            except Failed as failed:
+                error, is_old, sent = failed.error, failed.is_old, sent or failed.sent
+            is_reply = isinstance(error, exceptions.ResponseError)
+            if is_reply and str(error).startswith("LAYOUT "):
+                raise LayoutMismatch(str(error).removeprefix("LAYOUT "))
+            if self.url.nodes and isinstance(error, exceptions.MovedError):  # it did nothing
+                self.blame(server, error)
+                if moved:
+                    problem = f"its nodes do not agree on which of them has slot {error.slot_id}"
+                    raise BackendUnavailable(f"{self.url} is unavailable: {problem}")
+                moved = True
+            elif repeat and is_old and not is_reply and loop.time() < until:
+                fresh = True
+            else:
+                if not is_reply or code_of(error) in DEMOTED:
+                    await server.hang_up()
+                explained = server.explained(error, sent)
+                if isinstance(explained, BackendUnavailable):
+                    self.blame(server)
+                raise explained from error
+
+    @abstractmethod
+    async def server_of(self, key: str, until: float) -> ServerConnections:
+        """Return the connections to the server that has a key."""
+
+    @abstractmethod
+    def blame(self, server: ServerConnections, moved: exceptions.MovedError | None = None) -> None:
+        """Note that a server is unavailable, or said that the slot has moved."""
+
+    @abstractmethod
+    async def find_primaries(self) -> Sequence[ServerConnections]:
+        """Find the servers that take adds, for calls to all of them, without a key."""
+
+    @abstractmethod
+    def primary_of(self, key: str) -> Address | None:
+        """Return the primary of a key in a cluster, if known; None: all keys are on one server."""
+
+    @abstractmethod
+    async def hang_up(self, key: str = "") -> None:
+        """Close connections to a key's server that nobody is using: it is dead, or no longer a primary."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close every connection; calls under way fail."""
+
+
+class ServerConnections(Connections):
+    """A few connections to one server, made on demand. They are redis-py's, and its pool is not used.
+
+    ``BlockingConnectionPool`` takes a lock to get one back: a caller who is cancelled there loses it for good. It does
+    not tell a new connection from an old one, and only what failed on an old one is worth repeating. It closes none
+    that nobody uses, and waits for the other end, which may be dead, when it closes one. The client on it repeats what
+    failed, sends ``WAIT`` on another connection, and does not say whether a call was sent (``stored``).
+    """
+
+    def __init__(self, url: URL, timeout: float) -> None:
+        super().__init__(url, timeout)
         self._primary = url  # whoever the sentinels named last, if they did
         self._has_answered = False
-        self.timeout = timeout
         self._idle: deque[tuple[Connection, float]] = deque()  # and since when; the one used last is used next
         self._busy: set[Connection] = set()
         self._listening: set[Connection] = set()  # of the busy ones
@@ -73,23 +195,23 @@ class ServerConnections:
         return self._room
 
     async def close(self) -> None:
-        """Close every connection; calls under way fail."""
         self._room = None
         await self.hang_up()
         for connection in list(self._busy):
             await drop(connection)
 
-    @property
-    def primaries(self) -> Sequence[ServerConnections]:
-        """The servers that take adds: this one."""
-        return [self]
+    async def server_of(self, key: str, until: float) -> ServerConnections:
+        return self
+
+    def blame(self, server: ServerConnections, moved: exceptions.MovedError | None = None) -> None:
+        if moved is not None:
+            raise Moved from moved
 
     async def find_primaries(self) -> Sequence[ServerConnections]:
-        """See ``ClusterConnections.find_primaries``."""
-        return self.primaries
+        return [self]
 
     def primary_of(self, key: str) -> Address | None:
-        """Return the primary of a key in a cluster; None: all keys are on this server."""
+        return None
 
     @property
     def is_busy(self) -> bool:
@@ -104,7 +226,6 @@ class ServerConnections:
             await drop(connection)
 
     async def hang_up(self, key: str = "") -> None:
-        """Close connections that nobody is using: their server is dead, or no longer a primary."""
         if self.url.sentinels is not None:
             self.url.sentinels.doubt()
         idle = list(self._idle)
@@ -114,31 +235,38 @@ class ServerConnections:
 
     # Calls
 
-    async def run(
+    async def attempt(
         self,
         name: str,
-        key: str,
-        arguments: Sequence[Argument],
-        *,
-        repeat: bool = False,
+        command: Sequence[Argument],
+        until: float,
+        fresh: bool = False,
+        source: str = "",
         replicas: int = 0,
-        until: float | None = None,
     ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes.
+        """Try a call once: ``Failed`` says how far it came. ``fresh``: on a new connection."""
+        sent = is_old = False
+        try:
+            async with asyncio.timeout_at(until), self._waiters if replicas else nullcontext(), self._open():
+                connection, is_old = await self._take(fresh)
+                sent = True
+                try:
+                    reply = await converse(connection, name, command, source)
+                    if replicas and wrote(reply):
+                        await self._replicated(connection, replicas, until)
+                except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
+                    await self._put(connection)
+                    raise
+                except BaseException:  # one half of the call is missing
+                    await self._discard(connection)
+                    raise
+                await self._put(connection)
+                return reply
+        except (exceptions.RedisError, OSError) as error:
+            raise Failed(error, sent, is_old and self._room is not None) from error
 
-        If running it twice is harmless, or ``repeat`` says that its caller does not need the answer, a dead connection
-        is replaced once. ``until`` is when to give up, by the loop's clock; None: after a timeout.
-        """
-        script = load_script(name)
-        command = "EVALSHA", script.sha, 1, key, *arguments
-        return await self._exchange(name, command, repeat or script.repeatable, script.source, replicas, until)
-
-    async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
-        """Send a command that may be repeated."""
-        return await self._exchange(str(command[0]), command, repeat=True, until=until)
-
-    async def listen(self, stream: str, last: str) -> str:
-        """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
+    async def hear(self, stream: str, last: str) -> str:
+        """Try to listen once: see ``listen``."""
         self._open()  # before sentinels are asked
         command = ("XREAD", "COUNT", 1, "BLOCK", BLOCK_MS, "STREAMS", stream, last)
         try:
@@ -147,68 +275,17 @@ class ServerConnections:
             self._listening.add(connection)
             try:
                 async with asyncio.timeout(BLOCK_MS / 1000 + self.timeout):
-                    reply = await self._call(connection, "XREAD", command)
-            except exceptions.ResponseError:
-                await drop(connection)  # a server that becomes a replica says so, and closes it
+                    reply = await converse(connection, "XREAD", command)
+            except BaseException:  # a server that becomes a replica says so, and closes it
+                await self._discard(connection)
                 raise
             finally:
                 self._listening.discard(connection)
+            await self._put(connection)
         except (exceptions.RedisError, OSError) as error:
-            raise self._explained(error) from error
+            raise Failed(error, sent=False, is_old=False) from error  # nothing is done by who listens
         told = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", reply)
         return told[0][1][0][0].decode() if told else last
-
-    async def _exchange(
-        self,
-        name: str,
-        command: Sequence[Argument],
-        repeat: bool,
-        source: str = "",
-        replicas: int = 0,
-        until: float | None = None,
-    ) -> object:
-        """Send a command and read its reply; all of it, with the wait for a connection, takes at most one timeout."""
-        until, sent = until or asyncio.get_running_loop().time() + self.timeout, False
-        try:
-            async with asyncio.timeout_at(until), self._waiters if replicas else nullcontext(), self._open():
-                connection, fresh = await self._take()
-                sent = True
-                try:
-                    return await self._call(connection, name, command, source, replicas, until)
-                except (exceptions.RedisError, OSError) as error:
-                    if isinstance(error, exceptions.ResponseError) or not repeat or fresh or self._room is None:
-                        raise
-                connection = await self._connected()
-                return await self._call(connection, name, command, source, replicas, until)
-        except (exceptions.RedisError, OSError) as error:
-            if isinstance(error, exceptions.ResponseError) and str(error).startswith("LAYOUT "):
-                raise LayoutMismatch(str(error).removeprefix("LAYOUT ")) from None
-            if not isinstance(error, exceptions.ResponseError) or code_of(error) in DEMOTED:
-                await self.hang_up()
-            raise self._explained(error, "unknown" if sent else "no") from error
-
-    async def _call(
-        self,
-        connection: Connection,
-        name: str,
-        command: Sequence[Argument],
-        source: str = "",
-        replicas: int = 0,
-        until: float = 0.0,
-    ) -> object:
-        """Make a call on a connection, and keep it for the next call; drop it if either half of this one is missing."""
-        try:
-            reply = await converse(connection, name, command, source)
-            if replicas and wrote(reply):
-                await self._replicated(connection, replicas, until)
-        except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
-            await self._put(connection)
-            raise
-        except BaseException:
-            await self._discard(connection)
-            raise
-        await self._put(connection)
-        return reply
 
     async def _replicated(self, connection: Connection, replicas: int, until: float) -> None:
         left = until - asyncio.get_running_loop().time()
@@ -227,17 +304,16 @@ class ServerConnections:
                 stored="unknown",
             )
 
-    def _explained(self, error: Exception, stored: Literal["no", "unknown"] = "no") -> Exception:
-        if self.url.nodes and isinstance(error, exceptions.MovedError):
-            host = cast("str", error.host).strip("?") or str(self.url.settings["host"])  # none: where this one is
-            return Moved((host, error.port))
-        return explain(error, str(self._primary), stored, "" if self._has_answered else self._primary.hint(error))
+    def explained(self, error: Exception, sent: bool) -> AiodigestError:
+        """Return one of our errors for what a call has ended with."""
+        hint = "" if self._has_answered else self._primary.hint(error)
+        return explain(error, str(self._primary), "unknown" if sent else "no", hint)
 
     # Connections
 
-    async def _take(self) -> tuple[Connection, bool]:
-        """Return a live idle connection, or a new one, and True if it is new. Nothing has been sent yet."""
-        while self._idle:
+    async def _take(self, fresh: bool = False) -> tuple[Connection, bool]:
+        """Return a live idle connection and True, or a new one and False. Nothing has been sent yet."""
+        while self._idle and not fresh:
             connection, _ = self._idle.pop()
             self._busy.add(connection)
             try:
@@ -247,12 +323,8 @@ class ServerConnections:
                 await self._discard(connection)
                 raise
             if not stale:
-                return connection, False
+                return connection, True
             await self._discard(connection)
-        return await self._connected(), True
-
-    async def _connected(self) -> Connection:
-        """Open a new connection. The caller bounds the time, and explains errors of redis-py."""
         self._primary = self.url  # it is not the last one's fault if no sentinel names another
         self._primary = primary = await self.url.primary(self.timeout)
         self._open()  # it may have been closed while sentinels were asked
@@ -264,7 +336,7 @@ class ServerConnections:
         except BaseException:
             await self._discard(connection)
             raise
-        return connection
+        return connection, False
 
     async def _put(self, connection: Connection) -> None:
         """Keep a connection for the next call, if there may be one."""
@@ -281,25 +353,6 @@ class ServerConnections:
     async def _discard(self, connection: Connection) -> None:
         self._busy.discard(connection)
         await drop(connection)
-
-    # The server
-
-    async def check_version(self, key: str) -> None:
-        """Refuse a server that is too old, and a cluster node given as a single server.
-
-        If the user may not ask, nothing is checked.
-        """
-        try:
-            info = await self.command(key, "INFO", "server")
-        except ConfigurationError:
-            return  # the user may not ask; a password that is wrong will be told by the next command
-        told = info if isinstance(info, bytes) else b""
-        found = re.search(rb"redis_version:(\d+)\.(\d+)", told)
-        if found and (int(found[1]), int(found[2])) < OLDEST:
-            version = found[0].decode().partition(":")[2]
-            raise ConfigurationError(f"{self.url} is version {version}; 6.2 is the oldest that works")
-        if b"_mode:cluster" in told and not self.url.nodes:
-            raise ConfigurationError(f"{self.url} is part of a cluster: give redis+cluster://host:port")
 
 
 def wrote(reply: object) -> bool:

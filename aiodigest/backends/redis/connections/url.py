@@ -105,6 +105,11 @@ class URL:
         named = self.settings.get("username")
         return named if isinstance(named, str) else "default"
 
+    @property
+    def address(self) -> Address:
+        """The host and port of a node of a cluster."""
+        return cast("str", self.settings["host"]), cast("int", self.settings["port"])
+
     async def primary(self, timeout: float) -> URL:
         """Return the current primary, if sentinels say; else this very server.
 

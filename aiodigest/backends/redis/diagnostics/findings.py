@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.shared import Connections
+from aiodigest.backends.redis.connections.server import Connections
 from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import Check, Finding
 
 SAME_USERS = "give every node the same users (docs/security.md#users), and keep them: ACL SAVE or CONFIG REWRITE"
 TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
+
+Level: TypeAlias = Literal["ok", "note", "problem"]
 
 
 class Queries:
@@ -48,14 +50,7 @@ def grant(user: str, commands: Iterable[str]) -> str:
     return f"ACL SETUSER {user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"
 
 
-def graded(
-    check: Check,
-    level: Literal["ok", "note", "problem"],
-    message: str,
-    trouble: str,
-    remedy: str,
-    value: float | None = None,
-) -> Finding:
+def graded(check: Check, level: Level, message: str, trouble: str, remedy: str, value: float | None = None) -> Finding:
     """Make a finding; ``trouble`` (the rest of the message) and the remedy are told unless all is well."""
     return Finding(check, level, *((message, "") if level == "ok" else (message + trouble, remedy)), value)
 

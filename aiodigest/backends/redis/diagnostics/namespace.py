@@ -6,19 +6,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from aiodigest.backend import DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.cluster import slot_of
 from aiodigest.backends.redis.connections.connection import show_address
-from aiodigest.backends.redis.connections.server import LayoutMismatch
-from aiodigest.backends.redis.connections.shared import Connections
+from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch
 from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, grant, in_time, several
 from aiodigest.backends.redis.diagnostics.server import examine_servers
 from aiodigest.backends.redis.layout import RETIRED
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import commands_of, load_scripts, number, text
+from aiodigest.backends.redis.scripts import commands_of, load_scripts, text, unpack_counts
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
 
@@ -33,7 +32,7 @@ def scripts_for(part: str) -> list[str]:
     return [name for name, script in load_scripts().items() if part in script.parts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardFacts:
     """The answers of one shard."""
 
@@ -55,11 +54,6 @@ class ShardFacts:
         """True if a worker was heard of in time: after half a lease the store, too, takes all of them for gone."""
         return self.silence is not None and self.silence <= self.lease / 2
 
-    @property
-    def size(self) -> int:
-        """The number of timelines it holds."""
-        return self.held["waiting"] + self.held["ready"] + self.held["leased"]
-
 
 LostShard: TypeAlias = tuple[AiodigestError, int, str]  # out of reach: why, its slot, and its primary
 
@@ -67,9 +61,10 @@ LostShard: TypeAlias = tuple[AiodigestError, int, str]  # out of reach: why, its
 class NamespaceFacts:
     """The answers of a namespace, all asked for by ``read``."""
 
-    def __init__(self, namespace: Namespace, queries: Queries) -> None:
+    def __init__(self, namespace: Namespace, queries: Queries, primaries: int) -> None:
         self._namespace = namespace
         self._queries = queries
+        self.primaries = primaries
         self.name = namespace.name
         self.user = queries.user
         self.layout = layout = namespace.layout
@@ -82,24 +77,24 @@ class NamespaceFacts:
 
     async def read(self) -> NamespaceFacts:
         """Ask for the user's rules, and then the shards."""
-        await self._ask_rules()
+        # each primary with shards, since servers do not share their rules
+        await asyncio.gather(*map(self._ask_rules, {self._place(shard): shard for shard in self._numbers}.values()))
         answers = await asyncio.gather(*map(self._ask, self._numbers))
         self.shards = [answer for answer in answers if isinstance(answer, ShardFacts)]
         self.lost = [answer for answer in answers if not isinstance(answer, ShardFacts)]
-        await self._listen()
+        if self._may(*scripts_for("deliver")):  # and listen to the wake-up stream, which no script reads?
+            key = self._key(self._current[0], "wake")
+            command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
+            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
+                await self._queries.ask("permissions", "the wake-up stream, on which workers sleep", *command, key=key)
         return self
 
     @property
     def spread(self) -> Sequence[int] | None:
         """The number of shards on each primary of a cluster that has any; None: it is one server."""
-        connections = self._queries.connections
-        keys = [self._namespace.key(shard, "layout") for shard in self._current]
-        return list(Counter(map(connections.primary_of, keys)).values()) if connections.url.nodes else None
-
-    @property
-    def primaries(self) -> int:
-        """The number of primaries."""
-        return len(self._queries.connections.primaries)
+        if not self._queries.connections.url.nodes:
+            return None
+        return list(Counter(map(self._place, self._current)).values())
 
     @property
     def missing(self) -> frozenset[str]:
@@ -117,23 +112,25 @@ class NamespaceFacts:
         """True if any shard in reach ever was."""
         return any(shard.version for shard in self.shards)
 
-    async def _ask_rules(self) -> None:
-        """Ask each primary with shards which commands the user may not run: servers do not share their rules."""
+    def total(self, shards: Iterable[ShardFacts] | None = None) -> Counter[str]:
+        """Return what shards hold together; None: all of them."""
+        return sum((shard.held for shard in (self.shards if shards is None else shards)), Counter[str]())
 
-        async def ask(where: str, shard: int) -> None:
-            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
-                denied = await self._namespace.denied_on(shard)
-                self.denied.setdefault(denied, []).append(where)
-
-        await asyncio.gather(*(ask(*each) for each in {self._place(shard): shard for shard in self._numbers}.items()))
+    def _key(self, shard: int, name: str = "layout") -> str:
+        return self._namespace.key(shard, name)
 
     def _place(self, shard: int) -> str:
         """Return the primary of a shard; '' if there is only one."""
-        address = self._queries.connections.primary_of(self._namespace.key(shard, "layout"))
+        address = self._queries.connections.primary_of(self._key(shard))
         return show_address(*address) if address else ""
 
     def _may(self, *scripts: str) -> bool:
         return not commands_of(*scripts) & frozenset[str]().union(*self.denied)
+
+    async def _ask_rules(self, shard: int) -> None:
+        """Ask which commands the user may not run on the primary of a shard."""
+        with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shards
+            self.denied.setdefault(await self._namespace.denied_on(shard), []).append(self._place(shard))
 
     async def _ask(self, shard: int) -> ShardFacts | LostShard:
         try:
@@ -143,62 +140,50 @@ class NamespaceFacts:
         except (BackendUnavailable, ConfigurationError) as error:
             if not self._queries.connections.url.nodes:
                 raise
-            return error, slot_of(self._namespace.key(shard, "layout")), self._place(shard)
+            return error, slot_of(self._key(shard)), self._place(shard)
         except AiodigestError as error:
             self._queries.notes.append(Finding("shards", "problem", f"a shard is broken: {error}", REPAIR))
             return ShardFacts()
 
     async def _read_shard(self, shard: int) -> ShardFacts:
-        layout, key = self.layout.homes[shard].layout, self._namespace.key(shard, "layout")
-        draining, subject = layout != self.layout.current, "who delivers"
+        layout, key = self.layout.homes[shard].layout, self._key(shard)
+        facts, subject = ShardFacts(draining=layout != self.layout.current), "who delivers"
         fields = "version", "seen", "lease", "hold"
         reply = await self._queries.ask("workers", subject, "HMGET", key, *fields, key=key)
         clock = await self._queries.ask("workers", subject, "TIME", key=key)
         if reply is None or clock is None:
-            return ShardFacts(draining)
+            return facts
         version, *marks = cast("list[bytes | None]", reply)
-        fitting = ["", layout.version, *([layout.draining, RETIRED] if draining else [])]
-        facts = ShardFacts(draining, text(version or b""), text(version or b"") in fitting)
+        facts.version = text(version or b"")
+        facts.fits = facts.version in ("", layout.version) or (
+            facts.draining and facts.version in (layout.draining, RETIRED)
+        )
         if not facts.is_used:
             return facts
         seconds, micros = map(int, cast("list[bytes]", clock))
         now_ms = seconds * 1000 + micros // 1000
         seen_ms, lease_ms, hold_ms = [int(mark or 0) for mark in marks]
         if seen_ms:
-            facts = replace(facts, lease=lease_ms / 1000, silence=max(0, now_ms - seen_ms) / 1000)
-        return await self._with_contents(shard, facts, now_ms, hold_ms) if self._may("counts") else facts
-
-    async def _with_contents(self, shard: int, facts: ShardFacts, now_ms: int, hold_ms: int) -> ShardFacts:
-        """Return a shard's facts with those of what it holds."""
-        key, leased, dead = [self._namespace.key(shard, name) for name in ("layout", "leased", "dead")]
-        counts = await self._queries.connections.run("counts", key, (facts.version, ""))
-        words = cast("list[bytes | int]", counts)
-        held = Counter({text(word): number(value) for word, value in zip(words[::2], words[1::2], strict=True)})
-        ended, oldest = 0, None
-        if held["leased"] and hold_ms <= now_ms:  # else nothing is recovered at this time
-            end = now_ms - int(2000 * facts.lease)
-            reply = await self._queries.ask("leases", "leases that ended", "ZCOUNT", leased, "-inf", end, key=key)
-            ended = reply if isinstance(reply, int) else 0
-        if held["dead"]:
-            first = (dead, f"({now_ms - DEAD_LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1)
+            facts.lease, facts.silence = lease_ms / 1000, max(0, now_ms - seen_ms) / 1000
+        if self._may("counts"):
+            facts.held = Counter(unpack_counts(await self._queries.connections.run("counts", key, (facts.version, ""))))
+        if facts.held["leased"] and hold_ms <= now_ms:  # else nothing is recovered at this time
+            ended = self._key(shard, "leased"), "-inf", now_ms - int(2000 * facts.lease)
+            reply = await self._queries.ask("leases", "leases that ended", "ZCOUNT", *ended, key=key)
+            facts.ended = reply if isinstance(reply, int) else 0
+        if facts.held["dead"]:
+            first = self._key(shard, "dead"), f"({now_ms - DEAD_LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1
             if reply := await self._queries.ask("dead letters", "the oldest", "ZRANGEBYSCORE", *first, key=key):
-                oldest = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
-        return replace(facts, held=held, ended=ended, oldest_dead_letter=oldest)
-
-    async def _listen(self) -> None:
-        """Check that the user may listen to the wake-up stream, which no script reads."""
-        if self._may(*scripts_for("deliver")):
-            key = self._namespace.key(self._current[0], "wake")
-            command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
-            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
-                await self._queries.ask("permissions", "the wake-up stream, on which workers sleep", *command, key=key)
+                facts.oldest_dead_letter = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
+        return facts
 
 
 async def examine(namespace: Namespace, connections: Connections) -> list[Finding]:
     """Check a namespace and its servers, and change nothing. Raises BackendUnavailable if no server answers."""
     await namespace.look_up()
-    servers, queries = await examine_servers(namespace, connections), Queries(connections)
-    facts = await NamespaceFacts(namespace, queries).read()
+    primaries = await connections.find_primaries()
+    servers, queries = await examine_servers(namespace, primaries), Queries(connections)
+    facts = await NamespaceFacts(namespace, queries, len(primaries)).read()
     found = [finding for check in CHECKS for finding in check(facts)]
     return [*servers, *found, *dict.fromkeys(queries.notes)]
 
@@ -251,7 +236,7 @@ def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
         message = f"a shard has the layout {', '.join(strange)}, and the namespace has {facts.layout.current.version}"
         yield Finding("shards", "problem", message, REPAIR)
     if facts.layout.drained is not None:
-        held = total(shard for shard in facts.shards if shard.draining)
+        held = facts.total(shard for shard in facts.shards if shard.draining)
         left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
         message = f"it goes over from {facts.layout.drained.shards} to {count}; the old ones have {left}"
         remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.layout.current.shards}"
@@ -261,12 +246,11 @@ def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
 
 
 def check_spread(facts: NamespaceFacts, count: str) -> Iterator[Finding]:
-    spread, primaries = facts.spread, facts.primaries
-    if spread is None:
+    if (spread := facts.spread) is None:
         yield Finding("shards", "ok", f"{count} on one server")
         return
-    message = f"{count} on {len(spread)} of {several(primaries, 'primary', 'primaries')}"
-    if len(spread) == primaries:
+    message = f"{count} on {len(spread)} of {several(facts.primaries, 'primary', 'primaries')}"
+    if len(spread) == facts.primaries:
         yield Finding("shards", "ok", f"{message}: {', '.join(map(str, spread))}")
     elif facts.was_used:  # else nobody has said yet how many it is to have
         remedy = f"aiodigest reshard --namespace {facts.name} --to 16; or shards=16 for a new namespace"
@@ -281,7 +265,7 @@ def check_contents(facts: NamespaceFacts) -> Iterator[Finding]:
         message = f"what it holds: not looked at, since user {facts.user!r} may not look"
         yield Finding("namespace", "note", message, grant(facts.user, facts.missing))
     elif facts.was_used:
-        held = total(facts.shards)
+        held = facts.total()
         sizes = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased"))
         message = f"timelines: {sizes}; {several(held['digests'], 'digest')} delivered so far{facts.scope}"
         yield Finding("namespace", "ok", message)
@@ -298,7 +282,7 @@ def check_workers(facts: NamespaceFacts) -> Iterator[Finding]:
         return
     where = "" if len(silent) == len(used) else f"of {len(silent)} of {several(len(used), 'shard')} "
     last = f"the last sign of a worker is {in_time(min(heard))} old" if heard else "there never was a worker"
-    size = sum(shard.size for shard in silent)
+    size = sum(shard.held[state] for shard in silent for state in ("waiting", "ready", "leased"))
     held = f", and {several(size, 'timeline')} held" if size else ""
     remedy = "start a worker: aiodigest run MODULE:ENGINE, or engine.delivering() in an app"
     yield Finding("workers", "problem" if size else "note", f"nobody delivers {where}({last}){held}", remedy)
@@ -323,7 +307,7 @@ def check_schedule(facts: NamespaceFacts) -> Iterator[Finding]:
 def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
     if facts.missing or not facts.was_used:
         return
-    dead = total(facts.shards)["dead"]
+    dead = facts.total()["dead"]
     if not dead:
         yield Finding("dead letters", "ok", f"none{facts.scope}", value=0.0)
         return
@@ -334,19 +318,8 @@ def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[NamespaceFacts], Iterator[Finding]]] = (
-    check_permissions,
-    check_reach,
-    check_layout,
-    check_contents,
-    check_workers,
-    check_schedule,
-    check_dead_letters,
-)
-
-
-def total(shards: Iterable[ShardFacts]) -> Counter[str]:
-    """Return what shards hold together."""
-    return sum((shard.held for shard in shards), Counter[str]())
+    check_permissions, check_reach, check_layout, check_contents, check_workers, check_schedule, check_dead_letters
+)  # fmt: skip
 
 
 def listed(commands: frozenset[str]) -> str:

@@ -13,8 +13,7 @@ from typing import Literal, cast
 from aiodigest.backends.redis.connections.connection import Address, show_address
 from aiodigest.backends.redis.connections.errors import refused
 from aiodigest.backends.redis.connections.server import OLDEST, ServerConnections
-from aiodigest.backends.redis.connections.shared import Connections
-from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, graded, in_bytes, in_time
+from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Level, Queries, graded, in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import load_scripts, text
@@ -78,35 +77,17 @@ async def read_server(queries: Queries, namespace: str, wait_replicas: int) -> S
     """Ask a server for its facts."""
     failover = queries.connections.url.failover
     info = _lines(await queries.ask("server", "version, memory, persistence and replicas", "INFO"))
-    settings, cluster = await _settings(queries), dict[str, str]()
-    if failover == "cluster":
-        cluster = _lines(await queries.ask("cluster", "its state", "CLUSTER", "INFO"))
-        await queries.ask("cluster", "slots that are on their way to it", "CLUSTER", "NODES")  # workers ask so too
-    samples = await _trips(queries)
-    trips, offset = [trip for trip, _ in samples], min(samples)[1] if samples else None  # the quickest knows best
-    log = await queries.ask("slow scripts", "the log of slow calls", "SLOWLOG", "GET", SLOW_CALLS)
-    calls = cast("list[list[object]] | None", log)
-    now = time.time() + (offset or 0)
-    names = {script.sha: name for name, script in load_scripts().items()}
-    slow = [slow for call in calls or () if (slow := _slow_call(namespace, call, now, names))]
-    logged = None if calls is None else len(calls)
-    return ServerFacts(info, settings, cluster, trips, offset, logged, slow, wait_replicas, failover)
-
-
-async def _settings(queries: Queries) -> dict[str, str]:
-    found: dict[str, str] = {}
+    settings, cluster = dict[str, str](), dict[str, str]()
     for setting in SETTINGS:
         reply = await queries.ask("settings", ", ".join(SETTINGS), "CONFIG", "GET", setting)
         if reply is None:
             break
         words = [text(word) for word in cast("list[bytes]", reply)]
-        found.update(zip(words[::2], words[1::2], strict=True))
-    return found
-
-
-async def _trips(queries: Queries) -> list[tuple[float, float]]:
-    """Time round trips, each with how far the server's clock is ahead of this machine's; seconds."""
-    samples: list[tuple[float, float]] = []
+        settings.update(zip(words[::2], words[1::2], strict=True))
+    if failover == "cluster":
+        cluster = _lines(await queries.ask("cluster", "its state", "CLUSTER", "INFO"))
+        await queries.ask("cluster", "slots that are on their way to it", "CLUSTER", "NODES")  # workers ask so too
+    samples: list[tuple[float, float]] = []  # round trips, and how far the server's clock was ahead; seconds
     for _ in range(TRIPS):
         here, began = time.time(), time.perf_counter()
         reply = await queries.ask("clock", "clock and round trip", "TIME")
@@ -115,7 +96,14 @@ async def _trips(queries: Queries) -> list[tuple[float, float]]:
             break
         seconds, micros = cast("list[bytes]", reply)
         samples.append((trip, int(seconds) + int(micros) / 1e6 - (here + trip / 2)))
-    return samples
+    offset = min(samples)[1] if samples else None  # the quickest knows best
+    log = await queries.ask("slow scripts", "the log of slow calls", "SLOWLOG", "GET", SLOW_CALLS)
+    calls = cast("list[list[object]] | None", log)
+    slow = _slow_calls(namespace, calls or [], time.time() + (offset or 0))
+    logged = None if calls is None else len(calls)
+    return ServerFacts(
+        info, settings, cluster, [trip for trip, _ in samples], offset, logged, slow, wait_replicas, failover
+    )
 
 
 def _lines(reply: object) -> dict[str, str]:
@@ -124,32 +112,32 @@ def _lines(reply: object) -> dict[str, str]:
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-def _slow_call(namespace: str, call: Sequence[object], now: float, names: Mapping[str, str]) -> SlowCall | None:
-    """Return a slow call if it is of a script on the namespace's keys; ``names`` are the scripts', by their digests."""
-    _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
-    if len(words) < 4 or words[0].upper() not in (b"EVALSHA", b"EVAL"):
-        return None
-    if not words[3].startswith((f"{{{namespace}}}:".encode(), f"{{{namespace}:".encode())):
-        return None
-    return SlowCall(names.get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began))
+def _slow_calls(namespace: str, calls: Sequence[Sequence[object]], now: float) -> list[SlowCall]:
+    """Return the slow calls of scripts on the namespace's keys."""
+    names, found = {script.sha: name for name, script in load_scripts().items()}, list[SlowCall]()
+    keys = f"{{{namespace}}}:".encode(), f"{{{namespace}:".encode()
+    for call in calls:
+        _, began, micros, words, *_ = cast("tuple[int, int, int, list[bytes], *tuple[object, ...]]", call)
+        if len(words) > 3 and words[0].upper() in (b"EVALSHA", b"EVAL") and words[3].startswith(keys):
+            found.append(SlowCall(names.get(text(words[1]), "a script"), micros / 1e6, max(0.0, now - began)))
+    return found
 
 
-async def examine_servers(namespace: Namespace, connections: Connections) -> list[Finding]:
+async def examine_servers(namespace: Namespace, primaries: Sequence[ServerConnections]) -> list[Finding]:
     """Check each primary; a finding that several share is reported once."""
-    primaries = await connections.find_primaries()
     told = await asyncio.gather(*(_examine_server(namespace, server) for server in primaries))
     if len(primaries) == 1:
         return told[0]
     places: dict[Finding, list[str]] = {}
     for primary, findings in zip(primaries, told, strict=True):
         for finding in findings:
-            settings = primary.url.settings
-            places.setdefault(finding, []).append(show_address(settings.get("host"), settings.get("port")))
-    checks = list(dict.fromkeys(finding.check for finding in places))
-    found = sorted(places, key=lambda finding: checks.index(finding.check))
-    everywhere = f"all {len(primaries)} primaries"
-    where = {one: everywhere if len(at) == len(primaries) else ", ".join(at) for one, at in places.items()}
-    return [replace(one, message=f"{where[one]}: {one.message}") for one in found]
+            places.setdefault(finding, []).append(show_address(*primary.url.address))
+    checks = [finding.check for finding in places]
+    where = {
+        one: f"all {len(primaries)} primaries" if len(at) == len(primaries) else ", ".join(at)
+        for one, at in sorted(places.items(), key=lambda each: checks.index(each[0].check))
+    }
+    return [replace(one, message=f"{at}: {one.message}") for one, at in where.items()]
 
 
 async def _examine_server(namespace: Namespace, server: ServerConnections) -> list[Finding]:
@@ -187,11 +175,6 @@ async def _examine_replicas(server: ServerConnections, facts: ServerFacts) -> li
 # Checks
 
 
-def check_server(facts: ServerFacts) -> list[Finding]:
-    """Return all findings on a server."""
-    return [finding for check in CHECKS for finding in check(facts)]
-
-
 def check_version(facts: ServerFacts) -> Iterator[Finding]:
     compatible = re.match(r"(\d+)\.(\d+)", facts.info.get("redis_version", ""))
     if compatible is None:
@@ -214,18 +197,16 @@ def check_eviction(facts: ServerFacts) -> Iterator[Finding]:
     policy, most = facts.info.get("maxmemory_policy"), facts.number("maxmemory")
     if policy is None or most is None:
         return
-    if policy == "noeviction":
-        yield Finding("eviction", "ok", "maxmemory-policy is noeviction: a full server refuses adds, and drops nothing")
-        return
-    remedy = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
+    level: Level = "ok"
+    message = ": a full server refuses adds, and drops nothing"
+    if policy != "noeviction" and most:
+        level, message = "problem", f": once {in_bytes(most)} are full, it drops keys, and stored records with them"
+    elif policy != "noeviction":
+        level, message = "note", ", which drops stored records as soon as a maxmemory is set"
     evicted = facts.number("evicted_keys") or 0
     so_far = f"; it has dropped {evicted:,} keys since it started" if evicted else ""
-    if most:
-        full = f"once {in_bytes(most)} are full, it drops keys, and stored records with them"
-        yield Finding("eviction", "problem", f"maxmemory-policy is {policy}: {full}{so_far}", remedy)
-    else:
-        message = f"maxmemory-policy is {policy}, which drops stored records as soon as a maxmemory is set{so_far}"
-        yield Finding("eviction", "note", message, remedy)
+    remedy = f"CONFIG SET maxmemory-policy noeviction{IN_FILE}"
+    yield graded("eviction", level, f"maxmemory-policy is {policy}{message}", so_far, remedy)
 
 
 def check_memory(facts: ServerFacts) -> Iterator[Finding]:
@@ -245,30 +226,30 @@ def check_memory(facts: ServerFacts) -> Iterator[Finding]:
 
 def check_persistence(facts: ServerFacts) -> Iterator[Finding]:
     log, save, sync = (facts.info.get("aof_enabled"), facts.settings.get("save"), facts.settings.get("appendfsync"))
-    remedy = f"CONFIG SET appendonly yes{IN_FILE}"
-    always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
+    level: Level = "note"
     match log, save, sync:
         case "0", "", _:
+            level = "problem"
             message = "there is no append-only file and no snapshot: all records are lost when the server restarts"
-            yield Finding("persistence", "problem", message, remedy)
         case "0", str(), _:
-            changes = facts.number("rdb_changes_since_last_save") or 0
-            message = f"there are only snapshots (save {save}): what came since the last one ({changes:,} changes now)"
-            yield Finding("persistence", "note", f"{message} is lost if the server is killed", remedy)
+            changes = f"{facts.number('rdb_changes_since_last_save') or 0:,} changes now"
+            message = f"there are only snapshots (save {save}): what came since the last one ({changes})"
+            message += " is lost if the server is killed"
         case "0", None, _:
-            yield Finding("persistence", "note", "there is no append-only file; whether it saves was not told", remedy)
+            message = "there is no append-only file; whether it saves was not told"
         case "1", _, "always":
-            yield Finding("persistence", "ok", "append-only file, appendfsync always: on the disk before the answer")
+            level, message = "ok", "append-only file, appendfsync always: on the disk before the answer"
         case "1", _, "everysec":
             message = "append-only file, appendfsync everysec: a power cut may lose a second of what was stored"
-            yield Finding("persistence", "note", message, always)
         case "1", _, str():
             message = f"append-only file, appendfsync {sync}: a power cut may lose all that the system has not written"
-            yield Finding("persistence", "note", f"{message} yet, half a minute or more", always)
+            message += " yet, half a minute or more"
         case "1", _, None:
-            yield Finding("persistence", "ok", "append-only file; how often it is synced was not told")
+            level, message = "ok", "append-only file; how often it is synced was not told"
         case _:
-            pass
+            return
+    always = f"CONFIG SET appendfsync always{IN_FILE}, if that may not be: each call then waits for the disk"
+    yield graded("persistence", level, message, "", f"CONFIG SET appendonly yes{IN_FILE}" if log == "0" else always)
 
 
 def check_saves(facts: ServerFacts) -> Iterator[Finding]:
@@ -287,25 +268,24 @@ def check_replicas(facts: ServerFacts) -> Iterator[Finding]:
         return
     online = len(facts.replicas)
     least, good = int(facts.settings.get("min-replicas-to-write") or 0), facts.number("min_slaves_good_slaves")
-    message = f"{online} {'replica is' if online == 1 else 'replicas are'} connected"
+    level: Level = "problem"
+    message, remedy = f"{online} {'replica is' if online == 1 else 'replicas are'} connected", ""
     if least and good is not None and good < least:
+        message = f"{good} of the {least} that min-replicas-to-write wants: it refuses writes"
         remedy = f"bring replicas back, or CONFIG SET min-replicas-to-write {good}"
-        few = f"{good} of the {least} that min-replicas-to-write wants: it refuses writes"
-        yield Finding("replicas", "problem", few, remedy)
     elif online < facts.wait_replicas:
-        remedy = "bring replicas back, or give the engine a smaller wait_replicas"
         message += f", and wait_replicas={facts.wait_replicas}: every add fails"
-        yield Finding("replicas", "problem", message, remedy)
+        remedy = "bring replicas back, or give the engine a smaller wait_replicas"
     elif not online:
         lost = "are its shards" if facts.failover == "cluster" else "is the namespace"
-        message = f"there is no replica: while this server is away, so {lost}"
-        yield Finding("replicas", "note", message, ADD_REPLICA[facts.failover])
+        level, message = "note", f"there is no replica: while this server is away, so {lost}"
+        remedy = ADD_REPLICA[facts.failover]
     elif not least and "min-replicas-to-write" in facts.settings:
-        remedy = f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
-        lost = "min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"
-        yield Finding("replicas", "note", f"{message}; {lost}", remedy)
+        level, remedy = "note", f"CONFIG SET min-replicas-to-write 1{IN_FILE}"
+        message += "; min-replicas-to-write is 0: a primary that is cut off stores adds that a failover loses"
     else:
-        yield Finding("replicas", "ok", message)
+        level = "ok"
+    yield Finding("replicas", level, message, remedy)
 
 
 def check_clock(facts: ServerFacts) -> Iterator[Finding]:
@@ -354,15 +334,11 @@ def check_cluster(facts: ServerFacts) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[ServerFacts], Iterator[Finding]]] = (
-    check_version,
-    check_role,
-    check_eviction,
-    check_memory,
-    check_persistence,
-    check_saves,
-    check_replicas,
-    check_cluster,
-    check_clock,
-    check_round_trip,
-    check_slow_scripts,
-)
+    check_version, check_role, check_eviction, check_memory, check_persistence, check_saves, check_replicas,
+    check_cluster, check_clock, check_round_trip, check_slow_scripts,
+)  # fmt: skip
+
+
+def check_server(facts: ServerFacts) -> list[Finding]:
+    """Return all findings on a server."""
+    return [finding for check in CHECKS for finding in check(facts)]
