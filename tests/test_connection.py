@@ -19,12 +19,12 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialBackoff
 
 from aiodigest import DigestEngine
+from aiodigest.backends.redis.connections.cluster import _shared, join_connections, leave_connections
 from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE, ServerConnections
 from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
-from aiodigest.backends.redis.namespace import _shared, join_connections, leave_connections
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
 

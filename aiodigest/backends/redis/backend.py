@@ -8,12 +8,13 @@ from uuid import uuid4
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retired, Retry, ShardMap
 from aiodigest.backends.redis.connections.url import Source
-from aiodigest.backends.redis.items import add_all, call_each, done, read_entries
 from aiodigest.backends.redis.namespace import Namespace, Server
 from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.backends.redis.scripts import (
     Argument,
+    done,
     number,
+    pack_adds,
     pack_close,
     pack_delays,
     pack_lease,
@@ -23,8 +24,9 @@ from aiodigest.backends.redis.scripts import (
     unpack_closed,
     unpack_lease,
 )
-from aiodigest.errors import AiodigestError, InvalidState, LimitExceeded
+from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
+from aiodigest.records.entries import identity
 
 Fields = Sequence[bytes | int]
 
@@ -32,21 +34,10 @@ Fields = Sequence[bytes | int]
 class RedisBackend(Backend):
     """Timelines of a namespace on a server or a cluster. Making one does no I/O, but checks its arguments.
 
-    Parameters
-    ----------
-    source : str, redis.asyncio.Redis, redis.asyncio.RedisCluster or Server
-        ``redis[s]://``, ``unix://``, ``redis[s]+sentinel://`` or ``redis[s]+cluster://``, or a client whose settings
-        are copied, or a server that is started with the backend.
-    namespace : str
-        1 to 64 letters, digits, dots, dashes or underscores.
-    shards : int or None
-        From 1 to 1024; None: as many as the namespace has, 1 if it is new.
-    timeout : float
-        Seconds for a call, from its wait for a connection to its answer.
-    wait_replicas : int
-        An add returns once so many replicas have it (``WAIT``).
-    now, nonce
-        The clock (ms; None: the server's) and the source of names that no other has; tests give their own.
+    ``source`` is a URL, a client whose settings are copied, or a server that is started with the backend. ``shards``:
+    None for as many as the namespace has, 1 if it is new. ``timeout``: seconds for a call, from its wait for a
+    connection to its answer. An add returns once ``wait_replicas`` replicas have it (``WAIT``). Tests give their own
+    clock ``now`` (ms; None: the server's) and source of names that no other has.
     """
 
     def __init__(
@@ -63,9 +54,8 @@ class RedisBackend(Backend):
         self._settings: dict[str, Any] = {
             "namespace": namespace, "shards": shards, "timeout": timeout, "wait_replicas": wait_replicas, "now": now
         }  # fmt: skip
-        self.namespace = Namespace(source, **self._settings)
+        self.namespace = Namespace(source, namespace, shards, timeout, wait_replicas, now)
         self._operations = RedisOperations(self.namespace)
-        self._source = source
         self._nonce = nonce
 
     def __repr__(self) -> str:
@@ -84,7 +74,7 @@ class RedisBackend(Backend):
         return self._operations
 
     def clone(self) -> Self:
-        source = self._source.clone() if isinstance(self._source, Server) else self._source
+        source = self.namespace.server.clone() if self.namespace.server else self.namespace.source
         return type(self)(source, nonce=self._nonce, **self._settings)
 
     def why_down(self) -> str | None:
@@ -101,7 +91,33 @@ class RedisBackend(Backend):
     # Adding
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        return await add_all(self.namespace, shard, adds)
+        """See ``Backend.add``; raises if all failed at once.
+
+        An add is sent again only if nothing was done with it: its shard was retired, or its call was too long for one
+        script. Those of a timeline stay in order.
+        """
+        answers: dict[int, bool | AiodigestError] = {}
+        unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
+        for where, indices in unsent:
+            left = iter(indices)
+            head, items = pack_adds([adds[index] for index in indices])
+            try:
+                async for answer in self.namespace.call_each("add", where, head, items, done):
+                    index = next(left)
+                    answers[index] = _of_record(adds[index], answer)
+            except Retired:
+                groups: dict[int, list[int]] = {}
+                for index in left:
+                    groups.setdefault(self.shard_map.shard_of(adds[index].key), []).append(index)
+                unsent += groups.items()
+            except AiodigestError as error:
+                if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
+                    error = BackendUnavailable(str(error), stored="unknown")
+                failed = {index: _of_record(adds[index], error) for index in left}
+                if len(failed) == len(adds):  # so it is the error of each
+                    raise error from error.__cause__
+                answers |= failed
+        return [answers[index] for index in range(len(adds))]
 
     # Delivering
 
@@ -138,7 +154,7 @@ class RedisBackend(Backend):
         return None if reply is None else unpack_lease(cast("Sequence[object]", reply))
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        return await read_entries(self.namespace, shard, lease.key, lease.token, lease.digest_id, start, count)
+        return await self.namespace.read(shard, lease.key, lease.token, lease.digest_id, start, count)
 
     async def renew(
         self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
@@ -146,21 +162,21 @@ class RedisBackend(Backend):
         since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms, since)
-        calls = call_each(self.namespace, "renew", shard, [lease_ms, since], [*map(pack_lease, leases)], done)
+        calls = self.namespace.call_each("renew", shard, [lease_ms, since], [*map(pack_lease, leases)], done)
         return [answer async for answer in calls]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
         items = [*map(pack_close, closes)]
-        calls = call_each(self.namespace, "close", shard, [self._nonce()], items, unpack_closed, numbered=True)
+        calls = self.namespace.call_each("close", shard, [self._nonce()], items, unpack_closed, numbered=True)
         return [answer async for answer in calls]
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
         items = [*map(pack_retry, retries)]
-        calls = call_each(self.namespace, "retry", shard, [self._nonce()], items, done, numbered=True)
+        calls = self.namespace.call_each("retry", shard, [self._nonce()], items, done, numbered=True)
         return [answer async for answer in calls]
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
-        calls = call_each(self.namespace, "release", shard, [int(started)], [*map(pack_lease, leases)], done)
+        calls = self.namespace.call_each("release", shard, [int(started)], [*map(pack_lease, leases)], done)
         return [answer async for answer in calls]
 
     async def wait(self, shard: int, last: str) -> str:
@@ -256,3 +272,11 @@ class RedisBackend(Backend):
             if dropped == 1:
                 return True
         return False
+
+
+def _of_record(add: Add, answer: bool | AiodigestError) -> bool | AiodigestError:
+    """Return the answer to an add; if the store was unavailable, it says of which record."""
+    if not isinstance(answer, BackendUnavailable):
+        return answer
+    record_id = identity(add.entry).decode(errors="replace")
+    return BackendUnavailable(str(answer), record_id=record_id, stored=answer.stored)

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Literal, Protocol, Self, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from aiodigest.backend import MAX_SHARDS, Retired, ShardMap
-from aiodigest.backends.redis.connections.cluster import ClusterConnections
-from aiodigest.backends.redis.connections.errors import explain, lacks_keys, refused
-from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch, ServerConnections
-from aiodigest.backends.redis.connections.url import URL, Source, read_url
+from aiodigest.backend import MAX_SHARDS, SLICE, Retired, ShardMap
+from aiodigest.backends.redis.connections.cluster import join_connections, leave_connections
+from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain, refused
+from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch
+from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, shown
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidState,
+    LeaseLost,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+BATCH = 256  # items a call, so that no script is long
+ARGUMENTS = 20_000  # arguments a call, unless one item alone has more
 ROUNDS = 3  # of a call: how often it may meet a layout that is new to this process
-
-_shared: dict[tuple[object, asyncio.AbstractEventLoop, float], Connections] = {}
-
-
-def join_connections(url: URL, timeout: float) -> Connections:
-    """Return connections for the running loop: those of other users of the same client, or new ones."""
-    for left in [key for key in list(_shared) if key[1].is_closed()]:  # its user never left
-        _shared.pop(left, None)  # other threads do so too
-    key = (object() if url.pool is None else url.pool, asyncio.get_running_loop(), timeout)
-    if key not in _shared:
-        _shared[key] = ClusterConnections(url, timeout) if url.nodes else ServerConnections(url, timeout)
-    _shared[key].users += 1
-    return _shared[key]
-
-
-async def leave_connections(connections: Connections) -> None:
-    """End one user's share; the last one closes every connection, and calls under way fail."""
-    connections.users -= 1
-    if connections.users == 0:
-        for key in [key for key, joined in list(_shared.items()) if joined is connections]:
-            del _shared[key]
-        await connections.close()
 
 
 @runtime_checkable
@@ -52,59 +40,38 @@ class Server(Protocol):
 
     url: str  # as users give it
 
-    async def start(self) -> str:
-        """Start or join the server; return its URL for redis-py."""
-        ...
-
-    async def stop(self) -> None:
-        """End this user's share of the server."""
-        ...
-
-    def why_down(self) -> str | None:
-        """Explain why the server is down; None if it is up."""
-        ...
-
-    def clone(self) -> Self:
-        """Return the same server with a share of its own, not started."""
-        ...
+    async def start(self) -> str: ...  # or join it; returns its URL for redis-py
+    async def stop(self) -> None: ...  # ends this user's share of it
+    def why_down(self) -> str | None: ...  # None: it is up
+    def clone(self) -> Self: ...  # with a share of its own, not started
 
 
+@dataclass(eq=False)
 class Namespace:
     """A namespace on a server or a cluster: knows its layout, and runs scripts on its shards."""
 
-    def __init__(
-        self,
-        source: Source | Server,
-        *,
-        namespace: str,
-        shards: int | None,
-        timeout: float,
-        wait_replicas: int,
-        now: Callable[[], int] | None,
-    ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", namespace):
+    source: Source | Server
+    name: str
+    shards: int | None  # what the engine wants; None: as many as there are
+    timeout: float
+    wait_replicas: int
+    now: Callable[[], int] | None  # None: the server's
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.name):
             raise ConfigurationError(
-                f"a namespace is 1 to 64 letters, digits, dots, dashes or underscores; it is {shown(namespace)}"
+                f"a namespace is 1 to 64 letters, digits, dots, dashes or underscores; it is {shown(self.name)}"
             )
-        if shards is not None and (type(shards) is not int or not 1 <= shards <= MAX_SHARDS):
-            raise ConfigurationError(f"shards must be from 1 to {MAX_SHARDS}, or None; it is {shown(shards)}")
-        self.name = namespace
-        self.timeout = timeout
-        self.wait_replicas = wait_replicas
-        self.server = source if isinstance(source, Server) else None
-        self.target = read_url("unix:///not/started/yet" if isinstance(source, Server) else source)
-        self._shards = shards
-        self._now = now
+        if self.shards is not None and (type(self.shards) is not int or not 1 <= self.shards <= MAX_SHARDS):
+            raise ConfigurationError(f"shards must be from 1 to {MAX_SHARDS}, or None; it is {shown(self.shards)}")
+        self.root = f"{{{self.name}}}:layout"  # holds the layout: all processes find it, whatever layout they know
+        self.server = self.source if isinstance(self.source, Server) else None
+        self.target = read_url("unix:///not/started/yet" if self.server else self.source)
         self._connections: Connections | None = None
         self._is_ready = False  # connected, and all that there is to know before a call is known
-        self._layout = place(Layout(shards), wanted=shards) if shards else None
+        self._layout = place(Layout(self.shards), wanted=self.shards) if self.shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
         self._tags: dict[Home, str] = {}
-
-    @property
-    def root(self) -> str:
-        """The key that holds the namespace's layout: all processes find it, whatever layout they know."""
-        return f"{{{self.name}}}:layout"
 
     @property
     def url(self) -> str:
@@ -132,7 +99,7 @@ class Namespace:
 
     def time(self) -> Argument:
         """Return the time that scripts are given: '' for the server's."""
-        return "" if self._now is None else self._now()
+        return "" if self.now is None else self.now()
 
     # Connecting
 
@@ -162,7 +129,10 @@ class Namespace:
             if fresh:
                 await self._leave()
             if isinstance(error, AiodigestError) and refused(error) == "keys":
-                raise lacks_keys(self.url, self.name, bool(self._shards)) from error
+                keys = f"~{{{self.name}}}:*, or for several shards ~{self.root} ~{{{self.name}:*}}:*"
+                hint = "" if self.shards else "; with rules for several, give shards= where the namespace is new"
+                problem = f"its user may not use the keys of this namespace: it needs {keys} (docs/security.md#users)"
+                raise ConfigurationError(f"{self.url} refuses access: {problem}{hint}") from error
             raise
 
     @property
@@ -215,7 +185,7 @@ class Namespace:
         reply = await self.connections.command(self.root, "HMGET", self.root, "current", "version", "drains")
         told = [text(field) if field else "" for field in cast("list[bytes | None]", reply)]
         known = self._layout if self._is_ready else None
-        layout = self._layout = learn(known, told, self.name, self._shards)
+        layout = self._layout = learn(known, told, self.name, self.shards)
         if known is not None and layout.current != known.current:
             had, has = known.current.shards, layout.current.shards
             facts = {"namespace": self.name, "shards": has}
@@ -302,6 +272,52 @@ class Namespace:
             raise BackendUnavailable(f"the layout of namespace {self.name!r} is being changed")
         except BackendUnavailable as error:
             raise self._explained(error, error.stored if sent else "no") from error.__cause__
+
+    async def call_each(
+        self,
+        name: str,
+        shard: int,
+        head: Sequence[Argument],
+        items: Sequence[Sequence[Argument]],
+        read: Callable[[object], T],
+        *,
+        numbered: bool = False,
+    ) -> AsyncIterator[T | AiodigestError]:
+        """Call a script for all items, in as many calls as needed; yield their answers, or their timelines' errors.
+
+        ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item.
+        """
+        answered, now = 0, self.time()
+        while left := items[answered:]:
+            arguments = [*head, answered + 1] if numbered else [*head]
+            for item in left[:BATCH]:
+                if len(arguments) > ARGUMENTS:
+                    break
+                arguments += item
+            answers = cast("list[object]", await self.call(name, shard, *arguments, now=now))
+            told = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
+            fits = 0 < len(answers) <= len(left)  # else they are none at all, or another question's
+            if not fits or told & DEMOTED:
+                await self.leave(shard)
+            if not fits:
+                problem = f"it returned {len(answers)} answers for {len(left)} items"
+                raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
+            for item, answer in zip(left, answers, strict=False):
+                yield self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
+            answered += len(answers)
+
+    async def read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
+        """Return ``count`` entries of a timeline from ``start`` on; with a token, those of the digest in delivery."""
+        entries: list[bytes] = []
+        while len(entries) < count:
+            size = min(SLICE, count - len(entries))
+            page = await self.call("read", shard, key, token, digest_id, start + len(entries), size)
+            if page == b"lost":
+                raise LeaseLost(f"the lease on timeline {key!r} is lost")
+            if not page:
+                break
+            entries += cast("list[bytes]", page)
+        return entries
 
     async def _version(self, shard: int, *, newest: bool) -> str:
         """Return the version that a script must find at a shard; Retired if it must not be run there.

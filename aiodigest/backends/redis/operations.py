@@ -14,9 +14,8 @@ from typing import cast
 
 from aiodigest.backend import SLICE, Bookmark, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
 from aiodigest.backends.redis.connections.server import Moved, ServerConnections
-from aiodigest.backends.redis.items import BATCH, read_entries
 from aiodigest.backends.redis.layout import RETIRED, Layout
-from aiodigest.backends.redis.namespace import Namespace
+from aiodigest.backends.redis.namespace import BATCH, Namespace
 from aiodigest.backends.redis.scripts import text, unpack_counts, unpack_timeline
 from aiodigest.errors import BackendUnavailable, InvalidState
 from aiodigest.models import Finding, State
@@ -56,7 +55,7 @@ class RedisOperations(Operations):
             for shard in reversed(shards):  # what came first comes first
                 before = len(entries)
                 with suppress(Retired):
-                    while page := await read_entries(self._namespace, shard, key, "", "", len(entries) - before, SLICE):
+                    while page := await self._namespace.read(shard, key, "", "", len(entries) - before, SLICE):
                         entries += page
             if self._namespace.shard_map.shards_of(key) == shards:  # else a call has told of others
                 return entries

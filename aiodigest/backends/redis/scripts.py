@@ -16,38 +16,23 @@ from pathlib import Path
 from textwrap import indent
 from typing import Literal, NamedTuple, TypeAlias, cast
 
-from aiodigest.backend import (
-    DEAD_LETTER_LIMIT,
-    DEAD_LETTER_TTL_MS,
-    GIVE_BACK_MS,
-    MOVES,
-    SAMPLE,
-    SLICE,
-    Add,
-    Close,
-    Closed,
-    Lease,
-    Retry,
-    StoredTimeline,
-)
+from aiodigest import backend
+from aiodigest.backend import Add, Close, Closed, Lease, Retry, StoredTimeline
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
-from aiodigest.records.entries import CONTEXT_SIZE, TRACED, UNSTAMPED
+from aiodigest.records import entries as records
 
 Argument: TypeAlias = bytes | str | int
 
 LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
-    "CONTEXT_SIZE": CONTEXT_SIZE,
-    "GIVE_BACK_MS": GIVE_BACK_MS,
-    "DEAD_LETTER_LIMIT": DEAD_LETTER_LIMIT,
-    "DEAD_LETTER_TTL_MS": DEAD_LETTER_TTL_MS,
-    "MOVES": MOVES,
-    "SAMPLE": SAMPLE,
-    "SLICE": SLICE,
-    "TRACED": TRACED,
-    "UNSTAMPED": UNSTAMPED,
+    name: getattr(module, name)
+    for module, names in (
+        (backend, ("DEAD_LETTER_LIMIT", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES", "SAMPLE", "SLICE")),
+        (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
+    )
+    for name in names
 }
 HEADER = re.compile(r"^-- (Flags|Parts|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
 NEEDS = re.compile(r"-- Needs +(.+)\n")
@@ -108,32 +93,31 @@ def load_scripts() -> Mapping[str, Script]:
     def read(part: str) -> str:
         return (LUA / f"{part}.lua").read_text(encoding="utf-8")
 
+    scripts: dict[str, Script] = {}
     try:
-        return {path.stem: _load(path.stem, read) for path in sorted(LUA.iterdir()) if path.suffix == ".lua"}
+        for name in sorted(path.stem for path in LUA.iterdir() if path.suffix == ".lua"):
+            body = assemble(name, read)
+            header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(read(name))}
+            flags = header.get("Flags", "").split(", ")
+            given = {"CREATES": str("begins-namespace" in flags).lower(), **CONSTANTS}
+            constants = "".join(f"local {key} = {value}\n" for key, value in given.items() if key in body)
+            scripts[name] = Script(
+                constants + body,
+                sha1((constants + body).encode(), usedforsecurity=False).hexdigest(),
+                frozenset(filter(None, header.get("Parts", "").split(", "))),
+                frozenset(header.get("Commands", "").split()),
+                "repeatable" in flags,
+                "replicated" in flags,
+                read_shape(header["Reply"]),
+            )
     except OSError as error:
         raise BackendUnavailable(f"the scripts of aiodigest cannot be read: {error}") from error
+    return scripts
 
 
 def load_script(name: str) -> Script:
     """Return the script of a transition."""
     return load_scripts()[name]
-
-
-def _load(name: str, read: Callable[[str], str]) -> Script:
-    body = assemble(name, read)
-    header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(read(name))}
-    flags = header.get("Flags", "").split(", ")
-    given = {"CREATES": str("begins-namespace" in flags).lower(), **CONSTANTS}
-    source = "".join(f"local {constant} = {value}\n" for constant, value in given.items() if constant in body) + body
-    return Script(
-        source,
-        sha1(source.encode(), usedforsecurity=False).hexdigest(),
-        frozenset(filter(None, header.get("Parts", "").split(", "))),
-        frozenset(header.get("Commands", "").split()),
-        "repeatable" in flags,
-        "replicated" in flags,
-        read_shape(header["Reply"]),
-    )
 
 
 def commands_of(*names: str) -> frozenset[str]:
@@ -257,6 +241,11 @@ def text(value: object) -> str:
 
 def number(value: object) -> int:
     return value if type(value) is int else int(cast("bytes", value))
+
+
+def done(answer: object) -> bool:
+    """Read a script's 1 or 0."""
+    return answer == 1
 
 
 def unpack_counts(reply: object) -> dict[str, int]:

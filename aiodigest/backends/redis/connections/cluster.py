@@ -22,14 +22,13 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
 
 SHORTEST = 0.2  # seconds for a node's answer, however many there are to ask
 
+_shared: dict[tuple[object, asyncio.AbstractEventLoop, float], Connections] = {}
+
 
 class ClusterConnections(Connections):
-    """Connections to the primaries of a cluster.
+    """Connections to the primaries of a cluster. After a failure of one, the next call to it first asks for the slots.
 
-    After a failure of a primary, the next call that would go to it first asks the nodes again for the slots.
-
-    Of redis-py's cluster client only the settings are used. It repeats every failed call, even a script that adds. It
-    follows ``ASK``, and the new home of half a slot knows nothing of the other half. And it bounds no whole call.
+    Of redis-py's cluster client only the settings are used: docs/design.md, "On a cluster", says why.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:
@@ -62,6 +61,7 @@ class ClusterConnections(Connections):
         return self.primaries
 
     def primary_of(self, key: str) -> Address | None:
+        """Return the primary of a key, if known."""
         return self._slots[slot_of(key)]
 
     async def hang_up(self, key: str = "") -> None:
@@ -189,3 +189,23 @@ def _address(server: Sequence[object], told_by: Address) -> Address:
     facts = cast("list[bytes]", server[3] if len(server) > 3 else [])
     beside = dict(zip(facts[::2], facts[1::2], strict=False))
     return beside.get(b"ip", told_by[0].encode()).decode(), port
+
+
+def join_connections(url: URL, timeout: float) -> Connections:
+    """Return connections for the running loop: those of other users of the same client, or new ones."""
+    for left in [key for key in list(_shared) if key[1].is_closed()]:  # its user never left
+        _shared.pop(left, None)  # other threads do so too
+    key = (object() if url.pool is None else url.pool, asyncio.get_running_loop(), timeout)
+    if key not in _shared:
+        _shared[key] = ClusterConnections(url, timeout) if url.nodes else ServerConnections(url, timeout)
+    _shared[key].users += 1
+    return _shared[key]
+
+
+async def leave_connections(connections: Connections) -> None:
+    """End one user's share; the last one closes every connection, and calls under way fail."""
+    connections.users -= 1
+    if connections.users == 0:
+        for key in [key for key, joined in list(_shared.items()) if joined is connections]:
+            del _shared[key]
+        await connections.close()

@@ -62,16 +62,6 @@ def refused(error: AiodigestError) -> Literal["login", "keys", "command", ""]:
     return "keys" if re.search(r"access (a|one of the|at least one of the) keys?\b", text) else "command"
 
 
-def lacks_keys(where: str, namespace: str, numbered: bool) -> ConfigurationError:
-    """Make the error for a user who may not use a namespace's keys; ``numbered``: the caller gave ``shards``."""
-    keys = f"~{{{namespace}}}:*, or for several shards ~{{{namespace}}}:layout ~{{{namespace}:*}}:*"
-    hint = "" if numbered else "; with rules for several, give shards= where the namespace is new"
-    return ConfigurationError(
-        f"{where} refuses access: its user may not use the keys of this namespace: it needs {keys} "
-        f"(docs/security.md#users){hint}"
-    )
-
-
 def explain(
     error: Exception | str, where: str, stored: Literal["no", "unknown"] = "no", hint: str = ""
 ) -> AiodigestError:

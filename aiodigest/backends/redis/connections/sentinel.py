@@ -26,12 +26,7 @@ PORT = 26379
 
 @dataclass
 class Sentinels:
-    """The sentinels of a service; the one that named the primary last comes first.
-
-    redis-py's ``Sentinel`` gives no sentinel a share of the time, so that a dead one takes all of it. One that refuses
-    the user, or is no sentinel, ends the search. One that was cut off and names a former primary is asked first for
-    ever. And a wrong setting (ConfigurationError) cannot be told from servers that are away.
-    """
+    """The sentinels of a service; redis-py's ``Sentinel`` is not used: docs/design.md, section 8, says why."""
 
     service: str
     make: Connecting

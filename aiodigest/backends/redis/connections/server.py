@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from redis import exceptions
 
-from aiodigest.backends.redis.connections.connection import Address, Connection, drop, send
+from aiodigest.backends.redis.connections.connection import Connection, drop, send
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
 from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.scripts import Argument, fits, load_script, shape_of
@@ -156,10 +156,6 @@ class Connections(ABC):
         """Find the servers that take adds, for calls to all of them, without a key."""
 
     @abstractmethod
-    def primary_of(self, key: str) -> Address | None:
-        """Return the primary of a key in a cluster, if known; None: all keys are on one server."""
-
-    @abstractmethod
     async def hang_up(self, key: str = "") -> None:
         """Close connections to a key's server that nobody is using: it is dead, or no longer a primary."""
 
@@ -169,13 +165,7 @@ class Connections(ABC):
 
 
 class ServerConnections(Connections):
-    """A few connections to one server, made on demand. They are redis-py's, and its pool is not used.
-
-    ``BlockingConnectionPool`` takes a lock to get one back: a caller who is cancelled there loses it for good. It does
-    not tell a new connection from an old one, and only what failed on an old one is worth repeating. It closes none
-    that nobody uses, and waits for the other end, which may be dead, when it closes one. The client on it repeats what
-    failed, sends ``WAIT`` on another connection, and does not say whether a call was sent (``stored``).
-    """
+    """A few connections of redis-py's to one server, made on demand; why not its pool: docs/design.md, section 8."""
 
     def __init__(self, url: URL, timeout: float) -> None:
         super().__init__(url, timeout)
@@ -210,9 +200,6 @@ class ServerConnections(Connections):
     async def find_primaries(self) -> Sequence[ServerConnections]:
         return [self]
 
-    def primary_of(self, key: str) -> Address | None:
-        return None
-
     @property
     def is_busy(self) -> bool:
         """True while calls are under way."""
@@ -236,13 +223,7 @@ class ServerConnections(Connections):
     # Calls
 
     async def attempt(
-        self,
-        name: str,
-        command: Sequence[Argument],
-        until: float,
-        fresh: bool = False,
-        source: str = "",
-        replicas: int = 0,
+        self, name: str, command: Sequence[Argument], until: float, fresh: bool, source: str = "", replicas: int = 0
     ) -> object:
         """Try a call once: ``Failed`` says how far it came. ``fresh``: on a new connection."""
         sent = is_old = False
@@ -276,14 +257,14 @@ class ServerConnections(Connections):
             try:
                 async with asyncio.timeout(BLOCK_MS / 1000 + self.timeout):
                     reply = await converse(connection, "XREAD", command)
+                self._listening.discard(connection)
+                await self._put(connection)
             except BaseException:  # a server that becomes a replica says so, and closes it
+                self._listening.discard(connection)
                 await self._discard(connection)
                 raise
-            finally:
-                self._listening.discard(connection)
-            await self._put(connection)
         except (exceptions.RedisError, OSError) as error:
-            raise Failed(error, sent=False, is_old=False) from error  # nothing is done by who listens
+            raise Failed(error, sent=False, is_old=False) from error  # who listens changes nothing
         told = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", reply)
         return told[0][1][0][0].decode() if told else last
 
@@ -357,8 +338,7 @@ class ServerConnections(Connections):
 
 def wrote(reply: object) -> bool:
     """True if a script's answer is a number, or holds one for an item that was stored, not only error texts."""
-    statuses = cast("list[object]", reply) if isinstance(reply, list) else [reply]
-    return any(isinstance(status, int) for status in statuses)
+    return int in map(type, cast("list[object]", reply) if isinstance(reply, list) else [reply])
 
 
 async def converse(connection: Connection, name: str, command: Sequence[Argument], source: str = "") -> object:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from aiodigest.backend import DEAD_LETTER_TTL_MS
-from aiodigest.backends.redis.connections.cluster import slot_of
+from aiodigest.backends.redis.connections.cluster import ClusterConnections, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
 from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch
 from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, grant, in_time, several
@@ -92,9 +92,8 @@ class NamespaceFacts:
     @property
     def spread(self) -> Sequence[int] | None:
         """The number of shards on each primary of a cluster that has any; None: it is one server."""
-        if not self._queries.connections.url.nodes:
-            return None
-        return list(Counter(map(self._place, self._current)).values())
+        places = Counter(map(self._place, self._current))
+        return list(places.values()) if isinstance(self._queries.connections, ClusterConnections) else None
 
     @property
     def missing(self) -> frozenset[str]:
@@ -121,7 +120,8 @@ class NamespaceFacts:
 
     def _place(self, shard: int) -> str:
         """Return the primary of a shard; '' if there is only one."""
-        address = self._queries.connections.primary_of(self._key(shard))
+        connections = self._queries.connections
+        address = isinstance(connections, ClusterConnections) and connections.primary_of(self._key(shard))
         return show_address(*address) if address else ""
 
     def _may(self, *scripts: str) -> bool:
