@@ -33,10 +33,8 @@ class Layout:
         return f"{self.version}:draining"
 
     def tag(self, namespace: str, number: int) -> str:
-        """Return the hash tag of a shard's keys; its slot lies in the middle of the shard's part of a cluster's slots.
-
-        The middle, because a part that spans the slots of two primaries could otherwise fall to either.
-        """
+        """Return the hash tag of a shard's keys; its slot lies in the middle of the shard's part of a cluster's slots,
+        because a part that spans the slots of two primaries could otherwise fall to either."""
         # with the number: should a failover forget a change, another one must not meet the shards of the first
         name = namespace if self.epoch == 1 else f"{namespace}:e{self.epoch}.{self.shards}"
         if self.shards == 1:

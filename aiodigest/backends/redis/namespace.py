@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from aiodigest.backend import MAX_SHARDS, SLICE, Retired, ShardMap
@@ -245,10 +246,8 @@ class Namespace:
     ) -> object:
         """Run a script on a shard, and make the shard's layout first if it has none.
 
-        ``repeat`` if it may run twice although its second answer may be another one.
-
-        Raises Retired, and does nothing, if the shard no longer takes adds (and this is one, or ``settled``), or
-        no longer takes anything.
+        ``repeat`` if it may run twice although its second answer may be another one. Raises Retired, and does nothing,
+        if the shard no longer takes adds (and this is one, or ``settled``), or no longer takes anything.
         """
         sent = False
         try:
@@ -320,10 +319,8 @@ class Namespace:
         return entries
 
     async def _version(self, shard: int, *, newest: bool) -> str:
-        """Return the version that a script must find at a shard; Retired if it must not be run there.
-
-        ``newest`` if it may be run in the layout that takes adds alone.
-        """
+        """Return the version that a script must find at a shard; Retired if it must not run there: it may run in the
+        drained layout too, unless ``newest``."""
         layout = self.layout.homes[shard].layout
         if layout.epoch > self.layout.current.epoch:  # an old answer came after a newer one
             await self.look_up()
@@ -378,29 +375,28 @@ class Namespace:
 
     # Calling on several shards
 
-    async def all_shards(self) -> AsyncIterator[int]:
-        """Yield the shards that may hold something, including any that a call to one of them reveals."""
+    async def each_shard(
+        self, of: Callable[[ShardMap], Sequence[int]] = lambda shards: shards.live
+    ) -> AsyncIterator[int]:
+        """Yield shards, those that may hold something, including any that a call to one of them reveals."""
         await self.connected()
         seen = set[int]()
-        while left := [shard for shard in self.shard_map.live if shard not in seen]:
+        while left := [shard for shard in of(self.shard_map) if shard not in seen]:
             seen.add(left[0])
             yield left[0]
 
     async def call_all(self, name: str, *arguments: Argument, now: Argument | None = None) -> AsyncIterator[object]:
         """Yield the answer of each shard that may hold something."""
-        async for shard in self.all_shards():
+        async for shard in self.each_shard():
             with suppress(Retired):
                 yield await self.call(name, shard, *arguments, now=now)
 
     async def call_of(self, key: str, name: str, *arguments: Argument) -> list[object]:
         """Return the answers of the shards that may hold a timeline: one, except while resharding."""
-        await self.connected()
         answers: list[object] = []
-        asked = set[int]()
-        while left := [shard for shard in self.shard_map.shards_of(key) if shard not in asked]:  # a call may tell more
-            asked.add(left[0])
+        async for shard in self.each_shard(lambda shards: shards.shards_of(key)):
             with suppress(Retired):
-                answers.append(await self.call(name, left[0], *arguments))
+                answers.append(await self.call(name, shard, *arguments))
         for answer in answers:
             if isinstance(answer, bytes):
                 raise self.broken(key, text(answer))

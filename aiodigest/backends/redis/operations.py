@@ -88,7 +88,7 @@ class RedisOperations(Operations):
 
     async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
         if shard is None:
-            async for each in self._namespace.all_shards():
+            async for each in self._namespace.each_shard():
                 if (found := await self.dead_letter(letter_id, each)) is not None:
                     return found
             return None
@@ -195,11 +195,8 @@ class RedisOperations(Operations):
         return Counter()
 
     async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
-        """Give a dead letter to the shard that has its timeline now.
-
-        The id of a dead letter whose facts have expired is dropped too; otherwise moving all of them would meet it
-        forever.
-        """
+        """Give a dead letter to the shard that has its timeline now; drop the id of one whose facts have expired, which
+        moving all of them would meet forever."""
         namespace = self._namespace
         start, found = 0, False
         while reply := await namespace.call("letter", shard, letter_id, start):

@@ -158,12 +158,8 @@ class ClusterConnections(Connections):
             await server.retire()
 
     async def _find_halves(self, slots: Sequence[Address | None], share: float) -> frozenset[int]:
-        """Find slots that are moving to another primary, as the receiving primaries report them.
-
-        The primary that gives a slot away knows too, but before Valkey 8 a replica that takes over from it does not:
-        it would serve half of the keys as if they were all. So this matters only after something has changed hands.
-        A user who may not ask (``CLUSTER NODES``) depends on no primary being lost while its slots move.
-        """
+        """Find slots that are moving, as their new primaries report: a replica of the old one may not know, and serve
+        half of one as if it were whole. So this matters only after something has changed hands."""
         until = asyncio.get_running_loop().time() + share
 
         async def arriving(address: Address) -> set[int]:

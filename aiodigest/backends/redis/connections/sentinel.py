@@ -22,6 +22,7 @@ from aiodigest.backends.redis.connections.errors import FORBIDDEN, code_of
 from aiodigest.errors import ConfigurationError
 
 PORT = 26379
+NO_SENTINEL = "unknown command"  # is what a server says to a command that every sentinel knows
 
 
 @dataclass
@@ -35,17 +36,14 @@ class Sentinels:
     _trusted: Address | None = field(default=None, init=False)  # the one that named it last, unless it is in doubt
 
     async def primary(self, timeout: float) -> Address:
-        """Return the address of the primary.
-
-        Each sentinel has a share of the time, so that dead ones leave some for the others and for the primary.
-        """
+        """Return the address of the primary. Dead sentinels leave time for the others, and for the primary."""
         share, problems, refusals = timeout / (len(self.addresses) + 1), list[str](), 0
         for address in list(self.addresses):
             try:
                 async with asyncio.timeout(share):
                     flags, host, port = await self._ask(address, share)
             except (exceptions.RedisError, OSError) as error:
-                refusals += code_of(error) in FORBIDDEN or is_no_sentinel(error)
+                refusals += code_of(error) in FORBIDDEN or NO_SENTINEL in str(error)
                 problem = explained(error)
             else:
                 if "master" in flags and not {"s_down", "o_down"} & flags:
@@ -87,15 +85,10 @@ class Sentinels:
             raise exceptions.InvalidResponse("it does not answer as a sentinel does") from None
 
 
-def is_no_sentinel(error: Exception) -> bool:
-    """True if a server refused a command that every sentinel knows."""
-    return "unknown command" in str(error)
-
-
 def explained(error: Exception) -> str:
     """Explain a failure to ask a sentinel."""
     text = str(error)
-    if is_no_sentinel(error):
+    if NO_SENTINEL in text:
         return f"it is no sentinel, whose port is {PORT} if none is given; one server is redis://host:port"
     if re.search("No such (master|primary)", text):
         return "it knows no service of this name"

@@ -66,10 +66,7 @@ class Connections(ABC):
     async def run(
         self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
     ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes.
-
-        ``repeat`` if running it twice is harmless because its caller does not need the answer.
-        """
+        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``."""
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
         return await self._exchange(
@@ -257,12 +254,12 @@ class ServerConnections(Connections):
             try:
                 async with asyncio.timeout(BLOCK_MS / 1000 + self.timeout):
                     reply = await converse(connection, "XREAD", command)
-                self._listening.discard(connection)
-                await self._put(connection)
             except BaseException:  # a server that becomes a replica says so, and closes it
-                self._listening.discard(connection)
                 await self._discard(connection)
                 raise
+            finally:
+                self._listening.discard(connection)
+            await self._put(connection)
         except (exceptions.RedisError, OSError) as error:
             raise Failed(error, sent=False, is_old=False) from error  # who listens changes nothing
         told = cast("list[tuple[bytes, list[tuple[bytes, object]]]] | None", reply)
@@ -298,8 +295,10 @@ class ServerConnections(Connections):
             connection, _ = self._idle.pop()
             self._busy.add(connection)
             try:
-                stale = await is_stale(connection)
+                stale = not connection.is_connected or await connection.can_read()  # it has ended, or left something
                 self._open()
+            except (exceptions.RedisError, OSError):
+                stale = True
             except BaseException:
                 await self._discard(connection)
                 raise
@@ -342,25 +341,14 @@ def wrote(reply: object) -> bool:
 
 
 async def converse(connection: Connection, name: str, command: Sequence[Argument], source: str = "") -> object:
-    """Send one command and return its reply; a script unknown to the server is sent whole.
-
-    ``name`` is the script's, or the command's own. Raises InvalidResponse for a reply that it never gives.
-    """
+    """Send a command, or a script of this name, and return its reply; InvalidResponse if it never gives that one."""
     await send(connection, *command)
     try:
         reply = await connection.read_response()
-    except exceptions.NoScriptError:
+    except exceptions.NoScriptError:  # it is sent whole
         await send(connection, "EVAL", source, *command[2:])
         reply = await connection.read_response()
     shape = shape_of(name)
     if shape is not None and not fits(reply, shape):  # the connection carries answers to other questions
         raise exceptions.InvalidResponse(f"not a valid answer to {name}")
     return reply
-
-
-async def is_stale(connection: Connection) -> bool:
-    """True if the server has closed an idle connection, or left something to read on it."""
-    try:
-        return not connection.is_connected or await connection.can_read()
-    except (exceptions.RedisError, OSError):
-        return True

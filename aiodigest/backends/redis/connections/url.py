@@ -96,7 +96,7 @@ class URL:
     pool: object = None  # of the client that was given: engines with the same one share their connections
     sentinels: Sentinels | None = None
     nodes: Sequence[Address] = ()  # some of a cluster's, which know the others
-    remap: Callable[[Address], Address] | None = None  # from where a node says it is to where it is from here
+    as_seen: Callable[[Address], Address] = lambda address: address  # where it is from here, from where a node says
     named: str = ""  # the host, as named by sentinels or a cluster
 
     @property
@@ -111,11 +111,7 @@ class URL:
         return cast("str", self.settings["host"]), cast("int", self.settings["port"])
 
     async def primary(self, timeout: float) -> URL:
-        """Return the current primary, if sentinels say; else this very server.
-
-        The sentinels' answer may be out of date. A server that is not a primary refuses every transition with READONLY,
-        and its connections are then dropped; asking for its ROLE first would need a right that many users lack.
-        """
+        """Return the current primary, by the word of the sentinels, which may be old; without any, this very server."""
         return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self
 
     def connection(self, timeout: float) -> Connection:
@@ -128,10 +124,6 @@ class URL:
         settings = {**self.settings, "host": host, "port": port}
         named = "" if address in self.nodes else host
         return replace(self, shown=f"{show_address(host, port)} of {self}", settings=settings, named=named)
-
-    def as_seen(self, address: Address) -> Address:
-        """Return a node's address as seen from here, if the node knows itself under another one."""
-        return self.remap(address) if self.remap else address
 
     def check(self) -> None:
         """Check that the settings make a connection, without I/O; Unreadable says what is wrong."""
@@ -222,10 +214,7 @@ def _of_server(url: str, shown: str) -> URL:
 
 
 def _split(url: str, default_port: int) -> tuple[str, list[Address], str, str]:
-    """Take apart a URL with several hosts: what stands before a single one's path, the hosts, the path, and the query.
-
-    urllib refuses to do so if one of them has brackets.
-    """
+    """Take apart a URL with several hosts, which urllib refuses if one has brackets: head, hosts, path and query."""
     scheme, _, rest = url.partition("://")
     where, mark, query = rest.partition("?")
     authority, _, path = where.partition("/")
@@ -315,8 +304,8 @@ def _of_cluster_client(client: RedisCluster) -> URL:
     make = cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection))
     scheme = "rediss" if issubclass(make, SSLConnection) else "redis"
     url = f"{scheme}+cluster://{','.join(show_address(*node) for node in nodes)}"
-    remap = cast("Callable[[Address], Address] | None", known.nodes_manager.address_remap)
-    return URL(url, *_connecting(make, given), client, nodes=nodes, remap=remap)
+    target = URL(url, *_connecting(make, given), client, nodes=nodes)
+    return replace(target, as_seen=known.nodes_manager.address_remap or target.as_seen)
 
 
 def _connecting(make: type[AbstractConnection], given: Mapping[str, object]) -> tuple[Connecting, dict[str, object]]:
