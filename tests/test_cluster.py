@@ -32,7 +32,7 @@ from aiodigest.backend import Move as Reschedule
 from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
-from aiodigest.backends.redis.connections.cluster import ClusterConnections, _address
+from aiodigest.backends.redis.connections.calls import Connections, _address
 from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.scripts import load_script, load_scripts
@@ -168,7 +168,7 @@ async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
         await until(empty.is_up)
         async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
             assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
-        link = ClusterConnections(read_url(login(empty.port)), 5)
+        link = Connections(read_url(login(empty.port)), 5)
         with pytest.raises(BackendUnavailable, match="knows of no slots"):
             await link.command("k", "PING")
         await link.close()
@@ -269,8 +269,8 @@ def test_a_node_is_where_it_says_or_where_the_one_is_that_was_asked(told: list[o
     assert _address(told, ("asked", 7001)) == (address, 7000)
 
 
-def link_to(node: Node) -> ClusterConnections:
-    return ClusterConnections(read_url(f"redis+cluster://127.0.0.1:{node.port}"), 60)
+def link_to(node: Node) -> Connections:
+    return Connections(read_url(f"redis+cluster://127.0.0.1:{node.port}"), 60)
 
 
 async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> None:

@@ -19,11 +19,11 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialBackoff
 
 from aiodigest import DigestEngine
-from aiodigest.backends.redis.connections.cluster import _shared, join_connections, leave_connections
+from aiodigest.backends.redis.connections.calls import Connections, _shared, join_connections, leave_connections
 from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.sentinel import Sentinels
-from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE, ServerConnections
+from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE
 from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
@@ -275,7 +275,7 @@ class SlowWire:
         return b"answer"
 
 
-def add(connections: ServerConnections) -> asyncio.Task[object]:
+def add(connections: Connections) -> asyncio.Task[object]:
     """A call that must not be repeated."""
     return asyncio.create_task(connections.run("add", "{n}:layout", []))
 
@@ -296,7 +296,7 @@ async def test_all_that_a_call_waits_for_has_one_timeout_together_and_what_was_n
     connecting: float, calls: int, stored: list[str]
 ) -> None:
     server = SlowServer(connecting)
-    connections = ServerConnections(server.url, 5)
+    connections = Connections(server.url, 5)
     assert await failures([add(connections) for _ in range(calls)]) == stored
     assert now() == pytest.approx(5, abs=0.01)
     assert server.sent == stored.count("unknown")
@@ -307,7 +307,7 @@ async def test_all_that_a_call_waits_for_has_one_timeout_together_and_what_was_n
 @virtual_time
 async def test_closing_connections_fails_calls_under_way_and_those_that_wait_and_leaves_no_connection() -> None:
     server = SlowServer()
-    connections = ServerConnections(server.url, 5)
+    connections = Connections(server.url, 5)
     calls = [add(connections) for _ in range(2 * CONNECTIONS)]
     await settle()
     await connections.close()
@@ -330,7 +330,7 @@ async def test_a_connection_that_was_dropped_is_not_opened_anew_by_what_is_sent_
 @virtual_time
 async def test_closing_connections_while_one_connects_sends_nothing_and_leaves_no_connection(listening: bool) -> None:
     server = SlowServer(connecting=1)
-    connections = ServerConnections(server.url, 5)
+    connections = Connections(server.url, 5)
     call = asyncio.create_task(connections.listen("wake", "0-0")) if listening else add(connections)
     await settle()
     await connections.close()
@@ -348,7 +348,7 @@ async def test_closed_connections_ask_no_sentinel(monkeypatch: pytest.MonkeyPatc
         return "h2", 6379
 
     monkeypatch.setattr(Sentinels, "primary", primary)
-    connections = ServerConnections(read_url("redis+sentinel://h1/mail"), 5)
+    connections = Connections(read_url("redis+sentinel://h1/mail"), 5)
     await connections.close()
     for call in (connections.listen("wake", "0-0"), connections.command("", "PING")):
         with pytest.raises(BackendUnavailable, match="are closed"):
@@ -360,7 +360,7 @@ async def test_closed_connections_ask_no_sentinel(monkeypatch: pytest.MonkeyPatc
 async def test_connections_that_nobody_has_used_for_long_are_closed_but_one_for_calls_and_one_to_listen_on() -> None:
     server = SlowServer()
     server.gate.set()
-    connections = ServerConnections(server.url, 5)
+    connections = Connections(server.url, 5)
     calls = [asyncio.create_task(connections.command("", "PING")) for _ in range(CONNECTIONS)]
     await asyncio.gather(*calls)
     assert server.open == CONNECTIONS

@@ -11,7 +11,7 @@ from servers import Server
 from stores import LEASE, ids
 
 from aiodigest import ConfigurationError, Digest, DigestEngine, Policy
-from aiodigest.backends.redis.connections.server import OLDEST, ServerConnections
+from aiodigest.backends.redis.connections.calls import OLDEST, Connections
 from aiodigest.backends.redis.connections.url import read_url
 
 LIMITS = Policy().terms.limits
@@ -90,11 +90,11 @@ async def test_two_workers_that_reach_for_one_timeline_deliver_it_once_and_log_n
 async def test_a_server_that_is_too_old_is_refused_with_its_version_and_the_oldest_that_works(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = ServerConnections(read_url(server.url), 5.0)
+    link = Connections(read_url(server.url), 5.0)
     try:
         await link.check_version("")
         assert OLDEST == (6, 2)
-        monkeypatch.setattr("aiodigest.backends.redis.connections.server.OLDEST", (99, 0))
+        monkeypatch.setattr("aiodigest.backends.redis.connections.calls.OLDEST", (99, 0))
         with pytest.raises(ConfigurationError, match=r"is version \d+\.\d+; 6.2 is the oldest"):
             await link.check_version("")
     finally:

@@ -48,7 +48,7 @@ from aiodigest import (
 )
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
-from aiodigest.backends.redis.connections.cluster import ClusterConnections
+from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.records.entries import pack
@@ -782,7 +782,7 @@ async def test_nothing_that_can_be_printed_has_the_password(
     provider: Any = target.settings.get("credential_provider")
     assert (provider.password if provider else target.settings["password"]) == password
     engine = DigestEngine(source, namespace=namespace, timeout=1)
-    links = (ServerConnections(target, 1), ClusterConnections(target, 1))
+    links = (ServerConnections(target, 1), Connections(target, 1))
     printed = [repr(each) + str(each) for each in (target, target.sentinels, backend, engine, *links)]
     printed += [target.shown, backend.url, engine.url]
     async with engine.delivering(lambda digest: asyncio.sleep(0)):

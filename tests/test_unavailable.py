@@ -16,7 +16,7 @@ from replicas import Relay, follow, follows, freeze, pid_of, server_on, thaw, un
 from servers import UNLIMITED, Server, limit_files, running_server
 
 from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy
-from aiodigest.backends.redis.connections.server import ServerConnections
+from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.url import read_url
 
 pytestmark = pytest.mark.server_faults
@@ -335,10 +335,10 @@ async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next
 async def test_a_dead_peer_is_noticed_within_a_minute_on_a_connection_that_only_listens() -> None:
     port = free_port()
     with server_on(port):
-        link = ServerConnections(read_url(f"redis://127.0.0.1:{port}/0"), TIMEOUT)
+        link = Connections(read_url(f"redis://127.0.0.1:{port}/0"), TIMEOUT)
         listening = asyncio.create_task(link.listen("wake", "0-0"))
-        await until(lambda: bool(link._busy and all(wire.is_connected for wire in link._busy)))
-        [wire] = link._busy
+        await until(lambda: any(wire.is_connected for server in link._servers.values() for wire in server._busy))
+        [wire] = link._servers[None]._busy
         inside: Any = wire
         peer = inside._writer.get_extra_info("socket")
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -7,13 +7,11 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from aiodigest.backend import MAX_SHARDS, SLICE, Retired, ShardMap
-from aiodigest.backends.redis.connections.cluster import join_connections, leave_connections
+from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, join_connections, leave_connections
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain, refused
-from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch
 from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text

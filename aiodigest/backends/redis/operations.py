@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import cast
 
 from aiodigest.backend import SLICE, Bookmark, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
-from aiodigest.backends.redis.connections.server import Moved, ServerConnections
+from aiodigest.backends.redis.connections.calls import Connections, Moved
+from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import BATCH, Namespace
 from aiodigest.backends.redis.scripts import text, unpack_counts, unpack_timeline
@@ -111,17 +112,28 @@ class RedisOperations(Operations):
         return await examine(self._namespace, await self._namespace.connected())
 
     async def erase(self) -> int:
-        connections = await self._namespace.connected()
+        connections, erased = await self._namespace.connected(), 0
         try:
-            return sum([await _erase(server, self._namespace.name) for server in await connections.find_primaries()])
+            for server in await connections.find_primaries():
+                cursor = b""
+                while cursor != b"0":
+                    cursor, keys = await _scan(server, connections, self._namespace.name, cursor)
+                    groups: dict[bytes, list[bytes]] = {}
+                    for key in keys:
+                        tag, _, name = key.partition(b"}")
+                        if name.startswith(b":"):
+                            groups.setdefault(tag, []).append(key)
+                    for group in groups.values():  # of one tag, and so of one slot
+                        erased += cast("int", await connections.command("", "UNLINK", *group, at=server))
         except Moved:  # and the rest of its keys may be on a server that was looked through before
             problem = f"{self._namespace.url} is unavailable: a slot moved meanwhile; erase again"
             raise BackendUnavailable(problem) from None
+        return erased
 
     async def try_erase(self) -> None:
         connections = await self._namespace.connected()
         for server in await connections.find_primaries():
-            await _scan(server, self._namespace.name, b"")
+            await _scan(server, connections, self._namespace.name, b"")
 
     # Another number of shards
 
@@ -220,22 +232,10 @@ class RedisOperations(Operations):
                 await self.move(shard, letter_id, forget_missing=False)
 
 
-async def _scan(server: ServerConnections, namespace: str, cursor: bytes) -> tuple[bytes, list[bytes]]:
+async def _scan(
+    server: ServerConnections, connections: Connections, namespace: str, cursor: bytes
+) -> tuple[bytes, list[bytes]]:
     """Return one page of a server's keys, the namespace's only, and where the next page begins."""
-    page = await server.command("", "SCAN", cursor or 0, "MATCH", f"{{{namespace}[:}}]*", "COUNT", SLICE)
+    keys = f"{{{namespace}[:}}]*"
+    page = await connections.command("", "SCAN", cursor or 0, "MATCH", keys, "COUNT", SLICE, at=server)
     return cast("tuple[bytes, list[bytes]]", page)
-
-
-async def _erase(server: ServerConnections, namespace: str) -> int:
-    """Drop all keys of a namespace on a server; return how many there were."""
-    cursor, erased = b"", 0
-    while cursor != b"0":
-        cursor, keys = await _scan(server, namespace, cursor)
-        groups: dict[bytes, list[bytes]] = {}
-        for key in keys:
-            tag, _, name = key.partition(b"}")
-            if name.startswith(b":"):
-                groups.setdefault(tag, []).append(key)
-        for group in groups.values():  # of one tag, and so of one slot
-            erased += cast("int", await server.command("", "UNLINK", *group))
-    return erased

@@ -1,12 +1,10 @@
-"""Calls to a server, or to that of a cluster which has a key; and connections to one Redis or Valkey server."""
+"""Connections to one Redis or Valkey server, on which a call is tried once."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -14,10 +12,10 @@ from typing import TypeVar, cast
 from redis import exceptions
 
 from aiodigest.backends.redis.connections.connection import Connection, drop, send
-from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explain
+from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.url import URL
-from aiodigest.backends.redis.scripts import Argument, fits, load_script, shape_of
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
+from aiodigest.backends.redis.scripts import Argument, fits, shape_of
+from aiodigest.errors import AiodigestError, BackendUnavailable
 
 T = TypeVar("T")
 
@@ -27,18 +25,6 @@ SPARE = 10.0  # seconds: after that a connection that nobody has used is closed
 KEPT = 2  # are left open all the same: one for calls, and one to listen on
 # How long to listen to a wake-up stream at a time; its end tells an idle worker that a server is frozen or cut off.
 BLOCK_MS = 20_000
-OLDEST = (6, 2)
-
-
-@dataclass(eq=False)
-class LayoutMismatch(Exception):
-    """A script found a layout other than its caller's, and did nothing."""
-
-    stored: str
-
-
-class Moved(Exception):
-    """A cluster node that was asked for itself did nothing, because the key's slot belongs to another node."""
 
 
 @dataclass(eq=False)
@@ -50,122 +36,12 @@ class Failed(Exception):
     is_old: bool  # the connection was used before: it may have been dead, and a new one may bring an answer
 
 
-class Connections(ABC):
-    """Connections for one event loop, and calls on them, each to the server that has its key.
-
-    A server tries a call once. Here, and nowhere else, it is decided whether one that failed is sent again, and its
-    error is made. It is: on a new connection, if an old one broke and running it twice is harmless; and to the new
-    primary of a slot that has moved.
-    """
+class ServerConnections:
+    """A few connections of redis-py's to one server, made on demand; why not its pool: docs/design.md, section 8."""
 
     def __init__(self, url: URL, timeout: float) -> None:
         self.url = url
         self.timeout = timeout
-        self.users = 0  # backends that share these
-
-    async def run(
-        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
-    ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``."""
-        script = load_script(name)
-        command = "EVALSHA", script.sha, 1, key, *arguments
-        return await self._exchange(
-            key,
-            lambda server, until, fresh: server.attempt(name, command, until, fresh, script.source, replicas),
-            repeat=repeat or script.repeatable,
-        )
-
-    async def command(self, key: str, *command: Argument, until: float | None = None) -> object:
-        """Send a command that may be repeated; ``until`` is when to give up, by the loop's clock."""
-        name = str(command[0])
-        return await self._exchange(
-            key, lambda server, until, fresh: server.attempt(name, command, until, fresh), until=until
-        )
-
-    async def listen(self, stream: str, last: str) -> str:
-        """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
-        return await self._exchange(stream, lambda server, until, fresh: server.hear(stream, last), repeat=False)
-
-    async def check_version(self, key: str) -> None:
-        """Refuse a server that is too old, and a cluster node given as a single server; nothing if none may ask."""
-        try:
-            info = await self.command(key, "INFO", "server")
-        except ConfigurationError:
-            return  # the user may not ask; a password that is wrong will be told by the next command
-        told = info if isinstance(info, bytes) else b""
-        found = re.search(rb"redis_version:(\d+)\.(\d+)", told)
-        if found and (int(found[1]), int(found[2])) < OLDEST:
-            version = found[0].decode().partition(":")[2]
-            raise ConfigurationError(f"{self.url} is version {version}; 6.2 is the oldest that works")
-        if b"_mode:cluster" in told and not self.url.nodes:
-            raise ConfigurationError(f"{self.url} is part of a cluster: give redis+cluster://host:port")
-
-    async def _exchange(
-        self,
-        key: str,
-        attempt: Callable[[ServerConnections, float, bool], Awaitable[T]],
-        *,
-        repeat: bool = True,
-        until: float | None = None,
-    ) -> T:
-        """Make a call; all of it, with waits for nodes and connections, takes at most one timeout."""
-        loop = asyncio.get_running_loop()
-        until = until or loop.time() + self.timeout
-        sent = fresh = moved = False
-        while True:
-            server = await self.server_of(key, until)
-            try:
-                return await attempt(server, until, fresh)
-            except BackendUnavailable:  # it was closed, or too few replicas have the writes
-                self.blame(server)
-                raise
-            except Failed as failed:
-                error, is_old, sent = failed.error, failed.is_old, sent or failed.sent
-            is_reply = isinstance(error, exceptions.ResponseError)
-            if is_reply and str(error).startswith("LAYOUT "):
-                raise LayoutMismatch(str(error).removeprefix("LAYOUT "))
-            if self.url.nodes and isinstance(error, exceptions.MovedError):  # it did nothing
-                self.blame(server, error)
-                if moved:
-                    problem = f"its nodes do not agree on which of them has slot {error.slot_id}"
-                    raise BackendUnavailable(f"{self.url} is unavailable: {problem}")
-                moved = True
-            elif repeat and is_old and not is_reply and loop.time() < until:
-                fresh = True
-            else:
-                if not is_reply or code_of(error) in DEMOTED:
-                    await server.hang_up()
-                explained = server.explained(error, sent)
-                if isinstance(explained, BackendUnavailable):
-                    self.blame(server)
-                raise explained from error
-
-    @abstractmethod
-    async def server_of(self, key: str, until: float) -> ServerConnections:
-        """Return the connections to the server that has a key."""
-
-    @abstractmethod
-    def blame(self, server: ServerConnections, moved: exceptions.MovedError | None = None) -> None:
-        """Note that a server is unavailable, or said that the slot has moved."""
-
-    @abstractmethod
-    async def find_primaries(self) -> Sequence[ServerConnections]:
-        """Find the servers that take adds, for calls to all of them, without a key."""
-
-    @abstractmethod
-    async def hang_up(self, key: str = "") -> None:
-        """Close connections to a key's server that nobody is using: it is dead, or no longer a primary."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close every connection; calls under way fail."""
-
-
-class ServerConnections(Connections):
-    """A few connections of redis-py's to one server, made on demand; why not its pool: docs/design.md, section 8."""
-
-    def __init__(self, url: URL, timeout: float) -> None:
-        super().__init__(url, timeout)
         self._primary = url  # whoever the sentinels named last, if they did
         self._has_answered = False
         self._idle: deque[tuple[Connection, float]] = deque()  # and since when; the one used last is used next
@@ -182,20 +58,11 @@ class ServerConnections(Connections):
         return self._room
 
     async def close(self) -> None:
+        """Close every connection; calls under way fail."""
         self._room = None
         await self.hang_up()
         for connection in list(self._busy):
             await drop(connection)
-
-    async def server_of(self, key: str, until: float) -> ServerConnections:
-        return self
-
-    def blame(self, server: ServerConnections, moved: exceptions.MovedError | None = None) -> None:
-        if moved is not None:
-            raise Moved from moved
-
-    async def find_primaries(self) -> Sequence[ServerConnections]:
-        return [self]
 
     @property
     def is_busy(self) -> bool:
@@ -209,7 +76,8 @@ class ServerConnections(Connections):
         for connection in list(self._listening):
             await drop(connection)
 
-    async def hang_up(self, key: str = "") -> None:
+    async def hang_up(self) -> None:
+        """Close connections that nobody is using: their server is dead, or no longer a primary."""
         if self.url.sentinels is not None:
             self.url.sentinels.doubt()
         idle = list(self._idle)

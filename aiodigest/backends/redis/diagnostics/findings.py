@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
+from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.server import Connections
+from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import Check, Finding
@@ -18,10 +19,11 @@ Level: TypeAlias = Literal["ok", "note", "problem"]
 
 
 class Queries:
-    """Questions over some connections, and a note of each that was refused."""
+    """Questions over some connections, or ``at`` one server, and a note of each that was refused."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, at: ServerConnections | None = None) -> None:
         self.connections = connections
+        self._at = at
         self.user = connections.url.user
         self.notes: list[Finding] = []
 
@@ -32,7 +34,7 @@ class Queries:
         """
         words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
         try:
-            return await self.connections.command(key, *command)
+            return await self.connections.command(key, *command, at=self._at)
         except BackendUnavailable:
             raise
         except ConfigurationError as error:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from aiodigest.backend import DEAD_LETTER_TTL_MS
-from aiodigest.backends.redis.connections.cluster import ClusterConnections, slot_of
+from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
-from aiodigest.backends.redis.connections.server import Connections, LayoutMismatch
 from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, grant, in_time, several
 from aiodigest.backends.redis.diagnostics.server import examine_servers
 from aiodigest.backends.redis.layout import RETIRED
@@ -93,7 +92,7 @@ class NamespaceFacts:
     def spread(self) -> Sequence[int] | None:
         """The number of shards on each primary of a cluster that has any; None: it is one server."""
         places = Counter(map(self._place, self._current))
-        return list(places.values()) if isinstance(self._queries.connections, ClusterConnections) else None
+        return list(places.values()) if self._queries.connections.url.nodes else None
 
     @property
     def missing(self) -> frozenset[str]:
@@ -120,8 +119,7 @@ class NamespaceFacts:
 
     def _place(self, shard: int) -> str:
         """Return the primary of a shard; '' if there is only one."""
-        connections = self._queries.connections
-        address = isinstance(connections, ClusterConnections) and connections.primary_of(self._key(shard))
+        address = self._queries.connections.primary_of(self._key(shard))
         return show_address(*address) if address else ""
 
     def _may(self, *scripts: str) -> bool:
@@ -182,7 +180,7 @@ async def examine(namespace: Namespace, connections: Connections) -> list[Findin
     """Check a namespace and its servers, and change nothing. Raises BackendUnavailable if no server answers."""
     await namespace.look_up()
     primaries = await connections.find_primaries()
-    servers, queries = await examine_servers(namespace, primaries), Queries(connections)
+    servers, queries = await examine_servers(namespace, connections, primaries), Queries(connections)
     facts = await NamespaceFacts(namespace, queries, len(primaries)).read()
     found = [finding for check in CHECKS for finding in check(facts)]
     return [*servers, *found, *dict.fromkeys(queries.notes)]

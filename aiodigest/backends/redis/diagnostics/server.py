@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal, cast
 
+from aiodigest.backends.redis.connections.calls import OLDEST, Connections
 from aiodigest.backends.redis.connections.connection import Address, show_address
 from aiodigest.backends.redis.connections.errors import refused
-from aiodigest.backends.redis.connections.server import OLDEST, ServerConnections
+from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Level, Queries, graded, in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
 from aiodigest.backends.redis.namespace import Namespace
@@ -123,9 +124,11 @@ def _slow_calls(namespace: str, calls: Sequence[Sequence[object]], now: float) -
     return found
 
 
-async def examine_servers(namespace: Namespace, primaries: Sequence[ServerConnections]) -> list[Finding]:
+async def examine_servers(
+    namespace: Namespace, connections: Connections, primaries: Sequence[ServerConnections]
+) -> list[Finding]:
     """Check each primary; a finding that several share is reported once."""
-    told = await asyncio.gather(*(_examine_server(namespace, server) for server in primaries))
+    told = await asyncio.gather(*(_examine_server(namespace, Queries(connections, server)) for server in primaries))
     if len(primaries) == 1:
         return told[0]
     places: dict[Finding, list[str]] = {}
@@ -140,27 +143,26 @@ async def examine_servers(namespace: Namespace, primaries: Sequence[ServerConnec
     return [replace(one, message=f"{at}: {one.message}") for one, at in where.items()]
 
 
-async def _examine_server(namespace: Namespace, server: ServerConnections) -> list[Finding]:
-    queries = Queries(server)
+async def _examine_server(namespace: Namespace, queries: Queries) -> list[Finding]:
     try:
         facts = await read_server(queries, namespace.name, namespace.wait_replicas)
     except (BackendUnavailable, ConfigurationError) as error:
-        if not server.url.nodes:
+        if not queries.connections.url.nodes:
             raise
         if isinstance(error, BackendUnavailable):
             remedy = "bring it back, or fail over to its replica"
             return [Finding("server", "problem", f"what it holds is out of reach: {error}", remedy)]
         told = f"user {queries.user!r} is {STRANGE}" if refused(error) == "login" else str(error)
         return [Finding("permissions", "problem", told, SAME_USERS)]
-    strangers = await _examine_replicas(server, facts) if facts.failover else []
+    strangers = await _examine_replicas(queries.connections, facts) if facts.failover else []
     return [*check_server(facts), *strangers, *queries.notes]
 
 
-async def _examine_replicas(server: ServerConnections, facts: ServerFacts) -> list[Finding]:
+async def _examine_replicas(connections: Connections, facts: ServerFacts) -> list[Finding]:
     """Find replicas that do not know the user: one of them may be the next primary."""
-    url, found = server.url, list[Finding]()
+    url, found = connections.url, list[Finding]()
     for address in map(url.as_seen, facts.replicas):
-        replica = ServerConnections(replace(url.at(address), sentinels=None), server.timeout)
+        replica = Connections(replace(url.at(address), sentinels=None, nodes=()), connections.timeout)
         try:
             await replica.command("", "TIME")
         except AiodigestError as error:
