@@ -225,7 +225,7 @@ async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_
             assert await backend.operations.reshard(2)
             freeze(replica)
             with pytest.raises(BackendUnavailable, match="0 replicas"):
-                await cut_short(primary, backend._operations.move(0, letter.id))
+                await cut_short(primary, backend.namespace.move(0, letter.id))
             with primary.client() as client:
                 assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
             thaw(replica)

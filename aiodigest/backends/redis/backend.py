@@ -7,23 +7,11 @@ from typing import Any, Self, cast
 from uuid import uuid4
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retired, Retry, ShardMap
+from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.url import Source
 from aiodigest.backends.redis.namespace import Namespace, Server
 from aiodigest.backends.redis.operations import RedisOperations
-from aiodigest.backends.redis.scripts import (
-    Argument,
-    done,
-    number,
-    pack_adds,
-    pack_close,
-    pack_delays,
-    pack_lease,
-    pack_limits,
-    pack_retry,
-    text,
-    unpack_closed,
-    unpack_lease,
-)
+from aiodigest.backends.redis.scripts import Argument, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import identity
@@ -100,9 +88,9 @@ class RedisBackend(Backend):
         unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
         for where, indices in unsent:
             left = iter(indices)
-            head, items = pack_adds([adds[index] for index in indices])
+            head, items = scripts.pack_adds([adds[index] for index in indices])
             try:
-                async for answer in self.namespace.call_each("add", where, head, items, done):
+                async for answer in self.namespace.call_each("add", where, head, items, scripts.done):
                     index = next(left)
                     answers[index] = _of_record(adds[index], answer)
             except Retired:
@@ -133,13 +121,13 @@ class RedisBackend(Backend):
     ) -> Claims:
         since = "" if since_ms is None else since_ms
         reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, pack_limits(limits), self._nonce(), int(sample), since
+            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample), since
         )
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
         )
         return Claims(
-            [unpack_lease(lease) for lease in leases],
+            [scripts.unpack_lease(lease) for lease in leases],
             text(wake_up),
             None if wait < 0 else wait,
             now,
@@ -148,10 +136,10 @@ class RedisBackend(Backend):
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        reply = await self.namespace.call("open", shard, key, lease_ms, pack_limits(limits), self._nonce())
+        reply = await self.namespace.call("open", shard, key, lease_ms, scripts.pack_limits(limits), self._nonce())
         if isinstance(reply, bytes):
             raise self.namespace.broken(key, text(reply))
-        return None if reply is None else unpack_lease(cast("Sequence[object]", reply))
+        return None if reply is None else scripts.unpack_lease(cast("Sequence[object]", reply))
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
         return await self.namespace.read(shard, lease.key, lease.token, lease.digest_id, start, count)
@@ -162,21 +150,22 @@ class RedisBackend(Backend):
         since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms, since)
-        calls = self.namespace.call_each("renew", shard, [lease_ms, since], [*map(pack_lease, leases)], done)
+        calls = self.namespace.call_each("renew", shard, [lease_ms, since], [*map(scripts.pack_lease, leases)], scripts.done)
         return [answer async for answer in calls]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
-        items = [*map(pack_close, closes)]
-        calls = self.namespace.call_each("close", shard, [self._nonce()], items, unpack_closed, numbered=True)
+        items = [*map(scripts.pack_close, closes)]
+        calls = self.namespace.call_each("close", shard, [self._nonce()], items, scripts.unpack_closed, numbered=True)
         return [answer async for answer in calls]
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
-        items = [*map(pack_retry, retries)]
-        calls = self.namespace.call_each("retry", shard, [self._nonce()], items, done, numbered=True)
+        items = [*map(scripts.pack_retry, retries)]
+        calls = self.namespace.call_each("retry", shard, [self._nonce()], items, scripts.done, numbered=True)
         return [answer async for answer in calls]
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
-        calls = self.namespace.call_each("release", shard, [int(started)], [*map(pack_lease, leases)], done)
+        items = [*map(scripts.pack_lease, leases)]
+        calls = self.namespace.call_each("release", shard, [int(started)], items, scripts.done)
         return [answer async for answer in calls]
 
     async def wait(self, shard: int, last: str) -> str:
@@ -206,7 +195,8 @@ class RedisBackend(Backend):
         return 1 in await self.namespace.call_of(key, "flush", key)
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        return 1 in await self.namespace.call_of(key, "remove", key, record_id, pack_limits(limits), self._nonce())
+        packed = scripts.pack_limits(limits)
+        return 1 in await self.namespace.call_of(key, "remove", key, record_id, packed, self._nonce())
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         if move.at_ms is not None:
@@ -215,8 +205,8 @@ class RedisBackend(Backend):
             mode, value = "delay", move.delay_ms
         else:
             mode, value = "policy", move.gap_ms
-        delays = pack_delays(move.terms)
-        limits = pack_limits(move.terms.limits)
+        delays = scripts.pack_delays(move.terms)
+        limits = scripts.pack_limits(move.terms.limits)
         replies = await self.namespace.call_of(key, "reschedule", key, mode, value, move.iteration, delays, limits)
         # the earliest of what it may move: one timeline, but for the time of a change of their shards
         moved = [cast("Fields", reply) for reply in replies]
@@ -239,7 +229,7 @@ class RedisBackend(Backend):
         asked = set[int]()
         while left := [shard for shard in self.namespace.shard_map.current if shard not in asked]:
             if not asked:
-                await self._operations.bring(letter_id)
+                await self.namespace.bring(letter_id)
             asked.add(left[0])
             try:
                 yield await self.namespace.call(name, left[0], *arguments, settled=True)
@@ -248,7 +238,7 @@ class RedisBackend(Backend):
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
         limits = terms.limits
-        arguments = (letter_id, pack_delays(terms), pack_limits(limits), int(own))
+        arguments = (letter_id, scripts.pack_delays(terms), scripts.pack_limits(limits), int(own))
         async for reply in self._settled(letter_id, "replay", *arguments):
             if isinstance(reply, bytes):
                 raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")

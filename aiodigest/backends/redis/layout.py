@@ -112,14 +112,11 @@ def place(
     is_rumoured: bool = False,
 ) -> KnownLayout:
     """Number the shards of these layouts, after those in ``homes`` that have numbers already."""
-    shards: list[range] = []
-    for layout in (drained, current):  # in this order, whoever looks through all misses no dead letter that moves
-        if layout is None:
-            shards.append(range(0))
-            continue
+    shards: dict[Layout | None, range] = {None: range(0)}
+    for layout in filter(None, (drained, current)):  # so whoever looks through all misses no dead letter that moves
         if Home(layout, 0) not in homes:
             homes += tuple(Home(layout, number) for number in range(layout.shards))
         first = homes.index(Home(layout, 0))
-        shards.append(range(first, first + layout.shards))
-    shard_map = ShardMap(len(homes), shards[1], shards[0])
+        shards[layout] = range(first, first + layout.shards)
+    shard_map = ShardMap(len(homes), shards[current], shards[drained])
     return KnownLayout(current, drained, homes, shard_map, wanted, is_rumoured)

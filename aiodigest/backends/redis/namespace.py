@@ -15,14 +15,7 @@ from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explai
 from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text
-from aiodigest.errors import (
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    InvalidState,
-    LeaseLost,
-    shown,
-)
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, LeaseLost, shown
 
 logger = logging.getLogger(__name__)
 
@@ -399,6 +392,30 @@ class Namespace:
             if isinstance(answer, bytes):
                 raise self.broken(key, text(answer))
         return answers
+
+    async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
+        """Give a dead letter to the shard that has its timeline now; drop the id of one whose facts have expired, which
+        moving all of them would meet forever."""
+        start, found = 0, False
+        while reply := await self.call("letter", shard, letter_id, start):
+            found = True
+            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+            end = start + len(page)
+            target = self.shard_map.shard_of(text(facts[0]))
+            if not await self.call("keep", target, letter_id, *facts, start, int(end >= size), *page):
+                start = 0
+                continue
+            if end >= size or not page:
+                break
+            start = end
+        if found or forget_missing:
+            await self.call("discard", shard, letter_id, repeat=True)
+
+    async def bring(self, letter_id: str) -> None:
+        """Move a dead letter if it is still in an old shard."""
+        for shard in self.shard_map.draining:
+            with suppress(Retired):
+                await self.move(shard, letter_id, forget_missing=False)
 
     def broken(self, key: str, problem: str) -> AiodigestError:
         """Turn the error text of a timeline into an error."""

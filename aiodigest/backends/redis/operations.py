@@ -193,7 +193,7 @@ class RedisOperations(Operations):
         try:
             while ids := (await self.dead_letters(shard, SLICE)).items:
                 for letter_id in ids:  # the oldest
-                    await self.move(shard, letter_id)
+                    await namespace.move(shard, letter_id)
             held = unpack_counts(await namespace.call("counts", shard))
             counters = await namespace.call("retire", shard, "")
             if counters is None:
@@ -205,31 +205,6 @@ class RedisOperations(Operations):
         except Retired:  # another process does the same
             pass
         return Counter()
-
-    async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
-        """Give a dead letter to the shard that has its timeline now; drop the id of one whose facts have expired, which
-        moving all of them would meet forever."""
-        namespace = self._namespace
-        start, found = 0, False
-        while reply := await namespace.call("letter", shard, letter_id, start):
-            found = True
-            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
-            end = start + len(page)
-            target = namespace.shard_map.shard_of(text(facts[0]))
-            if not await namespace.call("keep", target, letter_id, *facts, start, int(end >= size), *page):
-                start = 0
-                continue
-            if end >= size or not page:
-                break
-            start = end
-        if found or forget_missing:
-            await namespace.call("discard", shard, letter_id, repeat=True)
-
-    async def bring(self, letter_id: str) -> None:
-        """Move a dead letter if it is still in an old shard."""
-        for shard in self._namespace.shard_map.draining:
-            with suppress(Retired):
-                await self.move(shard, letter_id, forget_missing=False)
 
 
 async def _scan(

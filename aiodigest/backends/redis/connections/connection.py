@@ -37,7 +37,7 @@ class Connection(Protocol):
     async def read_response(self) -> object: ...
 
 
-Connecting: TypeAlias = Callable[..., Connection]
+Maker: TypeAlias = Callable[..., Connection]
 
 
 async def send(connection: Connection, *command: Argument) -> None:
@@ -57,7 +57,7 @@ async def drop(connection: Connection) -> None:
         await connection.disconnect(nowait=True)
 
 
-def new_connection(make: Connecting, settings: Mapping[str, object]) -> Connection:
+def new_connection(make: Maker, settings: Mapping[str, object]) -> Connection:
     """Make a connection, not connected yet; ConfigurationError if TLS cannot be set up: no server would fix that.
 
     Reading certificates takes a tenth of a second, which blocks everything else: connections share the result for as

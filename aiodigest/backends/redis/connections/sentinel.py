@@ -10,14 +10,7 @@ from typing import cast
 
 from redis import exceptions
 
-from aiodigest.backends.redis.connections.connection import (
-    Address,
-    Connecting,
-    drop,
-    new_connection,
-    send,
-    show_address,
-)
+from aiodigest.backends.redis.connections.connection import Address, Maker, drop, new_connection, send, show_address
 from aiodigest.backends.redis.connections.errors import FORBIDDEN, code_of
 from aiodigest.errors import ConfigurationError
 
@@ -30,7 +23,7 @@ class Sentinels:
     """The sentinels of a service; redis-py's ``Sentinel`` is not used: docs/design.md, section 8, says why."""
 
     service: str
-    make: Connecting
+    make: Maker
     settings: Mapping[str, object] = field(repr=False)  # the password is among them
     addresses: list[Address]  # the one that named the primary last is asked first
     _trusted: Address | None = field(default=None, init=False)  # the one that named it last, unless it is in doubt

@@ -11,25 +11,12 @@ from typing import Any, Literal, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from redis import exceptions
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.connection import (
-    URL_QUERY_ARGUMENT_PARSERS,
-    AbstractConnection,
-    ConnectionPool,
-    SSLConnection,
-    UnixDomainSocketConnection,
-    parse_url,
-)
-from redis.asyncio.connection import Connection as TCPConnection
+from redis.asyncio import Connection as TCPConnection
+from redis.asyncio import ConnectionPool, Redis, RedisCluster, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, AbstractConnection, parse_url
 from redis.asyncio.sentinel import SentinelConnectionPool
 
-from aiodigest.backends.redis.connections.connection import (
-    Address,
-    Connecting,
-    Connection,
-    new_connection,
-    show_address,
-)
+from aiodigest.backends.redis.connections.connection import Address, Connection, Maker, new_connection, show_address
 from aiodigest.backends.redis.connections.sentinel import PORT as SENTINEL_PORT
 from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.errors import ConfigurationError
@@ -91,7 +78,7 @@ class URL:
     """Place of a server, a service or a cluster, and the way to connect to it; ``str()`` of it hides the password."""
 
     shown: str
-    make: Connecting
+    make: Maker
     settings: Mapping[str, object]
     pool: object = None  # of the client that was given: engines with the same one share their connections
     sentinels: Sentinels | None = None
@@ -308,11 +295,11 @@ def _of_cluster_client(client: RedisCluster) -> URL:
     return replace(target, as_seen=known.nodes_manager.address_remap or target.as_seen)
 
 
-def _connecting(make: type[AbstractConnection], given: Mapping[str, object]) -> tuple[Connecting, dict[str, object]]:
+def _connecting(make: type[AbstractConnection], given: Mapping[str, object]) -> tuple[Maker, dict[str, object]]:
     """Return redis-py's class of a connection, and the settings that are taken over."""
     settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
     # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
     settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
     if issubclass(make, TCPConnection):
         settings["socket_keepalive"] = True  # a dead peer is noticed within 45 s, by redis-py's defaults
-    return cast("Connecting", make), settings
+    return cast("Maker", make), settings

@@ -48,11 +48,6 @@ class ShardFacts:
     def is_used(self) -> bool:
         return self.version not in ("", RETIRED)
 
-    @property
-    def is_served(self) -> bool:
-        """True if a worker was heard of in time: after half a lease the store, too, takes all of them for gone."""
-        return self.silence is not None and self.silence <= self.lease / 2
-
 
 LostShard: TypeAlias = tuple[AiodigestError, int, str]  # out of reach: why, its slot, and its primary
 
@@ -239,11 +234,8 @@ def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
         message = f"it goes over from {facts.layout.drained.shards} to {count}; the old ones have {left}"
         remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.layout.current.shards}"
         yield Finding("shards", "note", message, remedy)
-    if not facts.lost:
-        yield from check_spread(facts, count)
-
-
-def check_spread(facts: NamespaceFacts, count: str) -> Iterator[Finding]:
+    if facts.lost:
+        return
     if (spread := facts.spread) is None:
         yield Finding("shards", "ok", f"{count} on one server")
         return
@@ -271,7 +263,8 @@ def check_contents(facts: NamespaceFacts) -> Iterator[Finding]:
 
 def check_workers(facts: NamespaceFacts) -> Iterator[Finding]:
     used = [shard for shard in facts.shards if shard.is_used]
-    silent = [shard for shard in used if not shard.is_served]
+    # after half a lease the store, too, takes all workers for gone
+    silent = [shard for shard in used if shard.silence is None or shard.silence > shard.lease / 2]
     heard = [shard.silence for shard in silent or used if shard.silence is not None]
     if not used:
         return
