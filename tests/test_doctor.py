@@ -24,8 +24,7 @@ from terminals import on_terminal
 
 from aiodigest import Digest, DigestEngine, Entry, Finding, Policy, Reject
 from aiodigest.backends.redis.backend import RedisBackend
-from aiodigest.backends.redis.diagnostics.findings import in_bytes, in_time
-from aiodigest.backends.redis.diagnostics.server import ServerFacts, SlowCall, check_server
+from aiodigest.backends.redis.diagnostics.server import ServerFacts, SlowCall, check_server, in_bytes, in_time
 from aiodigest.models import Check
 from aiodigest.policy import Limits
 

@@ -76,8 +76,6 @@ class RedisBackend(Backend):
         """Close the connections, and end the share of a server of one's own. It may be connected again."""
         await self.namespace.aclose()
 
-    # Adding
-
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """See ``Backend.add``; raises if all failed at once.
 
@@ -205,11 +203,10 @@ class RedisBackend(Backend):
             mode, value = "delay", move.delay_ms
         else:
             mode, value = "policy", move.gap_ms
-        delays = scripts.pack_delays(move.terms)
-        limits = scripts.pack_limits(move.terms.limits)
+        delays, limits = scripts.pack_delays(move.terms), scripts.pack_limits(move.terms.limits)
         replies = await self.namespace.call_of(key, "reschedule", key, mode, value, move.iteration, delays, limits)
         # the earliest of what it may move: one timeline, but for the time of a change of their shards
-        moved = [cast("Fields", reply) for reply in replies]
+        moved = cast("list[Fields]", replies)
         if dues := [number(reply[1]) for reply in moved if reply[0] == b"due"]:
             return min(dues)
         if [b"outdated"] in moved:
@@ -221,10 +218,8 @@ class RedisBackend(Backend):
     # Dead letters
 
     async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
-        """Yield the answers of the shards that take the adds, once the dead letter is in no old shard any more.
-
-        Otherwise, a process that moves it might bring it back after it was taken.
-        """
+        """Yield the answers of the shards that take the adds, once the dead letter is in no old shard any more: else a
+        process that moves it might bring it back after it was taken."""
         await self.namespace.connected()
         asked = set[int]()
         while left := [shard for shard in self.namespace.shard_map.current if shard not in asked]:

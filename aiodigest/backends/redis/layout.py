@@ -82,8 +82,7 @@ def read_layout(version: str, namespace: str) -> Layout:
 def learn(known: KnownLayout | None, told: Sequence[str], namespace: str, wanted: int | None) -> KnownLayout:
     """Return what is known once a server told the fields ``current``, ``version`` and ``drains`` of the layout.
 
-    ``known`` is None at first: the namespace must then have ``wanted`` shards, if they were given. If their number
-    changes later, the process goes over to the new one.
+    ``known`` is None at first: the namespace must then have ``wanted`` shards, if given; later their number may change.
     """
     current, version, drains = told
     stored = current or ("" if version == RETIRED else version.removesuffix(":draining"))

@@ -183,14 +183,6 @@ class Namespace:
             facts = {"namespace": self.name, "shards": has}
             logger.info("namespace %r goes over from %d to %d shards", self.name, had, has, extra=facts)
 
-    async def _confirm(self) -> None:
-        """Make sure the replicas know the layout before anything is added to it: a promoted one must not forget it."""
-        layout = self.layout
-        if await self.note(self.root, "current", layout.current, self.wait_replicas) != layout.current.version:
-            await self.look_up()
-        elif self.layout.current == layout.current:
-            self._layout = replace(self.layout, is_rumoured=False)
-
     async def _ask_permits(self) -> frozenset[str]:
         """Return the scripts' commands that the user may not run."""
         problem: AiodigestError | None = None
@@ -248,8 +240,12 @@ class Namespace:
             replicas = self.wait_replicas if load_script(name).replicated else 0
             for _ in range(ROUNDS):
                 version = await self._version(shard, newest=settled or name == "add")
-                if replicas and self.layout.is_rumoured:
-                    await self._confirm()
+                if replicas and (layout := self.layout).is_rumoured:
+                    # nothing is added to it before the replicas know it: a promoted one must not forget it
+                    if await self.note(self.root, "current", layout.current, replicas) != layout.current.version:
+                        await self.look_up()
+                    elif self.layout.current == layout.current:
+                        self._layout = replace(self.layout, is_rumoured=False)
                     continue
                 try:
                     sent = True

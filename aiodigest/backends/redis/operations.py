@@ -24,7 +24,6 @@ from aiodigest.models import Finding, State
 Fields = Sequence[bytes | int]
 NO_BOOKMARK = "", "", ""  # from the beginning
 RESHARDING = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
-HELD = ("waiting", "ready", "leased", "dead")  # what keeps a shard from being empty
 
 
 class RedisOperations(Operations):
@@ -196,8 +195,8 @@ class RedisOperations(Operations):
                     await namespace.move(shard, letter_id)
             held = unpack_counts(await namespace.call("counts", shard))
             counters = await namespace.call("retire", shard, "")
-            if counters is None:
-                return Counter({state: held[state] for state in HELD if held[state]})
+            if counters is None:  # it is not empty
+                return +Counter({state: held[state] for state in ("waiting", "ready", "leased", "dead")})
             name = f"{home.layout.version}:{home.number}"
             await namespace.call("carry", namespace.shard_map.current.start, name, *cast("list[bytes]", counters))
             if await namespace.call("retire", shard, RETIRED) is None:  # a failover has brought something back

@@ -1,8 +1,6 @@
 """The scripts in ``aiodigest/backends/redis/lua``, their arguments, and the way to read their answers.
 
-A script is a file ``lua/NAME.lua``. The comment at its top declares it: ``Flags``, ``Parts`` of the work that need it,
-``Commands`` that it runs, the shape of its ``Reply``, its keys and arguments. A comment ``-- Needs NAME ...``, there or
-in a function, stands for files of ``lua/shared``. Upper-case names that Python knows too are the ``CONSTANTS`` below.
+A script is a file ``lua/NAME.lua``, and the comment at its top declares it: docs/design.md, section 5, says how.
 """
 
 from __future__ import annotations

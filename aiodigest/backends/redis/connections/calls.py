@@ -48,8 +48,6 @@ class Connections:
     A server tries a call once. Here, and nowhere else, it is decided whether one that failed is sent again, and its
     error is made. It is: on a new connection, if an old one broke and running it twice is harmless; and to the new
     primary of a slot that has moved. After a failure of a primary, the next call to it first asks for the slots.
-
-    Of redis-py's cluster client only the settings are used: docs/design.md, "On a cluster", says why.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:
@@ -180,17 +178,12 @@ class Connections:
         """Return the primary of a key in a cluster, if known; None: all keys are on one server."""
         return self._slots[slot_of(key)] if self._slots else None
 
-    @property
-    def primaries(self) -> Sequence[ServerConnections]:
-        """The server, or the primaries that are known to have slots."""
-        addresses = [address for address in dict.fromkeys(self._slots) if address] if self._slots else [None]
-        return [self._server(address) for address in addresses]
-
     async def find_primaries(self) -> Sequence[ServerConnections]:
         """Find the servers that take adds, for calls to all of them, without a key."""
-        if self._slots:
-            await self._ask_nodes(asyncio.get_running_loop().time() + self.timeout)
-        return self.primaries
+        if not self._slots:
+            return [self._server(None)]
+        await self._ask_nodes(asyncio.get_running_loop().time() + self.timeout)
+        return [self._server(address) for address in dict.fromkeys(self._slots) if address is not None]
 
     async def _server_of(self, key: str, until: float) -> ServerConnections:
         """Return a key's server; ask the nodes which one has its slot if that is unknown, or was wrong."""

@@ -24,11 +24,9 @@ UNAVAILABLE = {
 }
 DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
 STRANGER = {"NOAUTH", "WRONGPASS"}
-LOGINS = exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError
 FORBIDDEN = {*STRANGER, "NOPERM"}
 # how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
 REFUSED = ("The user executing the script can't", "ACL failure in script")
-CLUSTERED = {"MOVED", "CROSSSLOT"}
 MOVING = "access a non local key"  # so is the first read of guard.lua refused; Redis and Valkey begin differently
 
 
@@ -41,7 +39,7 @@ def code_of(error: Exception | str) -> str:
         return inner.group(1)
     # redis-py takes the code out of the text, and wraps an error that it meets while it connects by a unix socket
     for each in (error, error.__cause__) if isinstance(error, Exception) else ():
-        if isinstance(each, LOGINS):
+        if isinstance(each, (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)):
             return "WRONGPASS"
         if isinstance(each, exceptions.RedisError) and each.status_code not in (None, "ERR"):
             return each.status_code
@@ -74,7 +72,7 @@ def explain(
         return BackendUnavailable(f"{where} is unavailable: {UNAVAILABLE[code]}{told}", stored="no")
     if code in FORBIDDEN or any(words in text for words in REFUSED):
         return ConfigurationError(f"{where} refuses access: {text}")
-    if code in CLUSTERED:
+    if code in ("MOVED", "CROSSSLOT"):
         return ConfigurationError(f"{where} is part of a cluster: give redis+cluster://host:port ({text})")
     if "cluster support disabled" in text:
         return ConfigurationError(f"{where} is no cluster: give redis://host:port ({text})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from inspect import signature
 from typing import Any, Literal, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
@@ -34,20 +33,11 @@ ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
-OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
-
-
-@cache
-def _parameters() -> frozenset[str]:
-    """Return the parameters allowed in a URL's query: those of redis-py's connections, and the sentinels' login."""
-    makers = cast(
-        "Sequence[Callable[..., object]]",
-        (AbstractConnection, TCPConnection, SSLConnection, UnixDomainSocketConnection),
-    )
-    taken = (signature(make).parameters for make in makers)
-    return OF_SENTINELS.union(URL_QUERY_ARGUMENT_PARSERS, *taken) - {"args", "kwargs"}
-
-
+MAKERS = AbstractConnection, TCPConnection, SSLConnection, UnixDomainSocketConnection
+# allowed in a URL's query: those of redis-py's connections, and the sentinels' login
+PARAMETERS = frozenset({"sentinel_username", "sentinel_password"}).union(
+    URL_QUERY_ARGUMENT_PARSERS, *(signature(cast("Callable[..., object]", make)).parameters for make in MAKERS)
+) - {"args", "kwargs"}
 SECRETS = "pass|secret|token"
 
 
@@ -59,9 +49,9 @@ def hide_password(url: str) -> str:
     """
 
     def known(found: re.Match[str]) -> str:
-        return found[0] if found[2] in _parameters() else f"{found[1]}{found[2]}=***"
+        return found[0] if found[2] in PARAMETERS else f"{found[1]}{found[2]}=***"
 
-    names = "|".join(map(re.escape, _parameters()))
+    names = "|".join(map(re.escape, PARAMETERS))
     secret = rf"([?&][^=&?]*(?:{SECRETS})[^=&]*)=[^&]*(?:&(?!(?:{names})=)[^&]*)*"
     url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
     head, at, host = url.rpartition("@")
@@ -248,7 +238,7 @@ def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
     after_secret = False
     for name in given:
         # those of TLS are checked where it is known whether there is any
-        if name not in {"connection_class", *_parameters()} and not name.startswith("ssl_"):
+        if name not in {"connection_class", *PARAMETERS} and not name.startswith("ssl_"):
             # after a password it may be a piece of it, in which somebody forgot to escape a "&"
             named = repr(name) if name.isidentifier() and not after_secret else "one of them"
             raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")

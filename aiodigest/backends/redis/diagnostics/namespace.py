@@ -12,8 +12,7 @@ from typing import TypeAlias, cast
 from aiodigest.backend import DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
-from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Queries, grant, in_time, several
-from aiodigest.backends.redis.diagnostics.server import examine_servers
+from aiodigest.backends.redis.diagnostics.server import SAME_USERS, Queries, examine_servers, grant, in_time, several
 from aiodigest.backends.redis.layout import RETIRED
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import commands_of, load_scripts, text, unpack_counts

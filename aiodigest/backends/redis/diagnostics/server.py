@@ -1,25 +1,24 @@
-"""A server's own answers, and what they mean for a namespace on it; the checks judge facts, and ask nothing."""
+"""Questions to servers, their answers, and what these mean for a namespace; the checks judge facts, and ask nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Literal, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest.backends.redis.connections.calls import OLDEST, Connections
 from aiodigest.backends.redis.connections.connection import Address, show_address
 from aiodigest.backends.redis.connections.errors import refused
 from aiodigest.backends.redis.connections.server import ServerConnections
-from aiodigest.backends.redis.diagnostics.findings import SAME_USERS, Level, Queries, graded, in_bytes, in_time
 from aiodigest.backends.redis.layout import SLOTS
 from aiodigest.backends.redis.namespace import Namespace
-from aiodigest.backends.redis.scripts import load_scripts, text
+from aiodigest.backends.redis.scripts import Argument, load_scripts, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
-from aiodigest.models import Finding
+from aiodigest.models import Check, Finding
 
 SETTINGS = ("save", "appendfsync", "min-replicas-to-write")
 TRIPS = 20
@@ -36,10 +35,72 @@ ADD_REPLICA: Mapping[str, str] = {
 }
 LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
 STRANGE = "unknown there, disabled, or has another password"
+SAME_USERS = "give every node the same users (docs/security.md#users), and keep them: ACL SAVE or CONFIG REWRITE"
+TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
+
+Level: TypeAlias = Literal["ok", "note", "problem"]
 
 
-@dataclass(frozen=True, slots=True)
-class SlowCall:
+class Queries:
+    """Questions over some connections, or ``at`` one server, and a note of each that was refused."""
+
+    def __init__(self, connections: Connections, at: ServerConnections | None = None) -> None:
+        self.connections = connections
+        self._at = at
+        self.user = connections.url.user
+        self.notes: list[Finding] = []
+
+    async def ask(self, check: Check, subject: str, *command: Argument, key: str = "") -> object | None:
+        """Return the reply to a command; None if it is refused, which leaves ``subject`` unknown. Raises
+        ConfigurationError if the user may do nothing there."""
+        try:
+            return await self.connections.command(key, *command, at=self._at)
+        except AiodigestError as error:
+            right, reason, remedy = refused(error), str(error), ""
+            if right != "command" and isinstance(error, (BackendUnavailable, ConfigurationError)):
+                raise
+            if right:
+                words = [str(word) for word in command[: 1 + (command[0] in TWO_WORDS)]]
+                reason = f"user {self.user!r} may not run {' '.join(words)}"
+                remedy = grant(self.user, ["|".join(words)])
+            self.notes.append(Finding(check, "note", f"{subject}: not looked at, since {reason}", remedy))
+            return None
+
+
+def grant(user: str, commands: Iterable[str]) -> str:
+    """Return the command that grants a user ``commands``."""
+    return f"ACL SETUSER {user} {' '.join(f'+{command.lower()}' for command in sorted(commands))}"
+
+
+def graded(check: Check, level: Level, message: str, trouble: str, remedy: str, value: float | None = None) -> Finding:
+    """Make a finding; ``trouble`` (the rest of the message) and the remedy are told unless all is well."""
+    return Finding(check, level, *((message, "") if level == "ok" else (message + trouble, remedy)), value)
+
+
+def in_bytes(number: int) -> str:
+    """Show a number of bytes to people."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def in_time(seconds: float) -> str:
+    """Show a duration to people."""
+    for most, unit, size in ((1, "ms", 0.001), (120, "s", 1), (7_200, "minutes", 60), (172_800, "hours", 3_600)):
+        if seconds < most:
+            return f"{seconds / size:.2f} ms" if seconds < 0.1 else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
+def several(number: int, noun: str, plural: str = "") -> str:
+    """Show a count with its noun."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+class SlowCall(NamedTuple):
     """A call of an aiodigest script in the server's log of slow calls."""
 
     script: str
