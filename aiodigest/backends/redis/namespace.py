@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from aiodigest.backend import MAX_SHARDS, SLICE, Retired, ShardMap
@@ -362,10 +363,8 @@ class Namespace:
 
     # Calling on several shards
 
-    async def each_shard(
-        self, of: Callable[[ShardMap], Sequence[int]] = lambda shards: shards.live
-    ) -> AsyncIterator[int]:
-        """Yield shards, those that may hold something, including any that a call to one of them reveals."""
+    async def each_shard(self, of: Callable[[ShardMap], Sequence[int]] = attrgetter("live")) -> AsyncIterator[int]:
+        """Yield shards, by default those that may hold something, and any that a call to one of them reveals."""
         await self.connected()
         seen = set[int]()
         while left := [shard for shard in of(self.shard_map) if shard not in seen]:
