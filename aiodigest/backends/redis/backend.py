@@ -215,8 +215,6 @@ class RedisBackend(Backend):
             raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
         raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
 
-    # Dead letters
-
     async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
         """Yield the answers of the shards that take the adds, once the dead letter is in no old shard any more: else a
         process that moves it might bring it back after it was taken."""

@@ -254,6 +254,8 @@ class Namespace:
                         name, key, (version, now, *arguments), repeat=repeat, replicas=replicas
                     )
                 except LayoutMismatch as mismatch:
+                    # it has not failed (calls.py sends again what has), but did nothing, as its version was out of
+                    # date: to look that up takes other calls, so it is made anew here and not there
                     sent = False
                     await self._mend(connections, shard, mismatch.stored)
             raise BackendUnavailable(f"the layout of namespace {self.name!r} is being changed")

@@ -242,7 +242,6 @@ def number(value: object) -> int:
 
 
 def done(answer: object) -> bool:
-    """Read a script's 1 or 0."""
     return answer == 1
 
 

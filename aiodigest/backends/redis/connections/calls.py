@@ -45,9 +45,9 @@ class Moved(Exception):
 class Connections:
     """Connections for one event loop to a server, or to the primaries of a cluster, and calls on them.
 
-    A server tries a call once. Here, and nowhere else, it is decided whether one that failed is sent again, and its
-    error is made. It is: on a new connection, if an old one broke and running it twice is harmless; and to the new
-    primary of a slot that has moved. After a failure of a primary, the next call to it first asks for the slots.
+    A server tries a call once. Here, and nowhere else, it is decided whether one that failed was sent, and is sent
+    again: on a new connection, if an old one broke and running it twice is harmless; and to the new primary of a slot
+    that has moved. Its error is made here too. After a failure of a primary, the next call to it asks for the slots.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:

@@ -66,7 +66,6 @@ class ServerConnections:
 
     @property
     def is_busy(self) -> bool:
-        """True while calls are under way."""
         return bool(self._busy)
 
     async def retire(self) -> None:

@@ -78,7 +78,6 @@ def graded(check: Check, level: Level, message: str, trouble: str, remedy: str, 
 
 
 def in_bytes(number: int) -> str:
-    """Show a number of bytes to people."""
     size = float(number)
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
@@ -96,7 +95,6 @@ def in_time(seconds: float) -> str:
 
 
 def several(number: int, noun: str, plural: str = "") -> str:
-    """Show a count with its noun."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
