@@ -148,7 +148,9 @@ class RedisBackend(Backend):
         since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms, since)
-        calls = self.namespace.call_each("renew", shard, [lease_ms, since], [*map(scripts.pack_lease, leases)], scripts.done)
+        calls = self.namespace.call_each(
+            "renew", shard, [lease_ms, since], [*map(scripts.pack_lease, leases)], scripts.done
+        )
         return [answer async for answer in calls]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
