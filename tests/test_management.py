@@ -1,32 +1,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from math import inf, nan
 from typing import Any
 
 import pytest
-from engines import (
-    START,
-    Inbox,
-    WatchedBackend,
-    delivering,
-    engine_on,
-    forever,
-    lasting,
-    now,
-    policy,
-    settle,
-    virtual_time,
-)
+from engines import START, Inbox, WatchedBackend, delivering, engine_on, forever, lasting, now, policy, settle
 
 from aiodigest import (
     JSON,
     Activity,
     BackendUnavailable,
     BackoffMode,
+    DeadLetter,
     Digest,
     DigestEngine,
     Entry,
@@ -44,6 +33,8 @@ from aiodigest import (
 from aiodigest import engine as engine_module
 from aiodigest.backend import Move, StoredDeadLetter
 
+pytestmark = pytest.mark.virtual_time
+
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 100.0)
 
 
@@ -52,14 +43,28 @@ def clock(seconds: float) -> datetime:
     return datetime.fromtimestamp(START + seconds, UTC)
 
 
+def about(seconds: float) -> Any:
+    """The same, but for what settling takes."""
+    return pytest.approx(clock(seconds), abs=timedelta(milliseconds=2))
+
+
+@pytest.fixture(autouse=True)
+def _short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "PAGE", 2)
+
+
 async def look(engine: DigestEngine[JSON], key: str = "key") -> Timeline[JSON]:
     timeline = await engine.peek(key)
     assert timeline is not None
     return timeline
 
 
-def values(timeline: Timeline[JSON]) -> list[JSON | bytes]:
-    return [record.value for record in timeline.records]
+def values(found: Timeline[JSON] | DeadLetter[JSON]) -> list[JSON | bytes]:
+    return [record.value for record in found.records]
+
+
+async def letters_of(engine: DigestEngine[JSON]) -> list[DeadLetter[JSON]]:
+    return [letter async for letter in engine.dead_letters()]
 
 
 @asynccontextmanager
@@ -78,20 +83,16 @@ async def after_one_delivery(
 # looking
 
 
-@virtual_time
 async def test_peek_shows_a_timeline_and_leaves_it_as_it_is() -> None:
     async with engine_on(WatchedBackend(), policy=Policy(initial_delay=60)) as engine:
         await engine.add("key", "b", record_id="x")
         await engine.add("key", "a", record_id="y", timestamp=5)
         seen = await look(engine)
         assert await look(engine) == seen
-    assert (seen.key, seen.state, seen.size, seen.attempt, seen.iteration) == ("key", "waiting", 2, 0, 0)
-    assert seen.due == clock(90)
+    assert seen == Timeline("key", "waiting", clock(90), records=seen.records, size=2)
     assert values(seen) == ["a", "b"]
-    assert seen.digest_id is seen.last_error is seen.cool_until is None
 
 
-@virtual_time
 async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
     inbox = Inbox(lasting(5))
     async with delivering(inbox) as (engine, _):
@@ -103,24 +104,22 @@ async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
         assert values(seen) == [1, 2]
 
 
-@virtual_time
-async def test_peek_shows_why_a_timeline_waits_for_a_retry() -> None:
-    async with after_one_delivery(ValueError("smtp is down"), retry=RETRY) as (engine, _):
-        seen = await look(engine)
-    assert (seen.state, seen.attempt, seen.last_error) == ("waiting", 1, "ValueError: smtp is down")
-    assert seen.due == pytest.approx(clock(100), abs=timedelta(milliseconds=1))
-
-
-@virtual_time
-async def test_peek_shows_the_cool_down_that_a_timeline_waits_for() -> None:
-    async with after_one_delivery() as (engine, _):
+@pytest.mark.parametrize(
+    ("replies", "told"),
+    [
+        ([ValueError("smtp is down")], (1, "ValueError: smtp is down", about(100), None, 0)),
+        ([], (0, None, about(300), about(300), 1)),
+    ],
+)
+async def test_peek_shows_the_failure_or_the_cool_down_that_a_timeline_waits_after(
+    replies: list[BaseException], told: Sequence[object]
+) -> None:
+    async with after_one_delivery(*replies, retry=RETRY, policy=Policy(increment_delay=0)) as (engine, _):
         await engine.add("key", 2)
         seen = await look(engine)
-    assert seen.cool_until == pytest.approx(clock(300), abs=timedelta(milliseconds=1))
-    assert seen.iteration == 1
+    assert (seen.attempt, seen.last_error, seen.due, seen.cool_until, seen.iteration) == told
 
 
-@virtual_time
 async def test_a_value_that_cannot_be_decoded_is_shown_raw() -> None:
     backend = WatchedBackend()
     await backend.put("key", "text", 5)
@@ -128,7 +127,6 @@ async def test_a_value_that_cannot_be_decoded_is_shown_raw() -> None:
         assert values(await look(engine)) == ["text", b"\x015"]
 
 
-@virtual_time
 async def test_timelines_are_listed_by_state_earliest_due_first() -> None:
     inbox = Inbox(forever)
     async with delivering(inbox, concurrency=1, drain_timeout=0) as (engine, backend):
@@ -137,21 +135,16 @@ async def test_timelines_are_listed_by_state_earliest_due_first() -> None:
         for number in range(3):
             await backend.put(f"waiting-{number}", 1, policy=policy(initial_delay=100 - number))
         await engine.add("ready", 1)
-        listed = [(timeline.key, timeline.state) async for timeline in engine.timelines()]
-        assert [timeline.key async for timeline in engine.timelines("waiting")] == [
-            "waiting-2", "waiting-1", "waiting-0",
-        ]  # fmt: skip
-        assert [timeline.key async for timeline in engine.timelines("ready")] == ["ready"]
-        assert [timeline.key async for timeline in engine.timelines(state="leased")] == ["leased"]
-    assert len(listed) == 5
-    assert set(listed) >= {("leased", "leased"), ("ready", "ready")}
+        states: dict[Any, list[str]] = {
+            "waiting": ["waiting-2", "waiting-1", "waiting-0"], "ready": ["ready"], "leased": ["leased"]
+        }  # fmt: skip
+        for state, keys in states.items():
+            assert [timeline.key async for timeline in engine.timelines(state)] == keys
+        listed = [(timeline.state, timeline.key) async for timeline in engine.timelines()]
+    assert sorted(listed) == sorted((state, key) for state, keys in states.items() for key in keys)
 
 
-@virtual_time
-async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "PAGE", 2)
+async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen() -> None:
     backend = WatchedBackend(shards=2)
     for number in range(17):
         await backend.put(f"key-{number}", 1, policy=policy(initial_delay=number % 3 * 100))
@@ -160,11 +153,7 @@ async def test_all_timelines_are_listed_though_each_is_deleted_once_it_was_seen(
     assert deleted == [True] * 17
 
 
-@virtual_time
-async def test_a_list_of_timelines_ends_though_each_is_put_off_once_it_was_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "PAGE", 2)
+async def test_a_list_of_timelines_ends_though_each_is_put_off_once_it_was_seen() -> None:
     backend = WatchedBackend()
     for number in range(5):
         await backend.put(f"key-{number}", 1, policy=policy(initial_delay=100 + number))
@@ -176,7 +165,6 @@ async def test_a_list_of_timelines_ends_though_each_is_put_off_once_it_was_seen(
     assert listed == [f"key-{number}" for number in range(5)]
 
 
-@virtual_time
 async def test_an_unknown_state_is_refused_and_the_known_ones_are_named() -> None:
     state: Any = "sleeping"
     async with engine_on(WatchedBackend()) as engine:
@@ -184,27 +172,23 @@ async def test_an_unknown_state_is_refused_and_the_known_ones_are_named() -> Non
             await anext(aiter(engine.timelines(state)))
 
 
-@virtual_time
 async def test_stats_count_timelines_by_state_and_what_happened() -> None:
     inbox = Inbox(None, Reject("no"))
     async with delivering(inbox, policy=policy(capacity=4, initial_delay=1)) as (engine, backend):
-        for value in range(10):
-            await engine.add("key", value)
+        await engine.add_many(Entry("key", value) for value in range(10))
         await inbox.outcome()
         await engine.add("bad", 1)
         await inbox.outcome(2)
         await settle()
         await backend.put("later", 1, policy=policy(initial_delay=60))
-        due = clock(now() + 60)
         stats = await engine.stats()
     assert stats == Stats(waiting=1, dead=1, digests=1, delivered=4, dropped=6, buried=1, oldest_due=stats.oldest_due)
-    assert stats.oldest_due == pytest.approx(due, abs=timedelta(milliseconds=2))
+    assert stats.oldest_due == about(62)
 
 
 # flushing
 
 
-@virtual_time
 async def test_flush_makes_a_waiting_timeline_due_now() -> None:
     inbox = Inbox()
     async with delivering(inbox, policy=policy(initial_delay=600)) as (engine, _):
@@ -214,7 +198,6 @@ async def test_flush_makes_a_waiting_timeline_due_now() -> None:
         assert now() < 1
 
 
-@virtual_time
 async def test_flush_ends_a_retry_wait_and_keeps_the_attempts() -> None:
     async with after_one_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         await engine.flush("key")
@@ -222,17 +205,15 @@ async def test_flush_ends_a_retry_wait_and_keeps_the_attempts() -> None:
         assert (digest.attempt, now()) == (2, pytest.approx(0, abs=0.1))
 
 
-@virtual_time
 async def test_what_is_made_due_by_hand_wakes_the_worker_of_its_own_process_although_the_doorbell_is_silent() -> None:
-    inbox, backend = Inbox(Reject("no")), WatchedBackend()
-    backend.gates["wait"] = asyncio.Event()
+    inbox, backend = Inbox(Reject("no")), WatchedBackend(held="wait")
     async with delivering(inbox, backend, policy=policy(initial_delay=600)) as (engine, _):
         await engine.add("key", 1)
         await settle()
         await engine.flush("key")
         await inbox.outcome()
         await settle()
-        [letter] = [letter async for letter in engine.dead_letters()]
+        [letter] = await letters_of(engine)
         await settle()
         await engine.replay(letter.id)
         await settle()
@@ -241,17 +222,10 @@ async def test_what_is_made_due_by_hand_wakes_the_worker_of_its_own_process_alth
         assert now() == pytest.approx(1, abs=0.1)
 
 
-@virtual_time
 async def test_a_replay_that_is_due_now_wakes_the_worker_of_its_own_process() -> None:
-    inbox, backend = Inbox(Reject("no")), WatchedBackend()
-    backend.gates["wait"] = asyncio.Event()
+    inbox, backend = Inbox(Reject("no")), WatchedBackend(held="wait")
     async with delivering(inbox, backend, policy=policy()) as (engine, _):
-        await engine.add("key", 1)
-        await inbox.outcome()
-        await settle()
-        [letter] = [letter async for letter in engine.dead_letters()]
-        await settle()
-        assert await engine.replay(letter.id)
+        assert await engine.replay(await buried(engine, inbox, "key", 1))
         await inbox.outcome(2)
         assert now() < 0.1
 
@@ -259,7 +233,6 @@ async def test_a_replay_that_is_due_now_wakes_the_worker_of_its_own_process() ->
 # deleting and removing
 
 
-@virtual_time
 async def test_delete_drops_records_and_cool_down() -> None:
     async with after_one_delivery() as (engine, _):
         await engine.add("key", 2)
@@ -269,7 +242,6 @@ async def test_delete_drops_records_and_cool_down() -> None:
         assert await engine.add("key", 3)
 
 
-@virtual_time
 async def test_delete_during_a_delivery_cancels_it_and_a_later_add_starts_anew() -> None:
     ended: list[float] = []
 
@@ -291,7 +263,6 @@ async def test_delete_during_a_delivery_cancels_it_and_a_later_add_starts_anew()
     assert inbox.values == [[1], [2]]
 
 
-@virtual_time
 async def test_a_delivery_that_ends_after_its_timeline_was_deleted_ends_quietly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -304,7 +275,6 @@ async def test_a_delivery_that_ends_after_its_timeline_was_deleted_ends_quietly(
     assert not caplog.messages
 
 
-@virtual_time
 async def test_remove_drops_one_record() -> None:
     async with engine_on(WatchedBackend()) as engine:
         for name in "ab":
@@ -316,7 +286,6 @@ async def test_remove_drops_one_record() -> None:
         assert await engine.peek("key") is None
 
 
-@virtual_time
 async def test_remove_respects_the_timeline_s_own_capacity() -> None:
     small = Policy(capacity=2)
     async with engine_on(WatchedBackend(), policy=lambda key: small) as engine:  # pyright: ignore[reportUnknownLambdaType]
@@ -329,7 +298,6 @@ async def test_remove_respects_the_timeline_s_own_capacity() -> None:
 # rescheduling
 
 
-@virtual_time
 async def test_reschedule_moves_a_waiting_timeline_to_a_time_or_by_a_delay() -> None:
     inbox = Inbox()
     async with delivering(inbox, policy=policy(initial_delay=600)) as (engine, _):
@@ -341,7 +309,6 @@ async def test_reschedule_moves_a_waiting_timeline_to_a_time_or_by_a_delay() -> 
         assert now() == pytest.approx(60, abs=0.01)
 
 
-@virtual_time
 async def test_reschedule_without_a_time_takes_what_the_policy_says_today() -> None:
     delay = 600
 
@@ -357,7 +324,6 @@ async def test_reschedule_without_a_time_takes_what_the_policy_says_today() -> N
         assert now() == pytest.approx(30, abs=0.01)
 
 
-@virtual_time
 async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() -> None:
     gap = 600.0
 
@@ -367,21 +333,18 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
     async with after_one_delivery(policy=choose) as (engine, inbox):
         await engine.add("key", 2)
         gap = 50
-        assert await engine.reschedule("key") == pytest.approx(clock(50), abs=timedelta(milliseconds=1))
+        assert await engine.reschedule("key") == about(50)
         await inbox.digest(2)
         assert now() == pytest.approx(50, abs=0.01)
 
 
-@virtual_time
 async def test_reschedule_keeps_within_the_cool_down_and_the_maximum() -> None:
     async with after_one_delivery() as (engine, _):
         await engine.add("key", 2)
-        close = timedelta(milliseconds=1)
-        assert await engine.reschedule("key", at=0) == pytest.approx(clock(300), abs=close)
-        assert await engine.reschedule("key", delay=10**6) == pytest.approx(clock(1800), abs=close)
+        assert await engine.reschedule("key", at=0) == about(300)
+        assert await engine.reschedule("key", delay=10**6) == about(1800)
 
 
-@virtual_time
 async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
     async with after_one_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         with pytest.raises(InvalidState, match="retry"):
@@ -391,7 +354,6 @@ async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
         assert now() == pytest.approx(7, abs=0.01)
 
 
-@virtual_time
 async def test_only_a_waiting_timeline_can_be_rescheduled() -> None:
     inbox = Inbox(lasting(5))
     async with delivering(inbox, concurrency=1) as (engine, _):
@@ -403,7 +365,6 @@ async def test_only_a_waiting_timeline_can_be_rescheduled() -> None:
                 await engine.reschedule(key, delay=5)
 
 
-@virtual_time
 async def test_a_reschedule_that_meets_a_close_looks_again() -> None:
     class Busy(WatchedBackend):
         outdated = 2
@@ -422,11 +383,11 @@ async def test_a_reschedule_that_meets_a_close_looks_again() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"at": nan}, {"at": inf}, {"at": True}, {"at": "noon"}, {"at": datetime(2026, 1, 1)}, {"at": 1e300},
-        {"delay": nan}, {"delay": -1}, {"delay": "5m"}, {"delay": True}, {"at": 5, "delay": 5},
+        *({"at": at} for at in (nan, inf, True, "noon", datetime(2026, 1, 1), 1e300)),
+        *({"delay": delay} for delay in (nan, -1, "5m", True)),
+        {"at": 5, "delay": 5},
     ],
-)  # fmt: skip
-@virtual_time
+)
 async def test_a_reschedule_to_no_time_is_refused_and_changes_nothing(options: dict[str, Any]) -> None:
     async with engine_on(WatchedBackend(), policy=policy(initial_delay=600)) as engine:
         await engine.add("key", 1)
@@ -437,7 +398,6 @@ async def test_a_reschedule_to_no_time_is_refused_and_changes_nothing(options: d
 
 
 @pytest.mark.parametrize("key", ["", "k" * 1025, "\ud800", 5, None])
-@virtual_time
 async def test_a_key_that_is_none_is_refused_everywhere(key: Any) -> None:
     async with engine_on(WatchedBackend()) as engine:
         for call in (engine.flush, engine.delete, engine.peek, engine.reschedule):
@@ -457,45 +417,36 @@ async def test_a_key_that_is_none_is_refused_everywhere(key: Any) -> None:
 
 async def buried(engine: DigestEngine[JSON], inbox: Inbox, key: str, *values: JSON) -> str:
     """Add records whose delivery ``inbox`` rejects; the id of their dead letter."""
-    seen, known = len(inbox.seen), {letter.id async for letter in engine.dead_letters()}
-    for value in values:
-        await engine.add(key, value, record_id=str(value))
-    await inbox.outcome(seen + 1)
+    await engine.add_many(Entry(key, value, str(value)) for value in values)
+    await inbox.outcome()
     await settle()
-    [letter_id] = [letter.id async for letter in engine.dead_letters() if letter.id not in known]
-    return letter_id
+    [letter] = await letters_of(engine)
+    return letter.id
 
 
-@virtual_time
 async def test_a_dead_letter_tells_what_it_holds_and_why() -> None:
     inbox = Inbox(Reject("address gone"))
     async with delivering(inbox, policy=policy(initial_delay=1)) as (engine, _):
         letter_id = await buried(engine, inbox, "key", 1, 2)
-        [letter] = [letter async for letter in engine.dead_letters()]
-    assert (letter.id, letter.key, letter.reason, letter.attempt) == (letter_id, "key", "address gone", 1)
-    assert letter.digest_id == inbox.digests[0].id
-    assert letter.buried_at == pytest.approx(clock(1), abs=timedelta(milliseconds=2))
-    assert [record.value for record in letter.records] == [1, 2]
+        [letter] = await letters_of(engine)
+    [digest] = inbox.digests
+    assert letter == DeadLetter(letter_id, "key", "address gone", letter.buried_at, 1, digest.id, letter.records)
+    assert letter.buried_at == about(1)
+    assert values(letter) == [1, 2]
 
 
-@virtual_time
 async def test_one_dead_letter_is_shown_by_its_id_though_there_are_others() -> None:
     inbox = Inbox(Reject("no"), Reject("gone"))
     async with delivering(inbox, WatchedBackend(shards=3)) as (engine, _):
-        for number in range(2):
-            await engine.add(f"key-{number}", number)
-            await inbox.outcome(number + 1)
-        letters = [letter async for letter in engine.dead_letters()]
+        await engine.add_many(Entry(f"key-{number}", number) for number in range(2))
+        await inbox.outcome(2)
+        letters = await letters_of(engine)
         assert [await engine.dead_letter(letter.id) for letter in letters] == letters
         assert await engine.dead_letter("nothing") is None
     assert {letter.reason for letter in letters} == {"no", "gone"}
 
 
-@virtual_time
-async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "PAGE", 2)
+async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_seen() -> None:
     inbox, backend = Inbox(*[Reject("no")] * 17), WatchedBackend(shards=2)
     for number in range(17):
         await backend.put(f"key-{number}", number)
@@ -507,12 +458,11 @@ async def test_all_dead_letters_are_listed_though_each_is_discarded_once_it_was_
         assert (await engine.stats()).dead == 0
 
 
-@virtual_time
-async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone() -> None:
+async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone_and_left_out_if_it_has_gone() -> None:
     class Asked(WatchedBackend):
         async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
             asked.append(shard)
-            return await super().dead_letter(letter_id, shard)
+            return await super().dead_letter(letter_id, shard) if len(asked) > 1 else None
 
     asked: list[int | None] = []
     inbox, backend = Inbox(*[Reject("no")] * 9), Asked(shards=3)
@@ -521,68 +471,37 @@ async def test_a_dead_letter_that_is_listed_is_read_from_its_shard_alone() -> No
     async with delivering(inbox, backend) as (engine, _):
         await inbox.outcome(9)
         await settle()
-        listed = [backend.shard_map.shard_of(letter.key) async for letter in engine.dead_letters()]
-    assert len(listed) == 9
-    assert asked == listed
+        listed = [backend.shard_map.shard_of(letter.key) for letter in await letters_of(engine)]
+    assert (len(listed), asked[1:]) == (8, listed)
 
 
-@virtual_time
 async def test_replay_delivers_a_dead_letter_again_and_drops_it() -> None:
     inbox = Inbox(Reject("no"))
     async with delivering(inbox, policy=policy()) as (engine, _):
         letter_id = await buried(engine, inbox, "key", 1)
         assert await engine.replay(letter_id)
         await inbox.digest(2)
-        assert not [letter async for letter in engine.dead_letters()]
+        assert not await letters_of(engine)
         with pytest.raises(InvalidState, match="no dead letter"):
             await engine.replay(letter_id)
     assert inbox.values == [[1], [1]]
     assert inbox.digests[1].attempt == 1
 
 
-@virtual_time
 async def test_a_replay_over_the_capacity_changes_nothing() -> None:
     inbox = Inbox(Reject("no"))
     async with delivering(inbox, policy=policy(capacity=2, minimum_delay=60)) as (engine, _):
         letter_id = await buried(engine, inbox, "key", 1)
-        for value in (2, 3):
-            await engine.add("key", value)
+        await engine.add_many([Entry("key", 2), Entry("key", 3)])
         with pytest.raises(LimitExceeded, match="capacity"):
             await engine.replay(letter_id)
-        assert [letter.id async for letter in engine.dead_letters()] == [letter_id]
+        assert [letter.id for letter in await letters_of(engine)] == [letter_id]
         assert values(await look(engine)) == [2, 3]
-
-
-@virtual_time
-async def test_a_dead_letter_that_goes_while_all_are_listed_is_left_out() -> None:
-    class Vanishing(WatchedBackend):
-        async def dead_letter(self, letter_id: str, shard: int | None = None) -> None:
-            return None
-
-    inbox, backend = Inbox(Reject("no")), Vanishing()
-    await backend.put("key", 1)
-    async with delivering(inbox, backend) as (engine, _):
-        await inbox.outcome()
-        await settle()
-        assert not [letter async for letter in engine.dead_letters()]
-
-
-@virtual_time
-async def test_everything_says_when_the_server_is_away() -> None:
-    backend = WatchedBackend()
-    backend.take_down("open")
-    async with engine_on(backend) as engine:
-        for call in (engine.flush, engine.delete, engine.peek, engine.reschedule, engine.replay, engine.discard):
-            with pytest.raises(BackendUnavailable, match="connection refused"):
-                await call("x")
-        with pytest.raises(BackendUnavailable):
-            await engine.stats()
 
 
 # health and activity
 
 
-@virtual_time
 async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_overdue() -> None:
     backend = WatchedBackend()
     async with engine_on(backend) as engine:
@@ -602,12 +521,10 @@ async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_over
             await engine.health(overdue=-1)
 
 
-@virtual_time
 async def test_activity_tells_what_an_engine_does_in_this_process() -> None:
-    backend = WatchedBackend()
+    backend, ends = WatchedBackend(), asyncio.Event()
     engine = engine_on(backend)
     assert engine.activity == Activity()
-    ends = asyncio.Event()
 
     async def deliver(digest: Digest[JSON]) -> None:
         await ends.wait()
@@ -630,7 +547,6 @@ async def test_activity_tells_what_an_engine_does_in_this_process() -> None:
     assert engine.activity == Activity(adds=3)
 
 
-@virtual_time
 async def test_a_worker_that_began_before_its_server_is_available_once_it_is_there() -> None:
     inbox, backend = Inbox(), WatchedBackend()
     backend.take_down()
@@ -645,7 +561,6 @@ async def test_a_worker_that_began_before_its_server_is_available_once_it_is_the
         assert not engine.activity.unavailable, "a look is no add, and no claim"
 
 
-@virtual_time
 async def test_activity_tells_how_deep_a_worker_is_in_backoff_mode() -> None:
     inbox = Inbox(*[ValueError("down")] * 3)
     async with delivering(inbox, backoff_mode=BackoffMode(threshold=2)) as (engine, _):
