@@ -81,8 +81,7 @@ async def at_awaits(coroutine: Coroutine[Any, Any, object], first: int, times: i
         return await steps
 
     task = asyncio.create_task(drive())
-    await _ended(task)
-    return _judged(task, steps.count >= first, steps.count >= first + times)
+    return await _ended(task, lambda: steps.count >= first, lambda: steps.count >= first + times)
 
 
 async def at_turns(coroutine: Coroutine[Any, Any, object], first: int, times: int) -> Attempt:
@@ -96,21 +95,17 @@ async def at_turns(coroutine: Coroutine[Any, Any, object], first: int, times: in
         task.cancel()
     await asyncio.sleep(0)
     went_on = not task.done()
-    await _ended(task)
-    return _judged(task, cancelled, went_on)
+    return await _ended(task, lambda: cancelled, lambda: went_on)
 
 
-async def _ended(task: asyncio.Task[object]) -> None:
+async def _ended(task: asyncio.Task[object], was_cancelled: Callable[[], bool], went_on: Callable[[], bool]) -> Attempt:
     async with asyncio.timeout(PATIENCE):
         await asyncio.wait([task])
-
-
-def _judged(task: asyncio.Task[object], was_cancelled: bool, went_on: bool) -> Attempt:
-    if was_cancelled:
+    if was_cancelled():
         assert task.cancelled(), f"it was cancelled, and ended with {task}"
     else:
         task.result()
-    return Attempt(was_cancelled, went_on)
+    return Attempt(was_cancelled(), went_on())
 
 
 async def cancel_everywhere(scene: Scene, way: Way = at_awaits) -> int:

@@ -10,12 +10,13 @@ import asyncio
 import gc
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, unwrap
 from itertools import count
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import pytest
 from cancelling import PATIENCE, Call, Scene, Steps, Way, at_awaits, at_turns, cancel_everywhere
@@ -23,8 +24,8 @@ from clusters import Cluster, running_cluster
 from clusters import Move as SlotMove
 from engines import CODEC, Inbox, WatchedBackend, engine_on, forever, policy, settle, virtual_time
 from redis.crc import key_slot
-from replicas import Relay, freeze, replicated, thaw
-from servers import Server, running_server
+from replicas import freeze, replicated, thaw
+from servers import running_server
 from stores import LEASE, MINUTE, Store, ids
 from storestate import check_invariants, redis_state
 
@@ -56,20 +57,14 @@ AT_ONCE = Policy(minimum_delay=0)
 LIMITS = AT_ONCE.terms.limits
 VALUE = CODEC.encode("v").decode()
 
-Entrance: TypeAlias = Callable[[], AbstractAsyncContextManager[tuple[str, Callable[[], object]]]]
-
 
 @dataclass
 class Ground:
-    """A server or a cluster, and the clients of its primaries, which may do all.
-
-    ``entrance`` gives an address at which nothing answers until what comes with it is called.
-    """
+    """A server or a cluster, and the clients of its primaries, which may do all."""
 
     url: str
     address: str  # for one who may do all
     clients: Sequence[Any]
-    entrance: Entrance
     shards: int = 1
     connections: int = CONNECTIONS  # that a backend may have to each primary
 
@@ -78,22 +73,11 @@ class Ground:
         return self.connections * len(self.clients)
 
 
-def on_server(server: Server, client: Any) -> Ground:
-    @asynccontextmanager
-    async def linked() -> AsyncGenerator[tuple[str, Callable[[], object]]]:
-        """A socket that is not there until it is made."""
-        place = server.folder / NAME
-        yield f"unix://{place}", lambda: place.symlink_to(server.socket)
-        place.unlink()
-
-    return Ground(server.url, f"unix://{server.socket}", [client], linked)
-
-
 @pytest.fixture(scope="module")
 def single() -> Iterator[Ground]:
     """A server for these tests alone, since they make it forget its scripts."""
     with running_server() as server, server.client() as client:
-        yield on_server(server, client)
+        yield Ground(server.url, f"unix://{server.socket}", [client])
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +89,10 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def several(cluster: Cluster) -> Iterator[Ground]:
     """A cluster for these tests alone."""
-
-    @asynccontextmanager
-    async def relayed() -> AsyncGenerator[tuple[str, Callable[[], object]]]:
-        """A node that is cut off until it is let through; the others are not known before it tells of them."""
-        async with Relay(cluster.nodes[0].port) as relay:
-            relay.mode = "cut"
-            yield relay.url.replace("redis://", "redis+cluster://"), lambda: setattr(relay, "mode", "pass")
-
     with ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in cluster.nodes]
         address = f"redis+cluster://{cluster.url.rpartition('@')[2]}"
-        yield Ground(cluster.url, address, clients, relayed, SHARDS, FEW)
+        yield Ground(cluster.url, address, clients, SHARDS, FEW)
 
 
 @pytest.fixture
@@ -177,7 +153,6 @@ class Stage:
     store: Store  # on the backend that calls are cancelled of
     behind: Store  # on another, which works behind its back
     engine: DigestEngine[JSON]  # on the first one; not entered
-    arrive: Callable[[], object]  # from now on the server is where the first one looks for it
 
     @property
     def backend(self) -> RedisBackend:
@@ -217,31 +192,30 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(ground: Ground, *, late: bool = False, **options: Any) -> AsyncGenerator[Stage]:
+async def staged(ground: Ground, address: str = "", **options: Any) -> AsyncGenerator[Stage]:
     """A new namespace, whose clock is moved by ``store.now``, and what must be true of it in the end."""
     numbers = count()
 
     def store_at(url: str, **options: Any) -> Store:
         return Store(RedisBackend(url, namespace=NAME, now=lambda: store.now, **options))
 
-    async with ground.entrance() if late else nullcontext((ground.address, bool)) as (address, arrive):
-        for client in ground.clients:
-            client.flushdb()  # what the one before has left
-        store = store_at(f"{address}?client_name={NAME}", **options)
-        behind = store_at(ground.url, shards=ground.shards, nonce=lambda: f"n{next(numbers)}")
-        engine = DigestEngine[JSON](namespace=NAME, backend=store.backend, policy=slow_policy, drain_timeout=0.1)
-        stage = Stage(ground, store, behind, engine, arrive)
-        try:
-            await behind.backend.connect()
-            await probe(stage)
-            yield stage
-        finally:
-            await behind.backend.aclose()
-            await store.backend.aclose()
-        await until(lambda: not stage.connections())
-        for _, state in stage.snapshot().values():
-            if state:
-                check_invariants(state)
+    for client in ground.clients:
+        client.flushdb()  # what the one before has left
+    store = store_at(f"{address or ground.address}?client_name={NAME}", **options)
+    behind = store_at(ground.url, shards=ground.shards, nonce=lambda: f"n{next(numbers)}")
+    engine = DigestEngine[JSON](namespace=NAME, backend=store.backend, policy=slow_policy, drain_timeout=0.1)
+    stage = Stage(ground, store, behind, engine)
+    try:
+        await behind.backend.connect()
+        await probe(stage)
+        yield stage
+    finally:
+        await behind.backend.aclose()
+        await store.backend.aclose()
+    await until(lambda: not stage.connections())
+    for _, state in stage.snapshot().values():
+        if state:
+            check_invariants(state)
 
 
 # What is there before a call
@@ -560,33 +534,39 @@ WIDE = ("add", "add_many", "timelines")  # more than one call of the backend; ea
 
 
 @pytest.mark.parametrize(
-    ("ground", "name", "late"),
+    ("ground", "name", "state"),
     [
-        *(on_ground("single", name, False, name=f"{name}-connected") for name in ENGINE),
-        *(on_ground("single", name, True, name=f"{name}-connecting") for name in ENGINE),
-        *(on_ground("several", name, True, name=f"{name}-cluster") for name in WIDE),
+        *(on_ground("single", name, "connected", name=f"{name}-connected") for name in ENGINE),
+        *(on_ground("single", name, "connecting", name=f"{name}-connecting") for name in ENGINE),
+        *(on_ground("several", name, "lost", name=f"{name}-cluster") for name in WIDE),
     ],
     indirect=["ground"],
 )
-async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(ground: Ground, name: str, late: bool) -> None:
-    cancelled = ENGINE[name]
+async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(
+    ground: Ground, name: str, state: str, data: Path
+) -> None:
+    cancelled, place = ENGINE[name], data / "s"
 
     @asynccontextmanager
     async def begun() -> AsyncGenerator[tuple[Stage, object]]:
-        async with staged(ground, late=late, nonce=lambda: "nonce") as stage, stage.engine:
+        address = f"unix://{place}" if state == "connecting" else ""
+        async with staged(ground, address, nonce=lambda: "nonce") as stage, stage.engine:
             ready = await cancelled.prepare(stage)
-            if late:
-                stage.arrive()
+            if state == "connecting":
+                place.symlink_to(ground.address.removeprefix("unix://"))
                 for client in ground.clients:
                     client.script_flush()
             else:
                 await stage.engine.add("another", 1)  # with the first one come the tasks that send adds
                 await stage.engine.delete("another")
+            if state == "lost":
+                await stage.loses_its_servers()
             before = asyncio.all_tasks()
             yield stage, ready
             await stage.is_in_step(stage.engine.peek)
             await until(lambda: stage.connections() == ground.all_connections)
-            await until(lambda: late or asyncio.all_tasks() <= before)
+            await until(lambda: state != "connected" or asyncio.all_tasks() <= before)
+        place.unlink(missing_ok=True)
 
     assert await cancel_everywhere(cancelled.scene(begun)) > 0
 
@@ -613,6 +593,7 @@ async def test_calls_that_wait_for_a_connection_may_be_cancelled_at_any_await(gr
 async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and_leaves_its_room_to_others() -> None:
     async with replicated() as [primary, replica]:
         with primary.client() as client:
+            ground = Ground(primary.url, f"unix://{primary.socket}", [client])
 
             async def fill(store: Store, name: str) -> None:
                 """As many adds as may wait at once for a replica, which stands still until all of them do."""
@@ -625,7 +606,7 @@ async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and
 
             @asynccontextmanager
             async def play() -> AsyncGenerator[Call]:
-                async with staged(on_server(primary, client), wait_replicas=1) as stage:
+                async with staged(ground, wait_replicas=1) as stage:
                     await stage.backend.connect()
                     filling = asyncio.create_task(fill(stage.store, "before"))
                     await asyncio.sleep(0)  # they have begun
