@@ -39,7 +39,7 @@ asyncio.run(main())
 def main() -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     run(*UV, "build", "--out-dir", DIST, ROOT)
-    wheel, sdist = found("*.whl"), found("*.tar.gz")
+    [wheel], [sdist] = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     holds_what_it_must(wheel, sdist)
     with tempfile.TemporaryDirectory(prefix="aid") as folder:
         builds_the_same(sdist, wheel, Path(folder))
@@ -53,11 +53,6 @@ def run(*command: str | Path, **variables: str) -> str:
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
     return done.stdout
-
-
-def found(pattern: str) -> Path:
-    [path] = DIST.glob(pattern)
-    return path
 
 
 def contents(wheel: Path) -> dict[str, str]:
@@ -78,29 +73,19 @@ def holds_what_it_must(wheel: Path, sdist: Path) -> None:
         sys.exit(f"the wheel has no licence, or no command: {sorted(facts)}")
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
-    needed = wanted | {
-        "pyproject.toml",
-        "LICENSE",
-        "README.md",
-        "CHANGELOG.md",
-        "properdocs.yml",
-        "tests/test_engine.py",
-    }
+    others = ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "properdocs.yml", "tests/test_engine.py")
+    needed = wanted | {*others}
     if not needed <= sources:
         sys.exit(f"the sdist lacks {sorted(needed - sources)}")
 
 
 def builds_the_same(sdist: Path, wheel: Path, folder: Path) -> None:
-    run(*UV, "build", "--wheel", "--out-dir", folder / "again", unpacked(sdist, folder))
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run(*UV, "build", "--wheel", "--out-dir", folder / "again", folder / sdist.name.removesuffix(".tar.gz"))
     [again] = (folder / "again").glob("*.whl")
     if contents(again) != contents(wheel):
         sys.exit("the sdist builds another wheel")
-
-
-def unpacked(sdist: Path, folder: Path) -> Path:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / sdist.name.removesuffix(".tar.gz")
 
 
 def runs(wheel: Path, folder: Path) -> None:

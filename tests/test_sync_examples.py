@@ -47,23 +47,14 @@ async def test_threads_of_forked_django_workers_add_and_a_worker_of_its_own_deli
 async def test_forked_celery_workers_add_and_a_worker_of_its_own_delivers(data: Path) -> None:
     port = free_port()
     settings = ("env", "PYTHONWARNINGS=default", f"REDIS_URL=redis://127.0.0.1:{port}/0")
-    options = [
-        "--pool",
-        "prefork",
-        "--concurrency",
-        "2",
-        "--max-tasks-per-child",
-        "2",
-        "--loglevel",
-        "INFO",
-        "--without-mingle",
-    ]
+    workers = ("--pool", "prefork", "--concurrency", "2", "--max-tasks-per-child", "2")
+    telling = ("--loglevel", "INFO", "--without-mingle")
     celery = (*settings, sys.executable, "-m", "celery", "--app", "celery_app")
     pictures = [f"{number}.jpg" for number in range(8)]
     send = f"from celery_app import resize; [resize.delay('ann@example.org', picture) for picture in {pictures}]"
     with running_server("--port", str(port)):
         async with (
-            running(*celery, "worker", *options, data=data, folder=EXAMPLES) as tasks,
+            running(*celery, "worker", *workers, *telling, data=data, folder=EXAMPLES) as tasks,
             running(*settings, "aiodigest", "run", "celery_app:mail", data=data, folder=EXAMPLES) as worker,
         ):
             await tasks.until("ready.")

@@ -28,7 +28,7 @@ class Page:
     """The blocks of the tutorial, taken one after another."""
 
     def __init__(self, settle: Callable[[str], str]) -> None:
-        self._blocks = [(block.language, settle(block.text)) for block in blocks_of(PAGE)]
+        self.blocks = [(block.language, settle(block.text)) for block in blocks_of(PAGE)]
 
     def code(self) -> str:
         """Take the next block, which is Python."""
@@ -47,12 +47,8 @@ class Page:
         [command] = self.commands()
         return command
 
-    @property
-    def is_over(self) -> bool:
-        return not self._blocks
-
     def _next(self, language: str) -> str:
-        found, text = self._blocks.pop(0)
+        found, text = self.blocks.pop(0)
         assert found == language, text
         return text
 
@@ -61,10 +57,7 @@ class Reader:
     """A reader with terminals in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def writes(self, file: str, text: str) -> None:
-        (self._folder / file).write_text(text)
+        self.folder = folder
 
     @asynccontextmanager
     async def starts(self, command: tuple[str, str]) -> AsyncGenerator[Program]:
@@ -74,8 +67,7 @@ class Reader:
             try:
                 yield program
             finally:
-                program.interrupt()
-                await program.ended()
+                await ctrl_c(program)
 
     async def runs(self, command: tuple[str, str]) -> None:
         """Run a command to its end; it must show exactly what it is said to show.
@@ -96,7 +88,7 @@ class Reader:
         if "aiosmtpd" in command:  # whose warnings are not ours
             settings = ["-u", "PYTHONWARNINGS", *settings]
         shown = command.replace("curl ", "curl -sS ")  # which shows its progress where there is no terminal
-        return running("env", *settings, "bash", "-c", shown, data=self._folder, folder=self._folder)
+        return running("env", *settings, "bash", "-c", shown, data=self.folder, folder=self.folder)
 
 
 async def shows(program: Program, lines: str) -> None:
@@ -130,11 +122,14 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
     reader = Reader(data)
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         # 1 to 3: install, a mail server, the app
-        check_installing(page)
+        for command, shown in page.commands():
+            assert command.startswith(PREPARING)
+            assert not shown
+            check_installed(command.split()[2:] if command.startswith("pip") else [])
         smtp = await first.enter_async_context(reader.starts(page.command()))
         app = "\n\n".join([page.code(), page.code(), page.code()])
         assert SECONDS in app
-        reader.writes("app.py", app.replace(SECONDS, SHORTER))
+        (reader.folder / "app.py").write_text(app.replace(SECONDS, SHORTER))
 
         # 4: one mail, then one for a burst
         web = await second.enter_async_context(reader.starts(page.command()))
@@ -159,12 +154,12 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
 
         # 7: ready for others
         await ctrl_c(web)
-        reader.writes("app.py", page.code())
+        (reader.folder / "app.py").write_text(page.code())
         web = await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
 
         # 8: a test
-        reader.writes("test_app.py", page.code())
+        (reader.folder / "test_app.py").write_text(page.code())
         install, test = page.commands()
         check_installed(install[0].split()[2:])
         await reader.runs(test)
@@ -173,15 +168,7 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
         await ctrl_c(web)
         await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
-        assert page.is_over
-
-
-def check_installing(page: Page) -> None:
-    for command, shown in page.commands():
-        assert command.startswith(PREPARING)
-        assert not shown
-        if command.startswith("pip"):
-            check_installed(command.split()[2:])
+        assert not page.blocks
 
 
 def test_the_last_version_of_the_app_is_the_first_with_what_is_said_to_be_new() -> None:
