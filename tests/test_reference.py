@@ -10,6 +10,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,9 +24,8 @@ from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.cli.output import EXIT_CODES
 
 REFERENCE = ROOT / "docs" / "reference"
-FOLDERS = (aiodigest, aiodigest.integrations)
-FOUND = {f"{folder.__name__}.{found.name}" for folder in FOLDERS for found in pkgutil.iter_modules(folder.__path__)}
-MODULES = sorted(name for name in FOUND if re.fullmatch(r"aiodigest\.(testing|integrations\.[a-z]+)", name))
+INTEGRATIONS = [name for _, name, _ in pkgutil.iter_modules(aiodigest.integrations.__path__) if name[0] != "_"]
+MODULES = ["aiodigest", "aiodigest.testing", *map("aiodigest.integrations.{}".format, INTEGRATIONS)]
 QUOTED = re.compile(r"``(\w+)(?:=[^`]*)?``")  # ``name``, or ``name=value``
 INHERITED = {"InvalidArgument", "ConfigurationError", "BackendUnavailable"}  # by all methods of an engine
 
@@ -89,15 +89,7 @@ class Public:
 
 def public_names() -> list[str]:
     """Return all of them, with the module from which users import them."""
-    offered = [f"{name}.{each}" for name in MODULES for each in offer(importlib.import_module(name))]
-    return [*(f"aiodigest.{name}" for name in aiodigest.__all__), *offered]
-
-
-def offer(module: ModuleType) -> list[str]:
-    """Return a module's ``__all__``, or else its own functions and classes without an underscore."""
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    said: list[str] | None = getattr(module, "__all__", None)
-    return said if said is not None else [name for name in own if re.match(r"[A-Za-z]\w", name)]
+    return [f"{name}.{each}" for name in MODULES for each in importlib.import_module(name).__all__]
 
 
 def everything() -> Iterator[Public]:
@@ -105,16 +97,13 @@ def everything() -> Iterator[Public]:
     for path in public_names():
         module, _, name = path.rpartition(".")
         value = getattr(importlib.import_module(module), name)
-        doc = inspect.cleandoc(doc_of(value) or "") if callable_by_users(value) else alias_doc(name)
+        is_alias = not isinstance(value, type | FunctionType)
+        doc = alias_doc(name) if is_alias else inspect.cleandoc(doc_of(value) or "")
         yield Public(path, value, doc)
         if inspect.isclass(value):
             for member in dir(value):
                 if not member.startswith("_") and (function := method(value, member)) is not None:
                     yield Public(f"{path}.{member}", function, inspect.cleandoc(function.__doc__ or ""), value)
-
-
-def callable_by_users(value: object) -> bool:
-    return inspect.isclass(value) or isinstance(value, FunctionType)
 
 
 def doc_of(value: Any) -> str | None:
@@ -126,9 +115,8 @@ def doc_of(value: Any) -> str | None:
 def method(owner: type, name: str) -> Any:
     """Return the function behind a method or property of aiodigest; None for fields and for Python's own."""
     found = inspect.getattr_static(owner, name, None)
-    if isinstance(found, property):
-        found = found.fget
-    found = getattr(found, "func", getattr(found, "__func__", found))  # of a cached_property, or a classmethod
+    for around in ("fget", "func", "__func__"):  # of a property, a cached_property, or a classmethod
+        found = getattr(found, around, found)
     mine = isinstance(found, FunctionType) and found.__module__.startswith("aiodigest")
     return found if mine else None
 
@@ -173,10 +161,6 @@ def is_in_seconds(doc: str, name: str) -> bool:
     return "seconds" in entry if entry is not None else re.search(rf"\b{name}\b[^.]*\bseconds\b", doc) is not None
 
 
-def is_duration(parameter: inspect.Parameter) -> bool:
-    return "timedelta" in str(parameter.annotation)
-
-
 EVERYTHING = list(everything())
 
 
@@ -202,7 +186,8 @@ def test_every_parameter_is_explained() -> None:
 
 
 def test_a_duration_says_its_unit() -> None:
-    durations = [(one, each.name) for one in EVERYTHING for each in one.parameters if is_duration(each)]
+    parameters = [(one, each) for one in EVERYTHING for each in one.parameters]
+    durations = [(one, each.name) for one, each in parameters if "timedelta" in str(each.annotation)]
     assert durations
     assert not [f"{one}: {name}" for one, name in durations if not is_in_seconds(one.doc, name)]
     views = [one for one in EVERYTHING if is_dataclass(one.value) and one.path.startswith("aiodigest.")]
@@ -261,21 +246,21 @@ def test_the_command_line_page_tells_of_every_exit_code() -> None:
     assert [int(code) for code in told] == sorted({*EXIT_CODES, 0})
 
 
-def test_the_help_of_every_command_is_shown_and_is_no_wider_than_a_page(docstrings: ModuleType) -> None:
-    told: dict[str, str] = dict(docstrings.commands())
+def test_the_help_of_every_command_is_shown_and_is_no_wider_than_a_page() -> None:
+    told: dict[str, str] = dict(loaded("docstrings").commands())
     assert {"aiodigest", "aiodigest run", "aiodigest pipe", "aiodigest dead replay"} <= told.keys()
     for name, text in told.items():
         assert f"Usage: {name}" in text
-        assert max(map(len, text.splitlines())) <= docstrings.WIDTH
+        assert max(map(len, text.splitlines())) <= loaded("docstrings").WIDTH
 
 
 @pytest.mark.docs
-def test_the_pages_say_what_docstrings_and_help_say(docstrings: ModuleType) -> None:
-    stale = [page.name for page, text in docstrings.pages().items() if page.read_text() != text]
+def test_the_pages_say_what_docstrings_and_help_say() -> None:
+    stale = [page.name for page, text in loaded("docstrings").pages().items() if page.read_text() != text]
     assert not stale, f"{', '.join(stale)}: make reference renews them"
 
 
-def test_what_a_docstring_says_becomes_a_section_with_links(docstrings: ModuleType) -> None:
+def test_what_a_docstring_says_becomes_a_section_with_links() -> None:
     policy = (REFERENCE / "policy.md").read_text()
     assert policy.count("\n## Policy\n") == 1
     assert "aiodigest.Policy(\n    initial_delay: float | timedelta = 0.0,\n" in policy
@@ -297,9 +282,9 @@ def test_what_a_docstring_says_becomes_a_section_with_links(docstrings: ModuleTy
     ],
 )
 def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(
-    hooks: ModuleType, written: str, shown: str
+    written: str, shown: str
 ) -> None:
-    assert hooks.relinked(written, "docs/x.md", "howto/x.md") == shown
+    assert loaded("hooks").relinked(written, "docs/x.md", "howto/x.md") == shown
 
 
 @pytest.mark.parametrize(
@@ -312,31 +297,20 @@ def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_
     ],
 )
 def test_a_page_that_needs_a_part_from_elsewhere_is_warned_of(
-    hooks: ModuleType, html: str, warned: bool, caplog: pytest.LogCaptureFixture
+    html: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
-    assert hooks.on_post_page(html, page, None) == html
+    assert loaded("hooks").on_post_page(html, page, None) == html
     assert bool(caplog.records) == warned
 
 
-def test_each_file_that_a_page_links_to_has_a_page_of_the_site(hooks: ModuleType) -> None:
-    files = hooks.linked_files()
+def test_each_file_that_a_page_links_to_has_a_page_of_the_site() -> None:
+    files = loaded("hooks").linked_files()
     assert {"examples/service.py", "examples/fastapi_app.py"} <= files
     assert not [file for file in files if file.endswith(".svg") or not (ROOT / file).is_file()]
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    """Load docs/hooks.py, which adds pages to the site."""
-    return loaded("hooks")
-
-
-@pytest.fixture(scope="module")
-def docstrings() -> ModuleType:
-    """Load docs/docstrings.py, which writes the reference."""
-    return loaded("docstrings")
-
-
+@cache
 def loaded(name: str) -> ModuleType:
     """Load a module of the folder docs, which is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
