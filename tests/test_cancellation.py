@@ -22,7 +22,7 @@ import pytest
 from cancelling import PATIENCE, Call, Scene, Steps, Way, at_awaits, at_turns, cancel_everywhere
 from clusters import Cluster, running_cluster
 from clusters import Move as SlotMove
-from engines import CODEC, Inbox, WatchedBackend, engine_on, forever, policy, settle, virtual_time
+from engines import CODEC, Inbox, WatchedBackend, engine_on, forever, policy, virtual_time
 from redis.crc import key_slot
 from replicas import freeze, replicated, thaw
 from servers import running_server
@@ -788,32 +788,3 @@ async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_d
         assert [(digest.id, digest.attempt) for digest in digests[1:]] == [(digests[0].id, 2)] * was_cancelled
         assert await backend.operations.look("d") is None
     assert moment == 4
-
-
-@virtual_time
-async def test_an_add_that_is_cancelled_while_it_waits_is_withdrawn_and_its_room_is_another_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("aiodigest.worker.batcher.QUEUE_ITEMS", 2)
-
-    @asynccontextmanager
-    async def play() -> AsyncGenerator[Call]:
-        backend = WatchedBackend()
-        backend.gates["add"] = asyncio.Event()
-        async with engine_on(backend, policy=slow_policy) as engine:
-            adds = [asyncio.create_task(engine.add("other", 0))]
-            await settle()  # it is in flight, so that these wait, and there is no room for more
-            adds += [asyncio.create_task(engine.add("other", number)) for number in range(2)]
-            await settle()
-            asyncio.get_running_loop().call_later(1, backend.gates["add"].set)
-            answers: list[bool] = []
-
-            async def add() -> None:
-                answers.append(await engine.add("d", 1))
-
-            yield add
-            await asyncio.gather(*adds)
-            assert answers == ([] if await backend.operations.look("d") is None else [True])
-            assert await engine.add("d", 2) == (not answers)
-
-    assert await cancel_everywhere(play) == 3  # for its policy, for room, and for its answer

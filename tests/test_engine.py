@@ -17,7 +17,6 @@ import pytest
 from engines import (
     START,
     Inbox,
-    VirtualLoop,
     WatchedBackend,
     adding,
     delivering,
@@ -48,7 +47,6 @@ from aiodigest import (
     Policy,
     RetryPolicy,
 )
-from aiodigest.backend import Add
 
 pytestmark = pytest.mark.virtual_time
 
@@ -110,15 +108,6 @@ async def test_one_event_is_delivered_at_once_and_a_burst_in_one_more_message() 
         await inbox.digest(2)
     assert inbox.values == [[0], list(range(1, 500))]
     assert inbox.times == pytest.approx([0, 1800], abs=0.01)
-
-
-async def test_adds_of_one_turn_are_one_call_a_shard_in_order() -> None:
-    async with adding(WatchedBackend(shards=2)) as (engine, backend):
-        await asyncio.gather(*(engine.add(f"key-{value % 7}", value) for value in range(200)))
-        assert sorted(shard for call, shard, _, _ in backend.calls if call == "add") == [0, 1]
-        peeked = await engine.peek("key-3")
-    assert peeked is not None
-    assert [record.value for record in peeked.records] == [value for value in range(200) if value % 7 == 3]
 
 
 async def test_timestamps_order_records_and_never_schedule() -> None:
@@ -262,17 +251,6 @@ async def test_an_add_after_the_server_came_back_connects() -> None:
         assert await engine.add("key", 1)
 
 
-async def test_connecting_and_adding_together_have_one_timeout() -> None:
-    async with adding(WatchedBackend(down="open"), timeout=5) as (engine, backend):
-        backend.bring_up()
-        backend.gates = {"open": asyncio.Event(), "add": asyncio.Event()}
-        asyncio.get_running_loop().call_later(4, backend.gates["open"].set)
-        with pytest.raises(BackendUnavailable):
-            await engine.add("key", 1)
-        assert now() == pytest.approx(5, abs=0.1)
-        backend.gates["add"].set()
-
-
 async def test_all_who_wait_for_the_server_share_one_attempt_to_connect() -> None:
     async with adding(WatchedBackend(down="open")) as (engine, backend):
         backend.bring_up()
@@ -397,19 +375,6 @@ def test_a_second_callback_is_refused() -> None:
         engine.deliver(nothing)
 
 
-async def test_delivering_takes_the_registered_callback_or_another() -> None:
-    first, second, backend = Inbox(), Inbox(), WatchedBackend()
-    engine = engine_on(backend, policy=policy())
-    engine.deliver(first)
-    async with engine.delivering():
-        await engine.add("key", 1)
-        await first.digest()
-    async with engine.delivering(second):
-        await engine.add("key", 2)
-        await second.digest()
-    assert (first.values, second.values) == ([[1]], [[2]])
-
-
 async def test_delivering_without_a_callback_is_refused() -> None:
     engine = engine_on(WatchedBackend())
     with pytest.raises(ConfigurationError, match="no callback"):
@@ -455,21 +420,6 @@ async def test_an_engine_that_is_not_entered_says_how_to(entered_before: bool) -
     for call in calls:
         with pytest.raises(ConfigurationError, match="async with engine"):
             await call()
-
-
-def test_an_engine_can_be_entered_again_from_another_loop() -> None:
-    engine = engine_on(WatchedBackend(), policy=policy())
-
-    async def use(value: int) -> list[list[JSON]]:
-        inbox = Inbox()
-        async with engine.delivering(inbox):
-            await engine.add("key", value)
-            await inbox.digest()
-        return inbox.values
-
-    for value in range(2):
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            assert runner.run(use(value)) == [[value]]
 
 
 async def test_entering_needs_no_live_server_and_delivering_begins_when_there_is_one() -> None:
@@ -591,20 +541,6 @@ async def test_a_callback_may_still_add_while_the_engine_drains() -> None:
     assert await state_of(backend, "audit") == ("ready", 0)
 
 
-async def test_an_error_in_the_body_is_raised_after_the_drain() -> None:
-    inbox = Inbox(lasting(5))
-
-    async def use() -> None:
-        async with delivering(inbox) as (engine, _):
-            await engine.add("key", 1)
-            await inbox.digest()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await use()
-    assert inbox.results == ["delivered"]
-
-
 @pytest.mark.parametrize("queued", [True, False])
 async def test_a_fault_in_the_background_is_logged_and_told_to_adds_and_raised_on_leaving(
     queued: bool, caplog: pytest.LogCaptureFixture
@@ -697,35 +633,25 @@ async def test_run_drains_and_returns_at_a_signal_and_stops_at_once_at_a_second(
     assert await state_of(backend, "key") == state
 
 
-async def test_the_signal_handlers_of_before_are_back_after_run() -> None:
+async def test_a_signal_stops_every_engine_that_runs_and_then_the_handler_of_before_is_back() -> None:
     seen: list[int] = []
-    old = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    interrupt = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        inbox, backend = Inbox(), await holding(1)
-        await run_until(engine_on(backend), inbox, signal.SIGTERM)
+        inboxes, backends = [Inbox(lasting(3)), Inbox(lasting(6))], [await holding(1), await holding(1)]
+        runs = [
+            asyncio.create_task(engine_on(store).run(inbox)) for store, inbox in zip(backends, inboxes, strict=True)
+        ]
+        for inbox in inboxes:
+            await inbox.digest()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(*runs)
+        assert [await state_of(backend, "key") for backend in backends] == [None, None]
         assert not seen
         os.kill(os.getpid(), signal.SIGTERM)
         await settle()
         assert seen == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGINT) is interrupt
     finally:
-        signal.signal(signal.SIGTERM, old)
-
-
-async def test_a_signal_stops_every_engine_that_runs() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    inboxes = [Inbox(lasting(3)), Inbox(lasting(6))]
-    backends = [WatchedBackend(), WatchedBackend()]
-    runs: list[asyncio.Task[None]] = []
-    for inbox, backend in zip(inboxes, backends, strict=True):
-        await backend.put("key", 1)
-        runs.append(asyncio.create_task(engine_on(backend).run(inbox)))
-        await inbox.digest()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.gather(*runs)
-    assert [await state_of(backend, "key") for backend in backends] == [None, None]
-    assert signal.getsignal(signal.SIGTERM) is before
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("shards", [8, "0-7", b"0"])
@@ -798,21 +724,6 @@ async def test_what_an_embedded_server_says_is_told_once_to_whoever_waits_for_it
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("key", 1, "x")])
     assert [*map(str, caught.value.results)] == ["connection refused (no space left on device)"]
-
-
-async def test_an_add_tells_the_store_its_limits_if_they_are_the_timeline_s_own() -> None:
-    sent: list[Add] = []
-
-    class Keeping(WatchedBackend):
-        async def add(self, shard: int, adds: Any) -> Any:
-            sent.extend(adds)
-            return await super().add(shard, adds)
-
-    policies = {"small": Policy(capacity=5), "usual": Policy()}
-    async with engine_on(Keeping(), policy=policies.__getitem__) as engine:
-        for key in policies:
-            await engine.add(key, 1)
-    assert [(add.own, add.terms.limits.capacity) for add in sent] == [(True, 5), (False, 1000)]
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, object]) -> object:

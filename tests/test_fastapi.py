@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from engines import Inbox, WatchedBackend, engine_on, forever, now, session_of, settle, virtual_time
+from engines import WatchedBackend, engine_on, now, session_of, settle, virtual_time
 from fastapi import Depends, FastAPI, WebSocket
 from servers import Server, running_server
 from userland import DEADLINE, Program, running
@@ -301,43 +301,6 @@ async def test_the_answer_is_for_nothing_else_and_for_no_websocket(request_: Any
     with pytest.raises(type(error)) as raised:
         await answer_unavailable(request_, error)
     assert raised.value is error
-
-
-# Lifespans
-
-
-@virtual_time
-async def test_one_engine_may_only_add_while_the_other_delivers() -> None:
-    mail, slack, inbox = engine_on(WatchedBackend()), engine_on(WatchedBackend()), Inbox()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        async with mail, slack.delivering(inbox):
-            yield
-
-    app = FastAPI(lifespan=lifespan)
-    async with app.router.lifespan_context(app):
-        await mail.add("ann", 1)
-        await slack.add("ann", 2)
-        await inbox.digest()
-        await settle()
-        assert inbox.values == [[2]]
-        assert (await mail.stats()).ready == 1
-    with pytest.raises(ConfigurationError, match="not entered"):
-        await slack.add("ann", 3)
-
-
-@virtual_time
-async def test_an_app_that_stops_waits_for_its_deliveries_for_the_drain_timeout() -> None:
-    engine = engine_on(WatchedBackend(), drain_timeout=7)
-    inbox = Inbox(forever)
-    engine.deliver(inbox)
-    app = FastAPI(lifespan=engine.lifespan)
-    async with app.router.lifespan_context(app):
-        await engine.add("ann", 1)
-        await inbox.digest()
-        began = now()
-    assert now() - began == pytest.approx(7, abs=0.1)
 
 
 # Without FastAPI
