@@ -311,11 +311,7 @@ async def forever(digest: Digest[JSON]) -> None:
 
 def lasting(seconds: float) -> Callable[[Digest[JSON]], Awaitable[object]]:
     """A callback that takes a while."""
-
-    async def callback(digest: Digest[JSON]) -> None:
-        await asyncio.sleep(seconds)
-
-    return callback
+    return lambda digest: asyncio.sleep(seconds)
 
 
 def policy(**options: Any) -> Policy:

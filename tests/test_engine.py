@@ -422,17 +422,6 @@ async def test_an_engine_that_is_not_entered_says_how_to(entered_before: bool) -
             await call()
 
 
-async def test_entering_needs_no_live_server_and_delivering_begins_when_there_is_one() -> None:
-    inbox, backend = Inbox(), await holding(1)
-    backend.take_down()
-    async with delivering(inbox, backend):
-        await asyncio.sleep(600)
-        assert not inbox.digests
-        backend.bring_up()
-        await inbox.outcome()
-        assert now() < 600 + 1.1
-
-
 async def test_an_error_of_configuration_is_raised_by_entering_and_leaves_nothing_behind() -> None:
     backend = WatchedBackend()
     backend.take_down("open", error=ConfigurationError("another layout"))
@@ -638,9 +627,8 @@ async def test_a_signal_stops_every_engine_that_runs_and_then_the_handler_of_bef
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         inboxes, backends = [Inbox(lasting(3)), Inbox(lasting(6))], [await holding(1), await holding(1)]
-        runs = [
-            asyncio.create_task(engine_on(store).run(inbox)) for store, inbox in zip(backends, inboxes, strict=True)
-        ]
+        engines = [engine_on(backend) for backend in backends]
+        runs = [asyncio.create_task(engine.run(inbox)) for engine, inbox in zip(engines, inboxes, strict=True)]
         for inbox in inboxes:
             await inbox.digest()
         os.kill(os.getpid(), signal.SIGTERM)

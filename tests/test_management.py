@@ -8,13 +8,12 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from engines import START, Inbox, WatchedBackend, delivering, engine_on, forever, lasting, now, policy, settle
+from engines import START, Inbox, WatchedBackend, delivering, engine_on, forever, holding, lasting, now, policy, settle
 
 from aiodigest import (
     JSON,
     Activity,
     BackendUnavailable,
-    BackoffMode,
     DeadLetter,
     Digest,
     DigestEngine,
@@ -471,22 +470,16 @@ async def test_activity_tells_what_an_engine_does_in_this_process() -> None:
 
 
 async def test_a_worker_that_began_before_its_server_is_available_once_it_is_there() -> None:
-    inbox, backend = Inbox(), WatchedBackend()
+    inbox, backend = Inbox(), await holding(1)
     backend.take_down()
     async with delivering(inbox, backend) as (engine, _):
+        await asyncio.sleep(600)
         assert engine.activity.unavailable
         assert not (await engine.health()).ok
         backend.bring_up()
-        await asyncio.sleep(2)
+        await inbox.outcome()
+        assert now() < 600 + 6.1
         assert not engine.activity.unavailable
         backend.gates["counts"] = asyncio.Event()
         assert "no answer within" in (await engine.health()).reason
         assert not engine.activity.unavailable, "a look is no add, and no claim"
-
-
-async def test_activity_tells_how_deep_a_worker_is_in_backoff_mode() -> None:
-    inbox = Inbox(*[ValueError("down")] * 3)
-    async with delivering(inbox, backoff_mode=BackoffMode(threshold=2)) as (engine, _):
-        await engine.add_many([Entry("one", 1), Entry("two", 2)])
-        await inbox.outcome(2)
-        assert engine.activity.backoff_level == 1

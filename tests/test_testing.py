@@ -245,21 +245,14 @@ async def test_a_test_engine_inside_one_of_the_same_engine_is_refused(on_server:
         assert callback.came == [(0, [1])]
 
 
-async def test_outside_of_it_there_is_no_time() -> None:
-    t = TestEngine(engine())
+async def test_a_test_engine_that_is_entered_again_begins_anew_and_outside_of_it_there_is_no_time() -> None:
+    mail = engine()
+    t = TestEngine(mail, start=START)
     with pytest.raises(ConfigurationError, match="once it is entered"):
         _ = t.now
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="inside"):
             await t.advance()
-        async with t:
-            await t.advance(minutes=5)
-
-
-async def test_a_test_engine_that_is_entered_again_begins_anew() -> None:
-    mail = engine()
-    t = TestEngine(mail, start=START)
-    for _ in range(2):
         async with t:
             assert (t.now, t.delivered, t.attempts) == (START, [], [])
             await mail.add("a", 1)
