@@ -75,9 +75,6 @@ def break_worker(engine: DigestEngine[JSON]) -> None:
     scheduler._limit.available = fault
 
 
-async def nothing(digest: Digest[JSON]) -> None: ...
-
-
 def slowly(seconds: float) -> Callable[[str], Awaitable[Policy]]:
     """A policy function that takes a while."""
 
@@ -370,9 +367,9 @@ async def test_the_observer_is_told_how_late_and_how_long_an_attempt_was() -> No
 
 def test_a_second_callback_is_refused() -> None:
     engine = DigestEngine("redis://localhost", namespace="test")
-    engine.deliver(nothing)
+    engine.deliver(Inbox())
     with pytest.raises(ConfigurationError, match="other channels are other engines"):
-        engine.deliver(nothing)
+        engine.deliver(Inbox())
 
 
 async def test_delivering_without_a_callback_is_refused() -> None:
@@ -390,7 +387,7 @@ async def test_entering_twice_is_refused_also_while_it_drains_and_changes_nothin
 
     async def refuse(delay: float) -> None:
         await asyncio.sleep(delay)
-        for again in (engine, engine.delivering(nothing)):
+        for again in (engine, engine.delivering(Inbox())):
             with pytest.raises(ConfigurationError, match="entered already"):
                 async with again:
                     pass
@@ -428,10 +425,10 @@ async def test_an_error_of_configuration_is_raised_by_entering_and_leaves_nothin
     engine = engine_on(backend)
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="another layout"):
-            async with engine.delivering(nothing):
+            async with engine.delivering(Inbox()):
                 pass
     backend.bring_up()
-    async with engine.delivering(nothing):
+    async with engine.delivering(Inbox()):
         pass
 
 
@@ -646,7 +643,7 @@ async def test_a_signal_stops_every_engine_that_runs_and_then_the_handler_of_bef
 async def test_what_is_no_set_of_shards_is_refused(shards: Any) -> None:
     engine = engine_on(WatchedBackend())
     with pytest.raises(InvalidArgument, match="shards must be a range or a set of numbers"):
-        async with engine.delivering(nothing, shards=shards):
+        async with engine.delivering(Inbox(), shards=shards):
             pass
 
 

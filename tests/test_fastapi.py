@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from engines import WatchedBackend, engine_on, now, session_of, settle, virtual_time
+from engines import Inbox, WatchedBackend, engine_on, now, session_of, settle, virtual_time
 from fastapi import Depends, FastAPI, WebSocket
+from replicas import until
 from servers import Server, running_server
 from userland import DEADLINE, Program, running
 
@@ -28,7 +29,6 @@ from aiodigest import (
     AiodigestError,
     BackendUnavailable,
     ConfigurationError,
-    Digest,
     DigestEngine,
     InvalidArgument,
     LimitExceeded,
@@ -66,9 +66,6 @@ async def asked(client: httpx2.AsyncClient, path: str = "/healthz") -> tuple[int
     return answer.status_code, answer.json()["engines"]
 
 
-async def nothing(digest: Digest[JSON]) -> None: ...
-
-
 # Health
 
 
@@ -85,7 +82,7 @@ async def test_livez_never_calls_the_server() -> None:
     backend = WatchedBackend()
     backend.take_down()
     engine = engine_on(backend)
-    async with engine.delivering(nothing), client_of(app_of(engine)) as client:
+    async with engine.delivering(Inbox()), client_of(app_of(engine)) as client:
         tries = len(backend.calls)
         assert (await client.get("/livez")).status_code == 200
         assert len(backend.calls) == tries
@@ -100,7 +97,7 @@ async def test_a_fault_that_ends_the_background_task_fails_both() -> None:
         raise KeyError("user:42")
 
     async def play() -> None:
-        async with engine.delivering(nothing), client_of(app_of(engine)) as client:
+        async with engine.delivering(Inbox()), client_of(app_of(engine)) as client:
             await settle()
             session_of(engine)._group.create_task(fault())
             await settle()
@@ -124,7 +121,7 @@ async def test_an_engine_that_is_being_left_has_no_fault() -> None:
             alive.append((await client.get("/livez")).status_code)
 
     engine = engine_on(Closing())
-    async with client_of(app_of(engine)) as client, engine.delivering(nothing):
+    async with client_of(app_of(engine)) as client, engine.delivering(Inbox()):
         pass
     assert alive == [200]
 
@@ -345,13 +342,6 @@ def test_all_that_is_public_in_an_integration_is_named_and_nothing_else(module: 
 
 
 # Servers
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Wait for what another process does."""
-    async with asyncio.timeout(DEADLINE):
-        while not reached():  # noqa: ASYNC110  (no event tells it)
-            await asyncio.sleep(0.05)
 
 
 def told(data: Path) -> list[dict[str, Any]]:

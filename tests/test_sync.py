@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import until
 from ports import free_port
 from processes import PROGRAMS
 from replicas import freeze, thaw
@@ -51,13 +51,6 @@ def stored(url: str, namespace: str, key: str = "k") -> list[str]:
             return sorted(record.id for record in timeline.records) if timeline else []
 
     return asyncio.run(look())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    last = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < last
-        time.sleep(0.01)
 
 
 # The same adds
@@ -137,7 +130,7 @@ def test_fifty_threads_add_at_once_over_two_connections() -> None:
         freeze(server)  # until all have something to add
         with ThreadPoolExecutor(50) as pool:
             adding = [pool.submit(add, thread) for thread in range(50)]
-            wait_until(lambda: len(sync._bridge._tasks) >= 50)
+            until(lambda: len(sync._bridge._tasks) >= 50, "all add")
             thaw(server)
         assert all(each.exception() is None for each in adding)
         assert calls() - before < 10, "adds of several threads go out in one call"
@@ -222,7 +215,7 @@ def test_the_connections_of_an_engine_that_nobody_holds_are_closed() -> None:
         for number in range(3):
             DigestEngine(server.url, namespace=f"short-{number}", value_type=int).sync.add("k", 1)
         gc.collect()
-        wait_until(lambda: len(client.client_list()) == before)
+        until(lambda: len(client.client_list()) == before, "they are closed")
 
 
 # Outages
@@ -330,7 +323,7 @@ def test_an_embedded_server_serves_threads_as_well(folder: Path) -> None:
     assert stored(url, "embedded") == ["a", "b", "c"]
     del engine
     gc.collect()  # the share of the folder's server ends, and with the last one the server
-    wait_until(lambda: not (folder / "run" / "server.sock").exists())
+    until(lambda: not (folder / "run" / "server.sock").exists(), "the server is gone")
 
 
 # The end of a process, and forks
@@ -382,7 +375,7 @@ def test_a_process_that_adds_may_end_in_any_way(way: str, printed: list[str], da
 @pytest.mark.processes
 def test_a_process_that_adds_to_an_embedded_server_ends_like_any_other(data: Path) -> None:
     assert run("sync_ends.py", data, f"embedded://{data / 'data'}", "embedded", "returns", 0) == ["True", "False"]
-    wait_until(lambda: not (data / "data" / "run" / "server.sock").exists())
+    until(lambda: not (data / "data" / "run" / "server.sock").exists(), "the server is gone")
 
 
 @pytest.mark.processes
