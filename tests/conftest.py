@@ -180,20 +180,15 @@ def on_cluster() -> Iterator[Place]:
         yield Place("cluster", cluster.url, client_of)
 
 
-def find_place(request: pytest.FixtureRequest, name: str) -> Place:
-    """A place, made when the first test needs it."""
-    return request.getfixturevalue(PLACES[name])
-
-
 @pytest.fixture(params=EACH_PLACE)
 def place(request: pytest.FixtureRequest) -> Place:
     """Each of the places where a store may be."""
-    return find_place(request, request.param)
+    return request.getfixturevalue(PLACES[request.param])
 
 
 @pytest.fixture(params=["reference", *EACH_PLACE])
 def memory_or_place(request: pytest.FixtureRequest) -> Place | None:
-    return None if request.param == "reference" else find_place(request, request.param)
+    return None if request.param == "reference" else request.getfixturevalue(PLACES[request.param])
 
 
 @pytest.fixture

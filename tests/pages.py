@@ -82,13 +82,7 @@ def check_installed(requirements: Iterable[str]) -> None:
 
 def matches(shown: str, written: str) -> bool:
     """True if a program printed what a page says, however wide its columns are; empty lines do not count."""
-    parts = [r"(?:.*\n)*" if line == "..." else rf"{_pattern(line)}\n" for line in _lines(written)]
-    return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in _lines(shown))) is not None
-
-
-def _lines(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-
-
-def _pattern(line: str) -> str:
-    return ".*".join(map(re.escape, line.split("...")))
+    had, said = ([" ".join(line.split()) for line in text.splitlines() if line.strip()] for text in (shown, written))
+    patterns = [".*".join(map(re.escape, line.split("..."))) for line in said]
+    parts = [r"(?:.*\n)*" if line == "..." else rf"{pattern}\n" for line, pattern in zip(said, patterns, strict=True)]
+    return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in had)) is not None

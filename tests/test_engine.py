@@ -334,18 +334,6 @@ async def test_a_part_that_fails_waits_and_the_parts_before_it_are_not_delivered
     assert [digest.attempt for digest in inbox.digests] == [1, 1, 2, 1]
 
 
-async def test_no_digest_is_larger_than_max_size_after_retries_either() -> None:
-    inbox = Inbox(*[ValueError("no")] * 5)
-    async with delivering(inbox, policy=policy(max_size=10), retry=RetryPolicy(12, lambda _: 10.0)) as (engine, _):
-        for value in range(60):
-            await engine.add("key", value)
-            await asyncio.sleep(1)
-        await asyncio.sleep(60)
-    assert max(len(values) for values in inbox.values) == 10
-    seen = [value for values in inbox.values for value in values]
-    assert all(value in seen for value in range(60))
-
-
 # the observer
 
 

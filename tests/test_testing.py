@@ -15,7 +15,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import redis
 from engines import Inbox, delivering, now, patiently, policy, virtual_time
@@ -420,16 +419,6 @@ def app_on(mail: DigestEngine[JSON]) -> FastAPI:
         return await mail.add(key, "hello")
 
     return app
-
-
-async def test_an_app_is_called_in_the_loop_of_the_test() -> None:
-    async with rehearsing() as (mail, t, callback):
-        app = app_on(mail)
-        client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://app")
-        async with app.router.lifespan_context(app), client:
-            assert (await client.post("/bob")).json() is True
-        await t.advance()
-        assert callback.came == [(0, ["hello"])]
 
 
 def test_an_app_is_called_in_a_loop_of_its_own_by_a_test_without_one() -> None:

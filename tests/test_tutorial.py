@@ -30,27 +30,20 @@ class Page:
     def __init__(self, settle: Callable[[str], str]) -> None:
         self.blocks = [(block.language, settle(block.text)) for block in blocks_of(PAGE)]
 
-    def code(self) -> str:
-        """Take the next block, which is Python."""
-        return self._next("python")
-
-    def listing(self) -> str:
-        """Take the next block, which is the output of a program."""
-        return self._next("")
+    def next(self, language: str = "") -> str:
+        """Take the next block: without a language it is the output of a program."""
+        found, text = self.blocks.pop(0)
+        assert found == language, text
+        return text
 
     def commands(self) -> list[tuple[str, str]]:
         """Take the next block, which is commands, each with its output."""
-        return list(commands_of(self._next("console")))
+        return list(commands_of(self.next("console")))
 
     def command(self) -> tuple[str, str]:
         """Take the next block, which is a single command."""
         [command] = self.commands()
         return command
-
-    def _next(self, language: str) -> str:
-        found, text = self.blocks.pop(0)
-        assert found == language, text
-        return text
 
 
 class Reader:
@@ -127,39 +120,39 @@ async def test_who_follows_the_tutorial_sees_what_it_says(page: Page, data: Path
             assert not shown
             check_installed(command.split()[2:] if command.startswith("pip") else [])
         smtp = await first.enter_async_context(reader.starts(page.command()))
-        app = "\n\n".join([page.code(), page.code(), page.code()])
+        app = "\n\n".join([page.next("python"), page.next("python"), page.next("python")])
         assert SECONDS in app
         (reader.folder / "app.py").write_text(app.replace(SECONDS, SHORTER))
 
         # 4: one mail, then one for a burst
         web = await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
-        await shows(smtp, page.listing())
+        await shows(smtp, page.next())
         await reader.runs(page.command())
-        await shows(smtp, page.listing())
+        await shows(smtp, page.next())
 
         # 5: the mail server is down
         await ctrl_c(smtp)
         await reader.runs(page.command())
-        await shows(web, page.listing())
+        await shows(web, page.next())
         for command in page.commands():
             await reader.runs(command)
 
         # 6: the app is down too
-        await ctrl_c(web, page.listing())
+        await ctrl_c(web, page.next())
         smtp = await first.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
         web = await second.enter_async_context(reader.starts(page.command()))
-        await shows(smtp, page.listing())
+        await shows(smtp, page.next())
 
         # 7: ready for others
         await ctrl_c(web)
-        (reader.folder / "app.py").write_text(page.code())
+        (reader.folder / "app.py").write_text(page.next("python"))
         web = await second.enter_async_context(reader.starts(page.command()))
         await reader.runs(page.command())
 
         # 8: a test
-        (reader.folder / "test_app.py").write_text(page.code())
+        (reader.folder / "test_app.py").write_text(page.next("python"))
         install, test = page.commands()
         check_installed(install[0].split()[2:])
         await reader.runs(test)
