@@ -51,8 +51,7 @@ def passes(name: str, python: str, resolution: str) -> bool:
     print(f"== {name}", flush=True)
     folder = environment(name, python, resolution)
     options = ["-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", "--quick"]
-    done = subprocess.run([folder / "bin" / "pytest", *options], cwd=ROOT)
-    return done.returncode == 0
+    return subprocess.run([folder / "bin" / "pytest", *options], cwd=ROOT).returncode == 0
 
 
 def environment(name: str, python: str, resolution: str) -> Path:

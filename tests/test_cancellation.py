@@ -221,8 +221,7 @@ async def staged(ground: Ground, address: str = "", **options: Any) -> AsyncGene
 # What is there before a call
 
 
-async def nothing(stage: Stage) -> None:
-    pass
+async def nothing(stage: Stage) -> None: ...
 
 
 async def probe(stage: Stage) -> None:
@@ -530,15 +529,13 @@ async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(
     assert moments > (0 if way is at_awaits else 2) or name == "aclose"  # which waits for nothing
 
 
-WIDE = ("add", "add_many", "timelines")  # more than one call of the backend; each is cancelled on a cluster, too
-
-
 @pytest.mark.parametrize(
     ("ground", "name", "state"),
     [
         *(on_ground("single", name, "connected", name=f"{name}-connected") for name in ENGINE),
         *(on_ground("single", name, "connecting", name=f"{name}-connecting") for name in ENGINE),
-        *(on_ground("several", name, "lost", name=f"{name}-cluster") for name in WIDE),
+        # more calls of the backend than one
+        *(on_ground("several", name, "lost", name=f"{name}-cluster") for name in ("add", "add_many", "timelines")),
     ],
     indirect=["ground"],
 )

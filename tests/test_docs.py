@@ -52,11 +52,8 @@ FOLLOWED = {  # as a whole, by tests of their own
     ROOT / "docs" / "howto" / "use-the-command-line.md": "test_command_line_page.py",
 }
 BLOCKS = [block for document in DOCUMENTS if document not in FOLLOWED for block in blocks_of(document)]
-TESTS = [block for block in BLOCKS if block.language == "python" and "import pytest" in block.text]
-
-
-def each_of(blocks: list[Block]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("block", blocks, ids=str)
+SCRIPTS = [block for block in BLOCKS if block.language == "python"]
+TESTS = [block for block in SCRIPTS if "import pytest" in block.text]
 
 
 def commands_of(block: Block) -> Iterator[str]:
@@ -65,14 +62,10 @@ def commands_of(block: Block) -> Iterator[str]:
     for line in block.text.splitlines():
         command += line.rstrip("\\") if line.endswith("\\") else line + "\n"
         if not line.rstrip().endswith(("\\", "|", "&&")):
-            if words_of(command):
+            if shlex.split(command, comments=True):
                 yield command
             command = ""
     assert not command, f"{block}: the last command goes on"
-
-
-def words_of(command: str) -> list[str]:
-    return shlex.split(command, comments=True)
 
 
 def run(*command: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
@@ -94,7 +87,7 @@ def test_a_document_that_is_followed_as_a_whole_has_a_test_that_does(document: P
 
 
 @pytest.mark.docs
-@each_of([block for block in BLOCKS if block.language == "python" and block not in TESTS])
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in TESTS], ids=str)
 def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
     script = data / "block.py"
     script.write_text(block.text)
@@ -123,10 +116,10 @@ def test_the_tests_in_python_blocks_pass_as_they_stand(data: Path) -> None:
 
 
 @pytest.mark.docs
-@each_of([block for block in BLOCKS if block.language == "sh"])
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
 def test_a_shell_block_runs_or_names_what_is_there(block: Block, data: Path) -> None:
     for command in commands_of(block):
-        match words_of(command):
+        match shlex.split(command, comments=True):
             case ["make", target, *settings] if all(re.fullmatch(r"[A-Z]+=\w+", setting) for setting in settings):
                 assert_target_exists(target)
             case [".venv/bin/pytest", *files]:  # run by the suite itself
@@ -178,7 +171,7 @@ def anchors_of(document: Path) -> set[str]:
 
 
 def test_the_quickstart_of_the_readme_is_the_example() -> None:
-    quickstart = next(block for block in BLOCKS if block.document.name == "README.md" and block.language == "python")
+    quickstart = next(block for block in SCRIPTS if block.document.name == "README.md")
     assert quickstart.text in (ROOT / "examples" / "quickstart.py").read_text()
 
 

@@ -309,23 +309,6 @@ def test_an_add_that_is_interrupted_when_the_loop_is_closed_says_nothing_of_it(
     assert caplog.records == []
 
 
-def test_an_embedded_server_serves_threads_as_well(folder: Path) -> None:
-    url = f"embedded://{folder}"
-
-    async def add(engine: DigestEngine[int]) -> None:
-        async with engine:
-            await asyncio.to_thread(engine.sync.add, "k", 1, record_id="a")
-            await engine.add("k", 2, record_id="b")
-
-    engine = DigestEngine(url, namespace="embedded", value_type=int)
-    asyncio.run(add(engine))
-    engine.sync.add("k", 3, record_id="c")  # each of the two has its own share of the server
-    assert stored(url, "embedded") == ["a", "b", "c"]
-    del engine
-    gc.collect()  # the share of the folder's server ends, and with the last one the server
-    until(lambda: not (folder / "run" / "server.sock").exists(), "the server is gone")
-
-
 # The end of a process, and forks
 
 
