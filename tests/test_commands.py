@@ -105,7 +105,7 @@ def test_a_field_that_is_of_no_use_is_told_with_what_it_is(value: JSON, told: st
 
 def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_under() -> None:
     shape = Shape(Template.parse("key"))
-    entries = [shape.entry(b'\xef\xbb\xbf{"key": "k"}\r') for _ in range(2)]
+    entries = [shape.entry(b'\xef\xbb\xbf{"key": "k"}\r')[0] for _ in range(2)]
     assert entries[0].record_id
     assert entries[0].record_id != entries[1].record_id
     assert entries[0].timestamp is None
@@ -129,8 +129,13 @@ def test_times_are_iso_8601_or_epoch_seconds_and_naive_ones_are_utc(
     assert time_of(Path("at.time"), {"at": {"time": time}}) == expected
 
 
-@pytest.mark.parametrize("time", ["", "yesterday", True, [], {}, "0001-01-01T00:00:00+14:00", "1704164645"])
-def test_what_is_no_time_is_malformed(time: JSON) -> None:
+@pytest.mark.parametrize("time", [1704164645, "1704164645", 1704164645000, "1704164645000000", 1704164645 * 10**9])
+def test_epoch_times_may_be_text_and_of_smaller_units_as_journald_s_are(time: JSON) -> None:
+    assert time_of(Path("time"), {"time": time}) == 1704164645
+
+
+@pytest.mark.parametrize("time", ["", "yesterday", True, [], {}, "0001-01-01T00:00:00+14:00", "1e400", 1e30, "nan"])
+def test_what_is_no_time_is_told_from_one(time: JSON) -> None:
     with pytest.raises(Malformed):
         time_of(Path("time"), {"time": time})
 
@@ -296,6 +301,8 @@ def test_a_digest_for_people_has_ids_only_if_they_mean_anything() -> None:
 
 def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:
     assert printable("plain näh 漢字") == "plain näh 漢字"
+    written = "नमस्\u200dते 👩\u200d🚀 全角\u3000空白 co\xadop \u200c"  # joiners, a wide space and a soft hyphen
+    assert printable(written) == written
     assert printable("\x1b[2J\r\n\u202e\x9b\udc80") == "\\x1b[2J\\r\\n\\u202e\\x9b\\udc80"
 
 

@@ -162,12 +162,12 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
         b"",
         b'{"id": "no key"}',
         b'{"key": "k", "id": {}}',
-        b'{"key": "k", "id": "t", "time": "yesterday"}',
+        b'{"key": "", "id": "no name"}',
         b'{"key": "' + b"k" * 1025 + b'", "id": "long"}',
         b'{"key": "k", "id": "large", "text": "' + b"x" * 1_048_577 + b'"}',
         b'{"key": "k", "id": "\xff"}',
         b'{"key": "k", "id": "nan", "x": NaN}',
-        b'{"key": "k", "id": "\\u001b[31m", "time": "\\u001b[31m"}',
+        b'{"key": "\\ud800\\u001b[31m", "id": "half"}',
         b'{"key": "k", "id": "last"}',
     ]
     file.write_bytes(b"\n".join(lines))
@@ -182,10 +182,20 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
     assert b"\x1b" not in result.stderr
 
 
+def test_a_line_whose_time_is_not_understood_is_kept_without_it_and_counted(pipe: Pipe) -> None:
+    lines = ndjson([{"key": "k", "id": "a", "time": "yesterday"}, {"key": "k", "id": "b", "time": "1704164645000"}])
+    result = pipe(*BY_KEY, "--timestamp", "time", input=lines)
+    assert (result.returncode, ids(result.stdout)) == (0, ["b", "a"])
+    assert result.stderr.decode().splitlines()[-1:] == [
+        "aiodigest: 1 line without a time that is understood: kept, at the time of arrival"
+    ]
+    assert pipe(*BY_KEY, "--timestamp", "time", "--strict", input=lines).returncode == 1
+
+
 def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_has_is_named(pipe: Pipe) -> None:
     lines = ndjson({"id": number, "event": "push"} for number in range(30))
     result = pipe(*BY_KEY, input=b"starting\n" + lines)
-    assert (result.returncode, result.stdout) == (0, b"")
+    assert (result.returncode, result.stdout) == (1, b"")  # nothing was usable
     errors = result.stderr.decode().splitlines()
     assert len(errors) == 22
     assert errors[-2:] == [

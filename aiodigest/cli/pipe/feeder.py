@@ -112,6 +112,7 @@ class Feeder:
         self._backpressure = Backpressure(engine, self._writer, capacity, repeats=shape.id is not None)
         self._usable = False  # a line was
         self._malformed = 0  # lines that were not added
+        self._timeless = 0  # lines that were added although their time is not understood
         self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
 
@@ -174,7 +175,14 @@ class Feeder:
             if not line.text.strip():
                 continue
             try:
-                entries.append((line, self._shape.entry(line.text)))
+                entry, no_time = self._shape.entry(line.text)
+                if no_time is not None:
+                    if self._strict:
+                        raise no_time
+                    self._timeless += 1
+                    if self._timeless <= SHOWN:
+                        say(f"{line.place}: {no_time}")
+                entries.append((line, entry))
             except Malformed as error:
                 self._complain(line, error)
                 if isinstance(error, Unusable):
@@ -240,6 +248,8 @@ class Feeder:
             shown = f" (the first {SHOWN} are shown)" if self._malformed > SHOWN else ""
             fate = "stopped at the first" if self._strict else "skipped"
             say(f"{count(self._malformed, 'malformed line')}: {fate}{shown}")
+        if self._timeless:
+            say(f"{count(self._timeless, 'line')} without a time that is understood: kept, at the time of arrival")
         if self._unusable is not None and not self._usable:
             names = ", ".join(self._unusable.names[:NAMES]) + (", ..." if len(self._unusable.names) > NAMES else "")
             say(f"no line had a usable {self._unusable.field}; the first has the fields: {names or '(none)'}")
@@ -252,4 +262,4 @@ class Feeder:
             return FAILED
         if self._signal is not None:
             return 128 + self._signal
-        return FAILED if dropped or (self._strict and self._malformed) else 0
+        return FAILED if dropped or (self._malformed and (self._strict or not self._usable)) else 0

@@ -6,13 +6,17 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import nan
 from string import Formatter
 from typing import NoReturn
 from uuid import uuid4
 
-from aiodigest import JSON, Entry
+from aiodigest import JSON, Bounds, Entry
 from aiodigest.cli.rendering import shortened
 
+LONGEST_NAME = Bounds().name  # bytes of a key or an id
+UNITS = 1, 1e3, 1e6, 1e9  # parts of a second
+SECONDS_BELOW = 1e11  # of which a larger number is of a smaller unit: it would be the year 5138
 LONGEST_LINE = 8 * 1024 * 1024  # bytes; a value may have one MiB, but a line may be written wastefully
 
 
@@ -27,6 +31,10 @@ class Unusable(Malformed):
         super().__init__(message)
         self.field = field
         self.names = [str(name) for name in value] if isinstance(value, dict) else []
+
+
+class NoTime(Malformed):
+    """A line whose time is not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +116,11 @@ class Shape:
     id: Template | None = None
     timestamp: Path | None = None
 
-    def entry(self, line: bytes) -> Entry[JSON]:
-        """Make an entry of a line. It always has an id, so that it can be added again. Raises Malformed."""
+    def entry(self, line: bytes) -> tuple[Entry[JSON], NoTime | None]:
+        """Make an entry of a line. It always has an id, so that it can be added again. Raises Malformed.
+
+        If its time is not understood, it has none, and the second answer says so.
+        """
         if len(line) > LONGEST_LINE:
             raise Malformed(f"the line is longer than {LONGEST_LINE:,} bytes")
         try:
@@ -122,8 +133,23 @@ class Shape:
             raise Malformed(f"it is not JSON: {error}") from None
         if not isinstance(value, dict):
             raise Malformed("it is not a JSON object")
-        key, record = self.group.fill(value), self.id.fill(value) if self.id else uuid4().hex
-        return Entry(key, value, record, time_of(self.timestamp, value) if self.timestamp else None)
+        key = _name(self.group.fill(value), "key", self.group)
+        record = _name(self.id.fill(value), "id", self.id) if self.id else uuid4().hex
+        try:
+            return Entry(key, value, record, time_of(self.timestamp, value) if self.timestamp else None), None
+        except NoTime as problem:
+            return Entry(key, value, record), problem
+
+
+def _name(text: str, what: str, template: Template) -> str:
+    """Return a key or an id that an engine takes."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise Malformed(f"the {what} ({template.text}) is not text: half of a surrogate pair is in it") from None
+    if not 1 <= size <= LONGEST_NAME:
+        raise Malformed(f"the {what} ({template.text}) must take 1 to {LONGEST_NAME} bytes, not {size}")
+    return text
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -131,14 +157,22 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def time_of(path: Path, value: JSON) -> datetime | float | None:
-    """Return the time in a field, naive ones taken as UTC; None, meaning the time of arrival, if there is none."""
-    found, form = path.find(value), "ISO 8601"
-    if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
-        return found
-    if isinstance(found, str):
-        with suppress(ValueError, OverflowError):
-            time = datetime.fromisoformat(found.strip())
-            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-    else:
-        form = "ISO 8601 or epoch seconds"
-    raise Malformed(f"field {path.text} must be a time in {form}, not {shortened(json.dumps(found), 60)}")
+    """Return the time in a field; None, meaning the time of arrival, if there is none. Raises NoTime.
+
+    It is ISO 8601, taken as UTC if it names no zone, or a number since the epoch (text or not, as journald's) of
+    seconds, or, by its size, of milliseconds, microseconds or nanoseconds.
+    """
+    found = path.find(value)
+    if found is None:
+        return None
+    with suppress(ValueError, OverflowError, TypeError):
+        if isinstance(found, str):
+            with suppress(ValueError):
+                time = datetime.fromisoformat(found.strip())
+                return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        if not isinstance(found, bool | list | dict):
+            number = float(found)
+            seconds = number / next((unit for unit in UNITS if abs(number) < SECONDS_BELOW * unit), nan)
+            datetime.fromtimestamp(seconds, UTC)  # it is one that a record can have
+            return seconds
+    raise NoTime(f"field {path.text} must be a time, not {shortened(json.dumps(found), 60)}")
