@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from math import inf
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,12 +41,8 @@ class Run:
 
     name: str
     seed: int
-    folder: Path
+    output: Path
     process: subprocess.Popen[bytes]
-
-    @property
-    def output(self) -> Path:
-        return self.folder / f"{self.seed}.txt"
 
 
 def command(name: str, seed: int) -> list[str]:
@@ -55,23 +52,16 @@ def command(name: str, seed: int) -> list[str]:
 
 def start(name: str, folder: Path) -> Run:
     seed = secrets.randbits(64)
-    environment = {
-        **os.environ,
-        "AIODIGEST_TEST_EXAMPLES": str(EXAMPLES[name]),
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),  # nothing is written beside the tests
-    }
-    environment.pop("CI", None)  # in which hypothesis would play the same examples each time
-    with (folder / f"{seed}.txt").open("wb") as output:
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}  # in which all seeds are one
+    environment["AIODIGEST_TEST_EXAMPLES"] = str(EXAMPLES[name])
+    environment["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")  # nothing is written beside the tests
+    path = folder / f"{seed}.txt"
+    with path.open("wb") as output:
         process = subprocess.Popen(
-            command(name, seed),
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is this program's alone
-        )
-    return Run(name, seed, folder, process)
+            command(name, seed), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,  # a Ctrl-C is this program's alone
+        )  # fmt: skip
+    return Run(name, seed, path, process)
 
 
 def stop(runs: Sequence[Run]) -> None:
@@ -93,64 +83,50 @@ def report(run: Run) -> None:
     print(f"AIODIGEST_TEST_EXAMPLES={EXAMPLES[run.name]} {sys.executable} {replay}", flush=True)
 
 
-class Soak:
-    """As many runs as there are cores, and what those that ended have shown."""
+def soak(folder: Path, names: Sequence[str], end: float) -> int:
+    """Play as many at a time as there are cores, until the time is over, one fails, or Ctrl-C; then tell the totals."""
+    began, coming, passed = time.monotonic(), cycle(names), Counter[str]()
+    next_line, running, failed = began + PROGRESS, list[Run](), list[Run]()
 
-    def __init__(self, folder: Path, names: Sequence[str], seconds: float | None) -> None:
-        self.folder = folder
-        self.began = time.monotonic()
-        self.end = None if seconds is None else self.began + seconds
-        self.running: list[Run] = []
-        self.passed = Counter[str]()
-        self.names = names
-        self.coming = cycle(names)
+    def tell() -> None:
+        each = [f"{passed[name] * EXAMPLES[name]:,} examples of {name}" for name in names]
+        print(f"{passed.total()} seeds passed: {', '.join(each)}; {time.monotonic() - began:,.0f} s", flush=True)
 
-    @property
-    def totals(self) -> str:
-        each = [f"{self.passed[name] * EXAMPLES[name]:,} examples of {name}" for name in self.names]
-        elapsed = time.monotonic() - self.began
-        return f"{self.passed.total()} seeds passed: {', '.join(each)}; {elapsed:,.0f} s"
-
-    def until_told(self) -> Run | None:
-        """Go on until the time is over, or until a run fails."""
-        next_line = self.began + PROGRESS
-        while self.end is None or time.monotonic() < self.end:
-            while len(self.running) < (os.cpu_count() or 1):
-                self.running.append(start(next(self.coming), self.folder))
+    try:
+        while time.monotonic() < began + end and not failed:
+            while len(running) < (os.cpu_count() or 1):
+                running.append(start(next(coming), folder))
             time.sleep(0.2)
-            for run in [run for run in self.running if run.process.poll() is not None]:
-                self.running.remove(run)
+            for run in [run for run in running if run.process.poll() is not None]:
+                running.remove(run)
                 if run.process.returncode:
-                    return run
-                self.passed[run.name] += 1
-                run.output.unlink()
+                    failed.append(run)
+                else:
+                    passed[run.name] += 1
+                    run.output.unlink()
             if time.monotonic() > next_line:
-                print(self.totals, flush=True)
+                tell()
                 next_line += PROGRESS
-        return None
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave servers behind
+        stop(running)
+    for run in failed:
+        report(run)
+    tell()
+    return 1 if failed else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, help="how long; until Ctrl-C if not given")
+    parser.add_argument("--seconds", type=float, default=inf, help="how long; until Ctrl-C if not given")
     parser.add_argument("--only", nargs="+", choices=TESTS, default=[*TESTS], help="which; all if not given")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="aiodigest-soak-") as name:
-        soak = Soak(Path(name), arguments.only, arguments.seconds)
-        failed: Run | None = None
-        try:
-            failed = soak.until_told()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave servers behind
-            stop(soak.running)
-        if failed:
-            report(failed)
-        print(soak.totals)
-    return 1 if failed else 0
+        return soak(Path(name), arguments.only, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,9 @@ class OnTerminal:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        variables: dict[str, str],
-        cwd: Path,
-        streams: Sequence[str] = STREAMS,
+        self, command: Sequence[str], variables: dict[str, str], cwd: Path, streams: Sequence[str] = STREAMS,
         columns: int = COLUMNS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._terminal, own_end = pty.openpty()
         fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
         self.settings = termios.tcgetattr(self._terminal)
@@ -75,15 +71,15 @@ class OnTerminal:
     def end(self) -> tuple[int, bytes]:
         """Wait until it has ended: its exit code, and what it wrote to a standard output that is no terminal."""
         output, last = b"", time.monotonic() + DEADLINE
+        stdout: Any = self.process.stdout  # that it can be read so, its type does not tell
         while self.process.poll() is None:  # which it does only if all that it writes is read, wherever it goes
             assert time.monotonic() < last, f"it does not end: {self.shown[-5000:]!r}"
             self._read()
-            output += self._output()
+            if stdout is not None and select.select([stdout], [], [], 0)[0]:
+                output += stdout.read1()
         while self._read():
             pass
-        return self.process.returncode, output + (
-            self.process.stdout.read() if self.process.stdout is not None else b""
-        )
+        return self.process.returncode, output + (stdout.read() if stdout is not None else b"")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -93,10 +89,6 @@ class OnTerminal:
             if stream is not None:
                 stream.close()
         os.close(self._terminal)
-
-    def _output(self) -> bytes:
-        stdout: Any = self.process.stdout  # that it can be read so, its type does not tell
-        return stdout.read1() if stdout is not None and select.select([stdout], [], [], 0)[0] else b""
 
     def _read(self) -> bytes:
         chunk = b""

@@ -53,12 +53,12 @@ async def batching(pace: float = 0.0, *, held: bool = False) -> AsyncGenerator[t
         await asyncio.wait([running])
 
 
-async def submit_all(batcher: Batcher[int, int], items: Sequence[int]) -> list[int | BaseException]:
-    return await asyncio.gather(*(batcher.submit(item) for item in items), return_exceptions=True)
-
-
-def held(batcher: Batcher[int, int], items: Sequence[int]) -> list[asyncio.Task[int]]:
+def held(batcher: Batcher[int, int], *items: int) -> list[asyncio.Task[int]]:
     return [asyncio.create_task(batcher.submit(item)) for item in items]
+
+
+async def answers(batcher: Batcher[int, int], *items: int) -> list[int | BaseException]:
+    return await asyncio.gather(*held(batcher, *items), return_exceptions=True)
 
 
 async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
@@ -69,16 +69,8 @@ async def unavailable(task: asyncio.Task[int]) -> BackendUnavailable:
 
 async def test_what_is_submitted_in_one_turn_goes_out_as_one_call_in_order() -> None:
     async with batching() as (batcher, wire):
-        assert await submit_all(batcher, range(100)) == [2 * item for item in range(100)]
+        assert await answers(batcher, *range(100)) == [2 * item for item in range(100)]
     assert wire.sent == [list(range(100))]
-
-
-async def test_what_comes_during_a_call_goes_out_together_with_the_next() -> None:
-    async with batching(1) as (batcher, wire):
-        first = held(batcher, [1])
-        await settle()
-        await asyncio.gather(*first, *held(batcher, [2, 3]))
-    assert wire.sent == [[1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -121,115 +113,85 @@ async def test_there_is_room_for_10_000_items_or_16_mib_and_what_has_none_in_tim
 
 async def test_a_batcher_that_finishes_refuses_what_comes_later_and_what_waits_for_room() -> None:
     async with batching(1) as (batcher, _):
-        sent = held(batcher, range(QUEUE_ITEMS))
+        sent = held(batcher, *range(QUEUE_ITEMS))
         await asyncio.sleep(0)
-        waiting = held(batcher, [1])
+        waiting = held(batcher, 1)
         await asyncio.sleep(0)
         finishing = asyncio.create_task(batcher.finish())
         await asyncio.sleep(0)
-        late = held(batcher, [2])
+        late = held(batcher, 2)
         assert {(await unavailable(task)).stored for task in (*waiting, *late)} == {"no"}
         assert now() < 1
         for task in sent[BATCH_ITEMS:]:
             task.cancel()
         await finishing
-        assert await asyncio.gather(*sent[:BATCH_ITEMS]) == [2 * item for item in range(BATCH_ITEMS)]
+        assert [task.result() for task in sent[:BATCH_ITEMS]] == [2 * item for item in range(BATCH_ITEMS)]
 
 
 async def test_an_item_that_fails_fails_alone() -> None:
     async with batching() as (batcher, _):
-        before, bad, after = await submit_all(batcher, [1, -1, 2])
-    assert (before, after) == (2, 4)
-    assert isinstance(bad, LimitExceeded)
+        before, bad, after = await answers(batcher, 1, -1, 2)
+    assert (before, type(bad), after) == (2, LimitExceeded, 4)
 
 
 @pytest.mark.parametrize("error", [BackendUnavailable("gone", stored="unknown"), ZeroDivisionError("a fault")])
 async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made(error: Exception) -> None:
     async with batching() as (batcher, wire):
         wire.error = error
-        assert await submit_all(batcher, [1, 2]) == [error, error]
+        assert await answers(batcher, 1, 2) == [error, error]
         wire.error = None
-        assert await submit_all(batcher, [3]) == [6]
+        assert await answers(batcher, 3) == [6]
 
 
 async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever() -> None:
     async with batching() as (batcher, wire):
         wire.lost = 1
-        assert [type(answer) for answer in await submit_all(batcher, [1, 2])] == [ValueError, ValueError]
+        assert [type(answer) for answer in await answers(batcher, 1, 2)] == [ValueError, ValueError]
 
 
 async def test_an_item_that_is_cancelled_before_it_is_sent_is_withdrawn() -> None:
     async with batching(1) as (batcher, wire):
-        first, second, third = held(batcher, [1]), *held(batcher, [2, 3])
+        sent = held(batcher, 1, 2, 3)
         await settle()
-        later = held(batcher, [4, 5])
+        cancelled, *last = held(batcher, 4, 5, 6)
         await settle()
-        later[0].cancel()
-        assert await asyncio.gather(*first, second, third, later[1]) == [2, 4, 6, 10]
-    assert wire.sent == [[1, 2, 3], [5]]
+        cancelled.cancel()
+        assert await asyncio.gather(*sent, *last) == [2, 4, 6, 10, 12]
+    assert wire.sent == [[1, 2, 3], [5, 6]]
 
 
 async def test_an_item_that_is_cancelled_after_it_was_sent_leaves_the_others_their_own_answers() -> None:
     async with batching(1) as (batcher, _):
-        first, second, third = held(batcher, [1, 2, 3])
+        first, second, third = held(batcher, 1, 2, 3)
         await settle()
         second.cancel()
         assert await asyncio.gather(first, third) == [2, 6]
 
 
-async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored() -> None:
-    async with batching(held=True) as (batcher, _):
-        [task] = held(batcher, [1])
-        error = await unavailable(task)
-        assert (error.stored, now()) == ("unknown", pytest.approx(TIMEOUT))
-
-
-async def test_what_was_not_sent_in_time_is_not_stored_and_never_sent() -> None:
+async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored_and_what_was_not_is_never_sent() -> None:
     async with batching(held=True) as (batcher, wire):
-        [sent] = held(batcher, [1])
+        [sent] = held(batcher, 1)
         await settle()
-        [unsent] = held(batcher, [2])
+        [unsent] = held(batcher, 2)
+        assert ((await unavailable(sent)).stored, now()) == ("unknown", pytest.approx(TIMEOUT))
         assert (await unavailable(unsent)).stored == "no"
-        await unavailable(sent)
         wire.gate.set()
         assert await batcher.submit(3) == 6
     assert wire.sent == [[1], [3]]
 
 
-async def test_each_item_has_the_whole_timeout_and_no_more() -> None:
-    ends: list[float] = []
+async def test_each_item_has_the_whole_timeout_and_no_more_and_time_that_was_spent_before_counts() -> None:
+    began = asyncio.get_running_loop().time()
 
-    async def end(item: int) -> None:
+    async def end(item: int, spent: float = 0) -> float:
         await asyncio.sleep(item)
         with pytest.raises(BackendUnavailable):
-            await batcher.submit(item)
-        ends.append(now())
+            await batcher.submit(item, since=began + item - spent if spent else None)
+        return now()
 
     async with batching(held=True) as (batcher, _):
-        await asyncio.gather(*(end(item) for item in range(4)))
-    assert ends == pytest.approx([5, 6, 7, 8], abs=0.02)
-
-
-async def test_time_that_was_spent_before_counts() -> None:
-    async with batching(held=True) as (batcher, _):
-        [first] = held(batcher, [1])
-        await settle()
-        began = asyncio.get_running_loop().time() - 4
-        with pytest.raises(BackendUnavailable):
-            await batcher.submit(2, since=began)
-        assert now() == pytest.approx(1, abs=0.02)
-        await unavailable(first)
-
-
-async def test_a_full_queue_lets_callers_wait_and_then_sends_what_they_have() -> None:
-    total = QUEUE_ITEMS + BATCH_ITEMS + 500
-    async with batching(held=True) as (batcher, wire):
-        tasks = held(batcher, range(total))
-        await settle()
-        wire.gate.set()
-        assert await asyncio.gather(*tasks) == [2 * item for item in range(total)]
-    assert sum(len(call) for call in wire.sent) == total
-    assert max(len(call) for call in wire.sent) == BATCH_ITEMS
+        ends = await asyncio.gather(*(end(item) for item in range(4)), end(2, spent=4))
+    assert ends == pytest.approx([5, 6, 7, 8, 3], abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -255,45 +217,26 @@ async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
 async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 2)
     async with batching(3) as (batcher, _):
-        first = held(batcher, [1])
+        others = held(batcher, 1)
         await settle()
-        others = held(batcher, [2, 3])
+        others += held(batcher, 2, 3)
         await settle()
-        waiter = held(batcher, [4])  # gets its room at 3 s
+        [waiter] = held(batcher, 4)  # gets its room at 3 s
         await asyncio.sleep(3)
-        others += held(batcher, [5])
-        assert (await unavailable(waiter[0])).stored == "no"
-        assert now() == pytest.approx(5, abs=0.05)
-        await asyncio.gather(*first, *others, return_exceptions=True)
+        others += held(batcher, 5)
+        assert ((await unavailable(waiter)).stored, now()) == ("no", pytest.approx(5, abs=0.05))
+        await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_finish_returns_when_everything_has_its_answer() -> None:
-    async with batching(1) as (batcher, _):
-        tasks = held(batcher, range(BATCH_ITEMS + 1))
-        await settle()
-        await batcher.finish()
-        assert now() == pytest.approx(2, abs=0.01)
-        await asyncio.gather(*tasks)
-
-
-async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_or_comes_later_is_not() -> None:
-    async with batching(1) as (batcher, _):
-        [sent] = held(batcher, [1])
-        await settle()
-        [unsent] = held(batcher, [2])
-        await settle()
-    late = asyncio.create_task(batcher.submit(3))
-    assert [(await unavailable(task)).stored for task in (sent, unsent, late)] == ["unknown", "no", "no"]
-    assert now() < 0.1
-
-
-async def test_at_the_end_who_waits_for_room_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_or_has_no_room_or_comes_later_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 1)
     async with batching(1) as (batcher, _):
-        sent = held(batcher, [1])
+        tasks = held(batcher, 1)
         await settle()
-        waiting = held(batcher, [2, 3])
+        tasks += held(batcher, 2, 3)  # one waits to be sent, and one for room
         await settle()
-    errors = [await unavailable(task) for task in (*sent, *waiting)]
-    assert [error.stored for error in errors] == ["unknown", "no", "no"]
+    tasks += held(batcher, 4)
+    assert [(await unavailable(task)).stored for task in tasks] == ["unknown", "no", "no", "no"]
     assert now() < 0.1

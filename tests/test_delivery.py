@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from math import nan
 from typing import Any, cast
+from unittest.mock import ANY
 
 import anyio
 import pytest
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.virtual_time
 CODEC = JSONCodec[JSON]()
 TIMEOUT = 30.0
 LEASE_MS = 60_000
+LIMITS = Policy().terms.limits
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0 * attempt)
 
 Reply = BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None
@@ -43,18 +45,17 @@ def broken(record_id: str) -> bytes:
     return pack(record_id.encode(), 5_000_000, b"\xff not ours")
 
 
+A, B, C, OLD = entry("a"), entry("b"), entry("c"), entry("old", timestamp=1)
+BAD = broken("bad")
+
+
 def lease_of(entries: Sequence[bytes], **changes: Any) -> Lease:
     facts: dict[str, Any] = {"attempt": 1, "iteration": 4, "dropped": 2, "due_ms": 0, "size": len(entries), **changes}
     return Lease("key", "token", "digest-1", entries=tuple(entries), **facts)
 
 
-def dispatcher_to(
-    callback: Callback[JSON], policy: Callable[[str], Policy] | None = None, retry: RetryPolicy = RETRY
-) -> Dispatcher[JSON]:
-    async def find(key: str) -> Policy:
-        return policy(key) if policy else Policy()
-
-    return Dispatcher(callback, CODEC, find, retry, LEASE_MS / 1000, TIMEOUT)
+async def usual(key: str) -> Policy:
+    return Policy()
 
 
 async def delivered(dispatcher: Dispatcher[JSON], *entries: bytes, call: Call | None = None, **changes: Any) -> Outcome:
@@ -62,27 +63,36 @@ async def delivered(dispatcher: Dispatcher[JSON], *entries: bytes, call: Call | 
     return await dispatcher.deliver(await dispatcher.prepare(lease_of(entries, **changes), entries), call)
 
 
+def dispatcher_to(callback: Callback[JSON]) -> Dispatcher[JSON]:
+    return Dispatcher(callback, CODEC, usual, RETRY, LEASE_MS / 1000, TIMEOUT)
+
+
 async def attempt(
-    reply: Reply,
-    *entries: bytes,
-    policy: Callable[[str], Policy] | None = None,
-    call: Call | None = None,
-    **changes: Any,
-) -> Outcome:
-    """What comes of delivering ``entries`` to a callback that raises ``reply``, or awaits it, or returns."""
+    reply: Reply, *entries: bytes, policy: Callable[[str], Awaitable[Policy]] = usual, retry: RetryPolicy = RETRY,
+    call: Call | None = None, **changes: Any,
+) -> Outcome:  # fmt: skip
+    """What comes of delivering ``entries`` to a callback, or to one that raises this error or only returns."""
 
     async def callback(digest: Digest[JSON]) -> None:
-        if isinstance(reply, BaseException):
-            raise reply
         if reply is not None:
-            await reply(digest)
+            raise cast("BaseException", reply)
 
-    return await delivered(dispatcher_to(callback, policy), *entries, call=call, **changes)
+    calling = reply if callable(reply) else callback
+    dispatcher = Dispatcher(calling, CODEC, policy, retry, LEASE_MS / 1000, TIMEOUT)
+    return await delivered(dispatcher, *entries, call=call, **changes)
 
 
-def close_of(outcome: Outcome) -> Close:
-    assert isinstance(outcome.report, Close)
-    return outcome.report
+async def plain(reply: Reply, *entries: bytes, **options: Any) -> Outcome:
+    """The same, whatever the error was."""
+    return (await attempt(reply, *entries, **options))._replace(error=None)
+
+
+def closing(taken: int, delivered: int, *letters: NewDeadLetter, aged: int = 0, counts: bool = True) -> Close:
+    return Close(ANY, taken, delivered, 300_000, LIMITS, LEASE_MS, aged, counts, [*letters])
+
+
+def retrying(error: str, delay_ms: int = 10_000, **options: Any) -> Retry:
+    return Retry(ANY, delay_ms, error, LIMITS, **options)
 
 
 def retry_of(outcome: Outcome) -> Retry:
@@ -93,9 +103,11 @@ def retry_of(outcome: Outcome) -> Retry:
 # contents
 
 
-async def test_records_are_in_order_of_their_timestamps_and_then_of_arrival() -> None:
+async def test_records_are_in_order_of_their_timestamps_in_utc_and_then_of_arrival() -> None:
     entries = [entry("a", timestamp=9), entry("b", timestamp=5), entry("c", timestamp=9), entry("d", timestamp=1)]
-    assert [record.id for record in (await read(entries, CODEC)).records] == ["d", "b", "a", "c"]
+    records = (await read(entries, CODEC)).records
+    assert [record.id for record in records] == ["d", "b", "a", "c"]
+    assert records[0].timestamp.isoformat() == "1970-01-01T00:00:01+00:00"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3))))
@@ -105,28 +117,23 @@ async def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None
     assert len(contents.records) == len(dict(adds))
 
 
-async def test_a_timestamp_comes_out_as_an_aware_datetime_in_utc() -> None:
-    [record] = (await read([entry("a", timestamp=5)], CODEC)).records
-    assert record.timestamp == datetime(1970, 1, 1, 0, 0, 5, tzinfo=UTC)
-    assert record.timestamp.utcoffset() == timedelta(0)
-
-
-async def test_a_record_that_is_too_old_is_left_out_and_counted() -> None:
-    contents = await read([entry("old", timestamp=4), entry("new", timestamp=5)], CODEC, cut_ms=5000)
-    assert ([record.id for record in contents.records], contents.aged) == (["new"], 1)
-
-
-@pytest.mark.parametrize("bad", [broken("bad"), b"", b"\x0f no entry at all", pack(b"\xff", 5, CODEC.encode(1))])
-async def test_what_cannot_be_decoded_is_kept_raw_beside_the_others(bad: bytes) -> None:
+@pytest.mark.parametrize(
+    ("bad", "timestamp"),
+    [
+        (broken("dated"), 5),
+        *(
+            (bad, 0)
+            for bad in (b"", b"\x0f no entry at all", pack(b"far", 10**18, b"\x011"), pack(b"\xff", 0, b"\x011"))
+        ),
+    ],
+)
+async def test_what_cannot_be_decoded_is_kept_raw_with_its_timestamp_beside_the_others(
+    bad: bytes, timestamp: int
+) -> None:
     contents = await read([entry("a"), bad, entry("b")], CODEC)
     assert [record.id for record in contents.records] == ["a", "b"]
-    assert len(contents.raw) == len(contents.undecodable) == 1
-
-
-async def test_what_cannot_be_decoded_has_its_timestamp_if_that_can_be_read() -> None:
-    contents = await read([broken("dated"), pack(b"far", 10**18, CODEC.encode(1)), b"\x0f no entry at all"], CODEC)
-    epoch = datetime(1970, 1, 1, tzinfo=UTC)
-    assert [record.timestamp for record in contents.raw] == [epoch + timedelta(seconds=5), epoch, epoch]
+    assert [record.timestamp.timestamp() for record in contents.raw] == [timestamp]
+    assert len(contents.undecodable) == 1
 
 
 class Odd(BaseException):
@@ -186,10 +193,6 @@ async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_doe
 
 async def test_large_digests_are_read_one_after_the_other_and_small_ones_beside_them() -> None:
     slow, many = Slow(), SMALL[0] + 1
-
-    async def usual(key: str) -> Policy:
-        return Policy()
-
     dispatcher = Dispatcher(asyncio.Queue[Digest[int]]().put, slow, usual, RETRY, LEASE_MS / 1000, TIMEOUT)
 
     async def prepare(value: int, number: int) -> None:
@@ -234,35 +237,43 @@ async def test_the_callback_gets_the_digest_that_the_lease_names() -> None:
 
 
 async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
-    outcome = await attempt(None, entry("a"), entry("b"), entry("a"))
-    assert (outcome.result, outcome.records, outcome.success) == ("delivered", 2, True)
-    close = close_of(outcome)
-    assert (close.taken, close.delivered, close.counts) == (3, 2, True)
-    assert (close.cool_ms, close.lease_ms) == (300_000, LEASE_MS)
-    assert close.limits == Policy().terms.limits
-    assert not close.dead_letters
+    assert await plain(None, A, B, A) == Outcome(closing(3, 2), "delivered", 2, True)
+    growing = Policy(minimum_delay=lambda iteration: 100.0 * iteration, capacity=5)
+
+    async def of_now(key: str) -> Policy:
+        return growing
+
+    outcome = await attempt(None, A, policy=of_now)
+    assert outcome.report == closing(1, 1)._replace(cool_ms=400_000, limits=growing.terms.limits)
 
 
-async def test_raising_lets_the_digest_wait_for_its_next_attempt() -> None:
-    outcome = await attempt(ValueError("smtp is down"), entry("a"), attempt=2)
-    assert (outcome.result, outcome.records, outcome.success) == ("failed", 0, False)
-    retry = retry_of(outcome)
-    assert (retry.delay_ms, retry.error) == (20_000, "ValueError: smtp is down")
-    assert (retry.give_back, retry.unknown, retry.failed) == (False, False, None)
+@pytest.mark.parametrize(
+    ("reply", "number", "outcome"),
+    [
+        (ValueError("smtp is down"), 2, Outcome(retrying("ValueError: smtp is down", 20_000), "failed", success=False)),
+        (
+            ValueError("no more"), 3,
+            Outcome(closing(1, 0, NewDeadLetter("ValueError: no more")), "buried", success=False),
+        ),
+        (Reject("address gone"), 1, Outcome(closing(1, 0, NewDeadLetter("address gone")), "rejected")),
+        (Reject(), 1, Outcome(closing(1, 0, NewDeadLetter("rejected by the callback")), "rejected")),
+        (RetryAfter(timedelta(minutes=2)), 3, Outcome(retrying(ANY, 120_000, give_back=True), "deferred")),
+        # a pause stops this process for as long, and a second at least
+        *(
+            (RetryAfter(delay, pause=True), 1, Outcome(retrying(ANY, ms, give_back=True), "deferred", pause=ms / 1000))
+            for delay, ms in ((0, 1000), (timedelta(milliseconds=5), 1000), (1, 1000), (90, 90_000))
+        ),
+    ],
+)  # fmt: skip
+async def test_raising_lets_a_digest_wait_or_be_buried(reply: BaseException, number: int, outcome: Outcome) -> None:
+    assert await plain(reply, A, attempt=number) == outcome
 
 
 @pytest.mark.parametrize(
     "error", [SystemExit(1), asyncio.CancelledError(), GeneratorExit(), Odd(), TimeoutError("theirs")]
 )
 async def test_whatever_a_callback_raises_is_a_failure_of_this_delivery_alone(error: BaseException) -> None:
-    outcome = await attempt(error, entry("a"))
-    assert (outcome.result, outcome.success, retry_of(outcome).unknown) == ("failed", False, False)
-
-
-async def cancelled_inside(digest: Digest[JSON]) -> None:
-    task = asyncio.create_task(forever(digest))
-    asyncio.get_running_loop().call_later(1, task.cancel)
-    await task
+    assert await plain(error, A) == Outcome(retrying(ANY), "failed", success=False)
 
 
 async def late_by_itself(digest: Digest[JSON]) -> None:
@@ -270,53 +281,43 @@ async def late_by_itself(digest: Digest[JSON]) -> None:
         await forever(digest)
 
 
-def raising_when_cancelled(error: BaseException | None) -> Callable[[Digest[JSON]], Awaitable[object]]:
+def when_cancelled(error: BaseException | None) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    """A callback that raises this when it is cancelled, or returns."""
+
     async def callback(digest: Digest[JSON]) -> None:
-        try:
+        with suppress(asyncio.CancelledError):
             await forever(digest)
-        except asyncio.CancelledError:
-            if error is None:
-                raise
-            raise error from None
+        if error is not None:
+            raise error
 
     return callback
 
 
-async def staying(digest: Digest[JSON]) -> None:
-    with suppress(asyncio.CancelledError):
-        await forever(digest)
-
-
 @pytest.mark.parametrize(
-    ("callback", "result", "unknown"),
+    ("callback", "outcome"),
     [
-        (cancelled_inside, "failed", False),
-        (late_by_itself, "failed", False),
-        (forever, "timeout", True),
-        (raising_when_cancelled(ConnectionError("the line broke")), "timeout", True),
-        (staying, "delivered", False),
+        (late_by_itself, Outcome(retrying(ANY), "failed", success=False)),
+        (forever, Outcome(retrying(ANY, unknown=True), "timeout", success=False)),
+        (when_cancelled(ConnectionError()), Outcome(retrying(ANY, unknown=True), "timeout", success=False)),
+        (when_cancelled(None), Outcome(closing(1, 1), "delivered", 1, True)),
     ],
 )
 async def test_only_of_a_callback_that_was_cancelled_for_its_time_and_did_not_return_the_outcome_is_unknown(
-    callback: Reply, result: str, unknown: bool
+    callback: Reply, outcome: Outcome
 ) -> None:
-    outcome = await attempt(callback, entry("a"))
-    assert (outcome.result, outcome.success) == (result, result == "delivered")
-    if not outcome.success:
-        assert (retry_of(outcome).unknown, retry_of(outcome).delay_ms) == (unknown, 10_000)
+    assert await plain(callback, A) == outcome
 
 
 @pytest.mark.parametrize(
-    ("error", "call"),
+    ("callback", "call"),
     [
-        (None, None),  # it is cancelled from outside
-        *((error, Call(cancelled=True)) for error in (None, ValueError("cut short"), SystemExit(), GeneratorExit())),
+        (forever, None),  # it is cancelled from outside
+        (forever, Call(cancelled=True)),
+        *((when_cancelled(error), Call(cancelled=True)) for error in (ValueError(), SystemExit(), GeneratorExit())),
     ],
 )
-async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(
-    error: BaseException | None, call: Call | None
-) -> None:
-    task = asyncio.create_task(attempt(raising_when_cancelled(error), entry("a"), call=call))
+async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(callback: Reply, call: Call | None) -> None:
+    task = asyncio.create_task(attempt(callback, A, call=call))
     asyncio.get_running_loop().call_later(1, task.cancel)
     await asyncio.wait([task])
     assert task.cancelled()
@@ -324,7 +325,7 @@ async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(
 
 async def test_a_callback_whose_task_a_library_has_cancelled_fails_with_what_it_raises() -> None:
     """So do libraries that time out and do not take their cancellation back, as aiohttp before 3.10."""
-    task = asyncio.create_task(attempt(raising_when_cancelled(TimeoutError("theirs")), entry("a")))
+    task = asyncio.create_task(attempt(when_cancelled(TimeoutError("theirs")), A))
     asyncio.get_running_loop().call_later(1, task.cancel)
     outcome = await task
     assert retry_of(outcome).error == "TimeoutError: theirs"
@@ -353,7 +354,7 @@ async def test_signals_that_leave_a_task_group_are_understood(raised: BaseExcept
 
 
 async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
-    coroutine = attempt(forever, entry("a"))
+    coroutine = attempt(forever, A)
     task = asyncio.create_task(coroutine)
     await asyncio.sleep(1)
     coroutine.close()  # as of a task that is pending when its loop is closed
@@ -362,123 +363,76 @@ async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
     assert "already awaited" in str(task.exception())  # which is the task's own, and no outcome
 
 
-async def test_it_can_be_known_until_when_a_callback_may_take() -> None:
-    call, seen = Call(), list[float]()
-
-    async def look(digest: Digest[JSON]) -> None:
-        await asyncio.sleep(1)
-        seen.append(call.deadline - asyncio.get_running_loop().time())
-
-    await attempt(look, entry("a"), call=call)
-    assert seen == [pytest.approx(TIMEOUT - 1)]
-
-
-async def test_the_last_attempt_that_fails_is_buried_with_its_error() -> None:
-    outcome = await attempt(ValueError("no more"), entry("a"), attempt=3)
-    assert (outcome.result, outcome.success) == ("buried", False)
-    close = close_of(outcome)
-    assert (close.dead_letters, close.delivered, close.counts) == ([NewDeadLetter("ValueError: no more")], 0, True)
-
-
 @pytest.mark.parametrize("last", ["ValueError: earlier", ""])
 async def test_a_digest_whose_attempts_are_used_up_is_buried_with_the_last_error_and_no_callback(last: str) -> None:
-    outcome = await attempt(AssertionError("called"), entry("a"), attempt=4, last_error=last)
-    [letter] = close_of(outcome).dead_letters
-    assert last == letter.reason if last else "outcome" in letter.reason
-    assert outcome.success is None
+    outcome = await plain(AssertionError("called"), A, attempt=4, last_error=last)
+    assert outcome == Outcome(closing(1, 0, NewDeadLetter(last or "no attempt had a known outcome")), "buried")
 
 
 # signals
 
 
-async def test_retry_after_gives_the_attempt_back_and_says_nothing_of_the_receiver() -> None:
-    outcome = await attempt(RetryAfter(timedelta(minutes=2)), entry("a"), attempt=3)
-    assert (outcome.result, outcome.success, outcome.pause) == ("deferred", None, 0.0)
-    assert (retry_of(outcome).delay_ms, retry_of(outcome).give_back) == (120_000, True)
-
-
-@pytest.mark.parametrize(("delay", "seconds"), [(0, 1), (0.003, 1), (timedelta(milliseconds=5), 1), (1, 1), (90, 90)])
-async def test_retry_after_with_pause_stops_this_process_for_as_long_and_a_second_at_least(
-    delay: Any, seconds: int
-) -> None:
-    outcome = await attempt(RetryAfter(delay, pause=True), entry("a"))
-    assert (retry_of(outcome).delay_ms, outcome.pause) == (1000 * seconds, seconds)
-
-
 @pytest.mark.parametrize("delay", [nan, -1, "soon", None])
 async def test_retry_after_with_what_is_no_delay_is_a_failure(delay: Any) -> None:
-    outcome = await attempt(RetryAfter(delay), entry("a"))
-    assert (outcome.result, retry_of(outcome).give_back) == ("failed", False)
+    outcome = await plain(RetryAfter(delay), A)
+    assert outcome == Outcome(retrying(ANY), "failed", success=False)
     assert "RetryAfter" in retry_of(outcome).error
 
 
+BOTH = PartialFailure({"a": "bounced", "b": "full"})
+BAD_ALONE = NewDeadLetter(ANY, [b"bad"])
+
+
 @pytest.mark.parametrize(
-    ("reject", "reason"), [(Reject("address gone"), "address gone"), (Reject(), "rejected by the callback")]
-)
-async def test_reject_buries_the_digest_at_once(reject: Reject, reason: str) -> None:
-    outcome = await attempt(reject, entry("a"))
-    assert (outcome.result, outcome.records, outcome.success) == ("rejected", 0, None)
-    assert close_of(outcome).dead_letters == [NewDeadLetter(reason)]
-
-
-@pytest.mark.parametrize(("failed", "error"), [({"b": "bounced"}, "b: bounced"), (["b"], "b: failed")])
-async def test_a_partial_failure_keeps_what_failed_and_closes_the_rest(failed: Any, error: str) -> None:
-    outcome = await attempt(PartialFailure(failed), entry("a"), entry("b"), entry("c"))
-    assert (outcome.result, outcome.records, outcome.success) == ("partial", 2, None)
-    retry = retry_of(outcome)
-    assert (retry.failed, retry.taken, retry.delivered, retry.error) == ([b"b"], 3, 2, error)
-
-
-async def test_a_partial_failure_of_every_record_is_a_failure_with_their_reasons() -> None:
-    failed = PartialFailure({"a": "bounced", "b": "full"})
-    outcome = await attempt(failed, entry("a"), entry("b"))
-    assert (outcome.result, outcome.records, outcome.success) == ("failed", 0, None)
-    retry = retry_of(outcome)
-    assert (retry.failed, retry.delivered, retry.error) == (None, 0, "a: bounced; b: full")
-    with_aged = retry_of(await attempt(failed, entry("a"), entry("b"), entry("old", timestamp=1), cut_ms=2000))
-    assert (with_aged.failed, with_aged.aged) == ([b"a", b"b"], 1)  # what is too old goes
-    last = await attempt(failed, entry("a"), entry("b"), broken("bad"), attempt=3)
-    assert [letter.ids for letter in close_of(last).dead_letters] == [[b"a", b"b"], [b"bad"]]
-
-
-async def test_a_partial_failure_at_the_last_attempt_buries_what_failed_and_closes_the_rest() -> None:
-    outcome = await attempt(PartialFailure({"b": "bounced"}), entry("a"), entry("b"), attempt=3)
-    assert (outcome.result, outcome.records) == ("buried", 1)
-    close = close_of(outcome)
-    assert (close.delivered, close.dead_letters) == (1, [NewDeadLetter("b: bounced", [b"b"])])
+    ("failed", "entries", "number", "outcome"),
+    [
+        (PartialFailure({}), [A], 1, Outcome(closing(1, 1), "delivered", 1, True)),
+        (
+            PartialFailure(["b"]), [A, B, C], 1,
+            Outcome(retrying("b: failed", taken=3, failed=[b"b"], delivered=2), "partial", 2),
+        ),
+        (BOTH, [A, B], 1, Outcome(retrying("a: bounced; b: full"), "failed")),
+        # what is too old goes
+        (BOTH, [A, B, OLD], 1, Outcome(retrying(ANY, taken=3, failed=[b"a", b"b"], aged=1), "partial")),
+        # what cannot be decoded is kept for the dead letter to come
+        (
+            PartialFailure({"a": "x"}), [A, B, BAD], 1,
+            Outcome(retrying("a: x", taken=3, failed=[b"a", b"bad"], delivered=1), "partial", 1),
+        ),
+        (
+            PartialFailure({"a": "x"}), [A, B, BAD], 3,
+            Outcome(closing(3, 1, NewDeadLetter("a: x", [b"a"]), BAD_ALONE), "buried", 1),
+        ),
+        (
+            BOTH, [A, B, BAD], 3,
+            Outcome(closing(3, 0, NewDeadLetter("a: bounced; b: full", [b"a", b"b"]), BAD_ALONE), "buried"),
+        ),
+        (PartialFailure({"a": "\ud800\n" + "x" * 600}), [A], 1, Outcome(retrying(f"a: ? {'x' * 495}"), "failed")),
+    ],
+)  # fmt: skip
+async def test_a_partial_failure_keeps_what_failed_and_closes_the_rest(
+    failed: PartialFailure, entries: list[bytes], number: int, outcome: Outcome
+) -> None:
+    assert await plain(failed, *entries, attempt=number, cut_ms=5000) == outcome
 
 
 @pytest.mark.parametrize("failed", [{"nobody": "x"}, {"a": "x", "nobody": "y"}, {"\ud800": "x"}, {1: "x"}, {None: "x"}])
 async def test_a_partial_failure_that_names_an_unknown_id_keeps_all_and_says_so(
     failed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcome = await attempt(PartialFailure(failed), entry("a"), entry("b"))
-    assert (outcome.result, outcome.success) == ("failed", None)
-    assert (retry_of(outcome).failed, "PartialFailure names" in retry_of(outcome).error) == (None, True)
+    outcome = await plain(PartialFailure(failed), A, B)
+    assert outcome == Outcome(retrying(ANY), "failed")
+    assert "PartialFailure names" in retry_of(outcome).error
     assert "no record of it" in caplog.text
-
-
-async def test_a_partial_failure_without_a_failure_is_a_delivery() -> None:
-    assert (await attempt(PartialFailure({}), entry("a"))).result == "delivered"
-
-
-async def test_a_partial_failure_s_reasons_are_one_bounded_line_that_can_be_stored() -> None:
-    failed = {"a": "\ud800\n" + "x" * 10_000}
-    error = retry_of(await attempt(PartialFailure(failed), entry("a"))).error
-    assert len(error.encode()) <= ERROR_LENGTH
-    assert "\n" not in error
 
 
 # records that are not for the callback
 
 
 async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
-    outcome = await attempt(None, entry("a"), broken("bad"), entry("b"))
-    assert (outcome.result, outcome.records) == ("delivered", 2)
-    close = close_of(outcome)
-    [letter] = close.dead_letters
-    assert (close.delivered, letter.ids) == (2, [b"bad"])
-    assert "first byte" in letter.reason
+    outcome = await plain(None, A, BAD, B)
+    assert outcome == Outcome(closing(3, 2, BAD_ALONE), "delivered", 2, True)
+    assert "first byte" in outcome.reason
 
 
 async def test_what_a_callback_raised_is_freed_with_its_outcome_and_no_cycle_is_left(
@@ -531,35 +485,24 @@ async def test_a_failure_carries_its_reason_and_its_error(caplog: pytest.LogCapt
 
 
 async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_if_there_are_no_others() -> None:
-    outcome = await attempt(AssertionError("called"), broken("x"), broken("y"))
-    assert (outcome.result, outcome.records, outcome.success) == ("buried", 0, None)
-    close = close_of(outcome)
-    assert ([letter.ids for letter in close.dead_letters], close.counts) == ([[b"x", b"y"]], True)  # a letter a reason
+    outcome = await plain(AssertionError("called"), broken("x"), broken("y"))
+    assert outcome == Outcome(closing(2, 0, NewDeadLetter(ANY, [b"x", b"y"])), "buried")  # a letter a reason
 
 
 @pytest.mark.parametrize("attempts", [1, 4])  # of which there may be three
 async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_cool_down(attempts: int) -> None:
-    outcome = await attempt(AssertionError("called"), entry("a", timestamp=1), cut_ms=2000, attempt=attempts)
-    close = close_of(outcome)
-    assert (outcome.result, close.dead_letters) == ("empty", [])
-    assert (close.aged, close.delivered, close.counts) == (1, 0, False)
-
-
-async def test_a_partial_failure_keeps_what_cannot_be_decoded_for_the_dead_letter_to_come() -> None:
-    outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"))
-    assert retry_of(outcome).failed == [b"a", b"bad"]
-    outcome = await attempt(PartialFailure({"a": "x"}), entry("a"), entry("b"), broken("bad"), attempt=3)
-    assert [letter.ids for letter in close_of(outcome).dead_letters] == [[b"a"], [b"bad"]]
+    outcome = await plain(AssertionError("called"), OLD, cut_ms=2000, attempt=attempts)
+    assert outcome == Outcome(closing(1, 0, aged=1, counts=False), "empty")
 
 
 # policies and strategies of the user's that fail
 
 
-def unknown_policy(key: str) -> Policy:
+async def unknown_policy(key: str) -> Policy:
     raise KeyError(key)
 
 
-def policy_without_cool_down(key: str) -> Policy:
+async def policy_without_cool_down(key: str) -> Policy:
     return Policy(minimum_delay=lambda _: nan)
 
 
@@ -568,26 +511,16 @@ def policy_without_cool_down(key: str) -> Policy:
     [(unknown_policy, "KeyError: 'key'"), (policy_without_cool_down, "minimum_delay")],
 )
 async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration_fail_the_attempt(
-    policy: Callable[[str], Policy], error: str
+    policy: Callable[[str], Awaitable[Policy]], error: str
 ) -> None:
-    outcome = await attempt(AssertionError("called"), entry("a"), policy=policy)
-    assert outcome.result == "failed"
-    assert error in retry_of(outcome).error
-
-
-async def test_the_cool_down_is_the_strategy_s_for_this_iteration() -> None:
-    growing = Policy(minimum_delay=lambda iteration: 100.0 * iteration)
-    assert close_of(await attempt(None, entry("a"), policy=lambda key: growing)).cool_ms == 400_000
+    outcome = await attempt(AssertionError("called"), A, policy=policy)
+    assert (outcome.result, error in retry_of(outcome).error) == ("failed", True)
 
 
 async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     waits = iter([1.0, 1.0, nan])
-
-    async def callback(digest: Digest[JSON]) -> None:
-        raise ValueError
-
-    dispatcher = dispatcher_to(callback, retry=RetryPolicy(3, lambda _: next(waits)))
-    delays = [retry_of(await delivered(dispatcher, entry("a"))).delay_ms for _ in range(4)]
+    retry = RetryPolicy(3, lambda _: next(waits))
+    delays = [retry_of(await attempt(ValueError(), A, retry=retry)).delay_ms for _ in range(4)]
     assert delays == [1000, 1000, 60_000, 60_000]
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
 
@@ -598,16 +531,9 @@ async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complai
     def plain(digest: Digest[JSON]) -> None:
         pass
 
-    outcome = await delivered(dispatcher_to(cast("Callback[JSON]", plain)), entry("a"))
+    outcome = await attempt(cast("Callback[JSON]", plain), A)
     assert outcome.result == "delivered"
     assert "must be an async function" in caplog.text
-
-
-async def send(digest: Digest[JSON]) -> None: ...
-
-
-def generate(digest: Digest[JSON]) -> Iterator[None]:
-    yield
 
 
 async def generate_slowly(digest: Digest[JSON]) -> AsyncIterator[None]:
@@ -615,16 +541,14 @@ async def generate_slowly(digest: Digest[JSON]) -> AsyncIterator[None]:
 
 
 async def forget_to_await(digest: Digest[JSON]) -> object:
-    return send(digest)
+    return forever(digest)
 
 
-def forget_to_call(digest: Digest[JSON]) -> object:
-    return partial(send)
+NEVER_RUN: list[Callable[[Any], object]] = [lambda _: partial(forever), lambda _: (one for one in "")]
 
 
-@pytest.mark.parametrize("callback", [forget_to_call, forget_to_await, generate, generate_slowly])
-@pytest.mark.filterwarnings("ignore:coroutine 'send' was never awaited")
+@pytest.mark.parametrize("callback", [*NEVER_RUN, forget_to_await, generate_slowly])
+@pytest.mark.filterwarnings("ignore:coroutine 'forever' was never awaited")
 async def test_a_callback_that_returns_what_never_ran_has_failed(callback: Any) -> None:
-    outcome = await delivered(dispatcher_to(callback), entry("a"))
-    assert outcome.result == "failed"
-    assert "which did not run: await it" in retry_of(outcome).error
+    outcome = await attempt(callback, A)
+    assert (outcome.result, "which did not run: await it" in retry_of(outcome).error) == ("failed", True)

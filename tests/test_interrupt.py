@@ -32,21 +32,19 @@ SCRIPT = """
 """
 
 
-def interrupted_at(module: str, folder: Path, *command: str) -> tuple[int, bytes, bytes]:
-    (folder / "sitecustomize.py").write_text(dedent(INTERRUPT))
-    variables = {"PYTHONPATH": f"{folder}:{ROOT}", "AIODIGEST_INTERRUPT_AT": module}
-    result = subprocess.run(
-        [sys.executable, *command], env={**environment(folder), **variables}, capture_output=True, timeout=DEADLINE
-    )
-    return result.returncode, result.stdout, result.stderr
+MODULE = ("-m", "aiodigest")
 
 
-@pytest.mark.parametrize("module", ["aiodigest.cli", "typer", "aiodigest.cli.app", "aiodigest.cli.pipe.command"])
-def test_ctrl_c_while_the_command_line_loads_is_quiet(module: str, tmp_path: Path) -> None:
-    assert interrupted_at(module, tmp_path, "-m", "aiodigest", "--version") == (130, b"", b"")
-
-
-def test_the_script_is_as_quiet_as_the_module(tmp_path: Path) -> None:
-    script = tmp_path / "aiodigest"
-    script.write_text(dedent(SCRIPT))
-    assert interrupted_at("aiodigest.cli.app", tmp_path, str(script), "--version") == (130, b"", b"")
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        *((module, MODULE) for module in ("aiodigest.cli", "typer", "aiodigest.cli.app", "aiodigest.cli.pipe.command")),
+        ("aiodigest.cli.app", ("-c", dedent(SCRIPT))),
+    ],
+)
+def test_ctrl_c_while_the_command_line_loads_is_quiet(module: str, command: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(dedent(INTERRUPT))
+    variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "AIODIGEST_INTERRUPT_AT": module}
+    line, settings = [sys.executable, *command, "--version"], {**environment(tmp_path), **variables}
+    result = subprocess.run(line, env=settings, capture_output=True, timeout=DEADLINE)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")

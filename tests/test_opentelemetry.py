@@ -8,9 +8,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import count
 from textwrap import dedent
 from typing import Any, TypeAlias
@@ -20,19 +19,11 @@ from engines import Inbox, WatchedBackend, engine_on, forever, policy
 from opentelemetry import trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, MetricsData
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
-from opentelemetry.trace import (
-    INVALID_SPAN_CONTEXT,
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    StatusCode,
-    use_span,
-)
 from prometheus_client import CollectorRegistry
 from servers import Server
 from userland import DEADLINE, ROOT, data_folder, environment
@@ -49,7 +40,7 @@ from aiodigest import (
     RetryAfter,
     RetryPolicy,
 )
-from aiodigest.backend import Add, Lease
+from aiodigest.backend import Add
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.integrations._metrics import BUCKETS
 from aiodigest.integrations.opentelemetry import instrument, measure
@@ -58,25 +49,21 @@ from aiodigest.records.entries import pack, unpack
 Reply: TypeAlias = BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None
 
 KEY = "ann@example.org"
-NAMES = {
-    "aiodigest_adds_total": "counter",
-    "aiodigest_deliveries_total": "counter",
-    "aiodigest_delivery_failures_total": "counter",
-    "aiodigest_delivery_duration_seconds": "histogram",
-    "aiodigest_delivery_lateness_seconds": "histogram",
+FROM_THE_SERVER = {
     "aiodigest_timelines": "gauge",
     "aiodigest_records_dropped_total": "counter",
     "aiodigest_records_buried_total": "counter",
     "aiodigest_oldest_overdue_seconds": "gauge",
+}
+OF_THE_PROCESS = {
+    "aiodigest_adds_total": "counter",
+    "aiodigest_deliveries_total": "counter",
+    "aiodigest_delivery_failures_total": "counter",
     "aiodigest_backoff_level": "gauge",
     "aiodigest_backend_unavailable": "gauge",
 }
-FROM_THE_SERVER = {
-    "aiodigest_timelines",
-    "aiodigest_records_dropped_total",
-    "aiodigest_records_buried_total",
-    "aiodigest_oldest_overdue_seconds",
-}
+OF_ATTEMPTS = {"aiodigest_delivery_duration_seconds": "histogram", "aiodigest_delivery_lateness_seconds": "histogram"}
+NAMES = FROM_THE_SERVER | OF_THE_PROCESS | OF_ATTEMPTS
 
 
 class Prometheus:
@@ -86,6 +73,7 @@ class Prometheus:
         self.registry = CollectorRegistry()
         reader = PrometheusMetricReader(registry=self.registry, scope_info_enabled=False, disable_target_info=True)
         self.provider = MeterProvider([reader], shutdown_on_exit=False)
+        self.provided: dict[str, Any] = {"meter_provider": self.provider}
 
     def scraped(self) -> dict[str, float]:
         """All samples, as they are written but for the order of labels."""
@@ -106,29 +94,13 @@ class Prometheus:
         return {f"{one.name}_total" if one.type == "counter" else one.name: one.type for one in families}
 
 
-class CountedBackend(WatchedBackend):
-    """Knows how often it was asked for its figures, and answers late if told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-        self.let = asyncio.Event()
-        self.let.set()
-
-    async def counts(self) -> dict[str, int]:
-        self.asked += 1
-        await self.let.wait()
-        if "counts" in self.down:
-            raise self.down["counts"]
-        return await super().counts()
-
-
 class Traced:
     """A provider of tracers that keeps the spans that have ended."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provided: dict[str, Any] = {"tracer_provider": self.provider}
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracer = self.provider.get_tracer("test")
 
@@ -159,20 +131,12 @@ def facts_of(span: ReadableSpan) -> Mapping[str, Any]:
     return span.attributes or {}
 
 
-def measured(
-    prometheus: Prometheus, *replies: Reply, store: WatchedBackend | None = None, **options: Any
+def watched(
+    by: Prometheus | Traced, *replies: Reply, store: WatchedBackend | None = None, **options: Any
 ) -> tuple[DigestEngine[JSON], Inbox]:
-    """An engine whose metrics are collected, and a callback that is told what to do."""
+    """An engine whose metrics are collected, or whose deliveries are traced, and a callback that is told what to do."""
     engine, inbox = engine_on(store or WatchedBackend(), **{"policy": policy(), **options}), Inbox(*replies)
-    instrument(engine, meter_provider=prometheus.provider)
-    engine.observe(inbox.observe)
-    return engine, inbox
-
-
-def traced_by(traced: Traced, *replies: Reply, **options: Any) -> tuple[DigestEngine[JSON], Inbox]:
-    """An engine whose deliveries are traced, and a callback that is told what to do."""
-    engine, inbox = engine_on(WatchedBackend(), policy=policy(), **options), Inbox(*replies)
-    instrument(engine, tracer_provider=traced.provider)
+    instrument(engine, **by.provided)
     engine.observe(inbox.observe)
     return engine, inbox
 
@@ -181,7 +145,7 @@ def traced_by(traced: Traced, *replies: Reply, **options: Any) -> tuple[DigestEn
 
 
 async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key(prometheus: Prometheus) -> None:
-    engine, inbox = measured(prometheus, RuntimeError(KEY))
+    engine, inbox = watched(prometheus, RuntimeError(KEY))
     async with engine.delivering(inbox):
         await engine.add(KEY, 1, record_id="one")
         await inbox.outcome()
@@ -213,7 +177,7 @@ async def test_each_attempt_is_counted_as_what_came_of_it(
 ) -> None:
     timeout = 0.05 if reason == "timeout" else 300  # of the others none may end by it
     attempts = RetryPolicy(max_attempts=1 if reason == "buried" else 2)
-    engine, inbox = measured(prometheus, reply, retry=attempts, delivery_timeout=timeout)
+    engine, inbox = watched(prometheus, reply, retry=attempts, delivery_timeout=timeout)
     async with engine:
         await engine.add_many([Entry(KEY, 1, "1"), Entry(KEY, 2, "2")])
     async with engine.delivering(inbox):
@@ -231,7 +195,7 @@ async def test_each_attempt_is_counted_as_what_came_of_it(
 
 
 async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection(prometheus: Prometheus) -> None:
-    engine, _ = measured(prometheus, policy=policy(capacity=2))
+    engine, _ = watched(prometheus, policy=policy(capacity=2))
     async with engine:
         await engine.add_many(Entry(KEY, number) for number in range(3))
         figures = await prometheus.scrape()
@@ -245,25 +209,25 @@ async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection
 
 
 async def test_a_collection_is_one_call_to_the_server_and_nothing_else_makes_any(prometheus: Prometheus) -> None:
-    store, other = CountedBackend(), InMemoryMetricReader()
-    engine, inbox = measured(prometheus, store=store)
+    store, other = WatchedBackend(), InMemoryMetricReader()
+    engine, inbox = watched(prometheus, store=store)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         await inbox.outcome()
-        assert store.asked == 0
+        assert store.count("counts") == 0
         for number in range(1, 4):
             await prometheus.scrape()
-            assert store.asked == number
+            assert store.count("counts") == number
         prometheus.provider.add_metric_reader(other)
         await asyncio.to_thread(other.get_metrics_data)
-        assert store.asked == 4
+        assert store.count("counts") == 4
 
 
 async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_does_not_wait(
     prometheus: Prometheus,
 ) -> None:
-    store = CountedBackend()
-    engine, _ = measured(prometheus, store=store)
+    store = WatchedBackend()
+    engine, _ = watched(prometheus, store=store)
     async with engine:
         first = prometheus.scraped()
         assert not any(name.startswith(tuple(FROM_THE_SERVER)) for name in first)
@@ -271,54 +235,43 @@ async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_d
         known = await prometheus.scrape()
         await engine.add("another", 1)
         assert prometheus.scraped() == known | {"aiodigest_adds_total{namespace=test}": 2}
-        assert store.asked == 1
+        assert store.count("counts") == 1
 
 
 async def test_while_the_server_is_away_only_the_figures_of_the_process_are_given(
     prometheus: Prometheus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CountedBackend()
-    engine, _ = measured(prometheus, store=store)
-    expected = {name for name, kind in NAMES.items() if kind != "histogram"} - FROM_THE_SERVER
-    assert await asyncio.to_thread(prometheus.types) == {name: NAMES[name] for name in expected}  # not entered
+    store = WatchedBackend()
+    engine, _ = watched(prometheus, store=store)
+    assert await asyncio.to_thread(prometheus.types) == OF_THE_PROCESS  # not entered
     async with engine:
         await prometheus.scrape()
         store.take_down("counts")
-        figures = await prometheus.scrape()
-        assert {name.partition("{")[0] for name in figures} == expected
-        assert store.asked == 2
-    assert {name.partition("{")[0] for name in await prometheus.scrape()} == expected
+        assert {name.partition("{")[0] for name in await prometheus.scrape()} == {*OF_THE_PROCESS}
+        assert store.count("counts") == 2
+    assert {name.partition("{")[0] for name in await prometheus.scrape()} == {*OF_THE_PROCESS}
     assert not caplog.records
 
 
 async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_engine_s_timeout(
     prometheus: Prometheus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Reader(MetricReader):
-        told: MetricsData
-
-        def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 0, **_: object) -> None:
-            self.told = metrics_data
-
-        def shutdown(self, timeout_millis: float = 0, **_: object) -> None: ...
-
-    class Last(CountedBackend):
+    class Last(WatchedBackend):
         async def counts(self) -> dict[str, int]:
-            early.let.set()  # whose answer so comes only if none is asked after another
+            early.gates["counts"].set()  # whose answer so comes only if none is asked after another
             return await super().counts()
 
-    silent, early, last, reader = CountedBackend(), CountedBackend(), Last(), Reader()
-    silent.let.clear()
-    early.let.clear()
+    silent, early, reader = WatchedBackend(held="counts"), WatchedBackend(held="counts"), InMemoryMetricReader()
     prometheus.provider.add_metric_reader(reader)
-    engines = [engine_on(silent, timeout=0.1), engine_on(early, timeout=600), engine_on(last, timeout=600)]
+    engines = [engine_on(silent, timeout=0.1), engine_on(early, timeout=600), engine_on(Last(), timeout=600)]
     for engine, name in zip(engines, ("silent", "early", "last"), strict=True):
         engine.namespace = name
         instrument(engine, meter_provider=prometheus.provider)
     async with engines[0], engines[1], engines[2]:
         async with asyncio.timeout(DEADLINE):
             await asyncio.to_thread(reader.collect, 20 * DEADLINE * 1000)
-        metrics = reader.told.resource_metrics[0].scope_metrics[0].metrics
+        assert reader._metrics_data is not None
+        metrics = reader._metrics_data.resource_metrics[0].scope_metrics[0].metrics
         overdue = next(metric for metric in metrics if metric.name == "aiodigest.oldest_overdue")
         told = {str((point.attributes or {})["namespace"]) for point in overdue.data.data_points}
         assert told == {"early", "last"}
@@ -327,7 +280,7 @@ async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_en
 
 async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometheus) -> None:
     store = WatchedBackend()
-    engine, inbox = measured(prometheus, *[RuntimeError()] * 20, store=store)
+    engine, inbox = watched(prometheus, *[RuntimeError()] * 20, store=store)
     async with engine.delivering(inbox):
         await engine.add_many(Entry(f"user:{number}", 1) for number in range(20))
         await inbox.outcome(20)
@@ -343,16 +296,18 @@ async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometh
 async def test_engines_of_one_process_have_their_own_series_and_those_of_one_namespace_share_them(
     prometheus: Prometheus,
 ) -> None:
-    shared, other = CountedBackend(), CountedBackend()
+    shared, other, second = WatchedBackend(), WatchedBackend(), Prometheus()
     engines = [engine_on(shared), engine_on(shared), engine_on(other)]
     engines[2].namespace = "other"
     for engine in engines:
         instrument(engine, meter_provider=prometheus.provider)
+    measure(engines[2], meter_provider=second.provider)
     async with engines[0], engines[1], engines[2]:
         for engine in engines:
             await engine.add_many([Entry(KEY, 1)])
         figures = await prometheus.scrape()
-        assert (shared.asked, other.asked) == (1, 1)
+        assert (shared.count("counts"), other.count("counts")) == (1, 1)
+        assert (await second.scrape())["aiodigest_adds_total{namespace=other}"] == 1
     assert figures["aiodigest_adds_total{namespace=test}"] == 2
     assert figures["aiodigest_adds_total{namespace=other}"] == 1
     assert figures["aiodigest_timelines{namespace=test,state=ready}"] == 1
@@ -365,19 +320,9 @@ async def test_an_engine_that_is_gone_is_measured_no_longer(prometheus: Promethe
     assert not any(name.startswith("aiodigest_backoff_level") for name in await prometheus.scrape())
 
 
-def script(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of its own: the providers of a process can be set once."""
-    with data_folder() as data:
-        settings = environment(data) | variables
-        command = [sys.executable, "-c", dedent(text)]
-        return subprocess.run(
-            command, env=settings, cwd=data, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
-
-
 @pytest.mark.processes
 def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> None:
-    done = script("""
+    program = """
         from opentelemetry import metrics, trace
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -397,7 +342,12 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
         found = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
         adds = next(metric for metric in found if metric.name == "aiodigest.adds")
         print(sorted(point.attributes["namespace"] for point in adds.data.data_points))
-    """)
+    """
+    with data_folder() as data:  # a process of its own, since its providers can be set once
+        command = [sys.executable, "-c", dedent(program)]
+        done = subprocess.run(
+            command, env=environment(data), cwd=data, capture_output=True, text=True, timeout=DEADLINE
+        )
     assert (done.stdout, done.stderr) == ("[25, 25, 25]\n['after', 'before', 'given']\n", "")
 
 
@@ -408,17 +358,6 @@ async def test_with_the_api_alone_an_engine_works_and_tells_nobody() -> None:
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         await inbox.digest()
-
-
-@pytest.mark.processes
-def test_an_engine_that_is_not_instrumented_has_nothing_to_do_with_it() -> None:
-    done = script("""
-        import sys
-        from aiodigest import DigestEngine
-        engine = DigestEngine(namespace="n")
-        print(engine.tracing, "aiodigest.integrations" in sys.modules)
-    """)
-    assert (done.stdout, done.stderr) == ("None False\n", "")
 
 
 async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheus: Prometheus, traced: Traced) -> None:
@@ -433,15 +372,6 @@ async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheu
         with pytest.raises(ConfigurationError, match="'test' is entered"):
             instrument(late)
     instrument(late)
-
-
-async def test_an_engine_can_be_measured_by_a_second_provider(prometheus: Prometheus) -> None:
-    (engine, _), second = measured(prometheus), Prometheus()
-    measure(engine, meter_provider=second.provider)
-    async with engine:
-        await engine.add(KEY, 1)
-        for watched in (prometheus, second):
-            assert (await watched.scrape())["aiodigest_adds_total{namespace=test}"] == 1
 
 
 # The dashboard and the page of alerts
@@ -503,7 +433,7 @@ async def test_a_delivery_is_linked_to_the_spans_of_other_processes_that_added_i
         await inbox.outcome()
     [span] = traced.spans(f"deliver {namespace}")
     assert traced.added_in(span) == ["first", "second"]  # once each, whatever number of records it added
-    assert span.kind is SpanKind.CONSUMER
+    assert span.kind is trace.SpanKind.CONSUMER
     assert all(link.context.is_remote and link.context.trace_flags.sampled for link in span.links)
     digest = inbox.digests[0]
     assert len(digest.records) == 7
@@ -521,10 +451,10 @@ async def test_a_delivery_is_linked_to_the_spans_of_other_processes_that_added_i
     }
 
 
-async def test_after_a_partial_failure_the_next_attempt_is_linked_to_what_is_left(
+async def test_what_is_left_of_a_digest_and_a_dead_letter_that_is_replayed_lead_back_to_their_adds(
     worker: DigestEngine[JSON], namespace: str, traced: Traced
 ) -> None:
-    inbox = Inbox(PartialFailure({"second": "no"}))
+    inbox = Inbox(PartialFailure({"second": "no"}), Reject("no such mailbox"))
     worker.observe(inbox.observe)
     async with worker:
         for name in ("first", "second"):
@@ -534,72 +464,46 @@ async def test_after_a_partial_failure_the_next_attempt_is_linked_to_what_is_lef
         await inbox.outcome()
         await worker.flush(KEY)
         await inbox.outcome(2)
-    spans = traced.spans(f"deliver {namespace}")
-    assert [traced.added_in(span) for span in spans] == [["first", "second"], ["second"]]
-    assert [facts_of(span)["aiodigest.outcome"] for span in spans] == ["partial", "delivered"]
-    assert [facts_of(span)["aiodigest.attempt"] for span in spans] == [1, 2]
-
-
-async def test_a_dead_letter_that_is_replayed_leads_back_to_its_adds(
-    worker: DigestEngine[JSON], namespace: str, traced: Traced
-) -> None:
-    inbox = Inbox(Reject("no such mailbox"))
-    worker.observe(inbox.observe)
-    async with worker.delivering(inbox):
-        with traced.tracer.start_as_current_span("long ago"):
-            await worker.add(KEY, 1)
-        await inbox.outcome()
         [letter] = [letter async for letter in worker.dead_letters()]
         await worker.replay(letter.id)
-        await inbox.outcome(2)
-    spans = traced.spans(f"deliver {namespace}")
-    assert [facts_of(span)["aiodigest.outcome"] for span in spans] == ["rejected", "delivered"]
-    assert [traced.added_in(span) for span in spans] == [["long ago"], ["long ago"]]
+        await inbox.outcome(3)
+    told = [
+        (facts_of(span)["aiodigest.outcome"], facts_of(span)["aiodigest.attempt"], traced.added_in(span))
+        for span in traced.spans(f"deliver {namespace}")
+    ]
+    assert told == [("partial", 1, ["first", "second"]), ("rejected", 2, ["second"]), ("delivered", 1, ["second"])]
 
 
-@pytest.fixture
-async def backend(server: Server, namespace: str) -> AsyncIterator[RedisBackend]:
-    backend = RedisBackend(server.url, namespace=namespace)
-    await backend.connect()
-    yield backend
-    await backend.aclose()
+async def test_a_trace_context_goes_with_its_entry_through_compaction_and_capacity(
+    server: Server, namespace: str
+) -> None:
+    backend, terms, numbers = RedisBackend(server.url, namespace=namespace), Policy(capacity=4).terms, count(1)
 
-
-async def test_a_trace_context_goes_with_its_entry_through_compaction_and_capacity(backend: RedisBackend) -> None:
-    terms, numbers = Policy(capacity=4).terms, count(1)
-
-    async def add(record: str, traced: bool) -> None:
+    async def add(record: str, traced: bool = True) -> None:
         context = bytes([next(numbers)]) * 25 if traced else b""
-        entry = pack(record.encode(), None, b"v", context)
-        assert await backend.add(0, [Add(KEY, entry, terms)]) in ([True], [False])
+        assert await backend.add(0, [Add(KEY, pack(record.encode(), None, b"v", context), terms)]) in ([True], [False])
 
+    await backend.connect()
     for record in "abcdefg":
-        await add(record, traced=True)  # contexts 1 to 7: e, f, g and the next stay
+        await add(record)  # contexts 1 to 7: e, f, g and the next stay
     await add("h", traced=False)
-    await add("f", traced=True)  # again, by another span
+    await add("f")  # again, by another span
     await add("g", traced=False)  # again, by none
     for _ in range(3):
-        await add("h", traced=True)
+        await add("h")
     [lease] = (await backend.claim(0, 1, 60_000, terms.limits)).leases
-    assert contexts_of(lease) == {"e": 5, "f": 8, "g": None, "h": 11}
-
-
-def contexts_of(lease: Lease) -> dict[str, int | None]:
-    """The contexts of a lease's records, by their first byte; all bytes are as they were."""
-    found: dict[str, int | None] = {}
-    for entry in lease.entries:
-        raw = unpack(entry)
-        assert raw.value == b"v"
-        assert raw.context in (b"", bytes(raw.context[:1] * 25))
-        found[raw.id.decode()] = raw.context[0] if raw.context else None
-    return found
+    await backend.aclose()
+    found = {raw.id.decode(): (raw.value, raw.context) for raw in map(unpack, lease.entries)}
+    assert found == {
+        "e": (b"v", b"\5" * 25), "f": (b"v", b"\10" * 25), "g": (b"v", b""), "h": (b"v", b"\13" * 25),
+    }  # fmt: skip
 
 
 async def deliver_one(
     traced: Traced, reply: Any = None, *, options: Mapping[str, Any] | None = None, adds: int = 1
 ) -> tuple[ReadableSpan, Inbox]:
     """The span of the first attempt to deliver a digest."""
-    engine, inbox = traced_by(traced, reply, **(options or {}))
+    engine, inbox = watched(traced, reply, **(options or {}))
     async with engine:
         for number in range(adds):
             with traced.tracer.start_as_current_span(f"add {number}"):
@@ -623,10 +527,8 @@ async def test_a_delivery_begins_a_trace_of_its_own_and_what_its_callback_does_i
 
     span, _ = await deliver_one(traced, send)
     [child] = traced.spans("send")
-    assert span.parent is None
-    assert span.context is not None
-    assert child.parent is not None
-    assert child.parent.span_id == span.context.span_id
+    assert (span.parent, span.context is None) == (None, False)
+    assert child.parent == span.context
 
 
 async def rewording(digest: Digest[JSON]) -> None:
@@ -683,10 +585,10 @@ async def test_a_span_says_what_observers_are_told_but_no_key_and_only_a_failure
     assert facts.get("error.type") == kind
     assert KEY not in span.to_json()
     if told is None:
-        assert span.status.status_code is StatusCode.UNSET
+        assert span.status.status_code is trace.StatusCode.UNSET
         assert not span.events
     else:
-        assert span.status.status_code is StatusCode.ERROR
+        assert span.status.status_code is trace.StatusCode.ERROR
         assert told in (span.status.description or "")
         assert [(event.attributes or {})["exception.type"] for event in span.events] == (
             [] if isinstance(reply, Mute) else [kind]
@@ -694,7 +596,7 @@ async def test_a_span_says_what_observers_are_told_but_no_key_and_only_a_failure
 
 
 async def test_a_span_has_ended_before_the_store_answers(traced: Traced) -> None:
-    engine, inbox = traced_by(traced, lambda digest: engine.delete(digest.key))
+    engine, inbox = watched(traced, lambda digest: engine.delete(digest.key))
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "deleted"
@@ -702,46 +604,42 @@ async def test_a_span_has_ended_before_the_store_answers(traced: Traced) -> None
 
 
 async def test_an_attempt_that_is_cut_short_is_no_error(traced: Traced) -> None:
-    engine, inbox = traced_by(traced, forever, drain_timeout=0)
+    engine, inbox = watched(traced, forever, drain_timeout=0)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         await inbox.digest()
     [span] = traced.spans()
     assert facts_of(span)["aiodigest.outcome"] == "cancelled"
-    assert span.status.status_code is StatusCode.UNSET
+    assert span.status.status_code is trace.StatusCode.UNSET
 
 
-@pytest.mark.parametrize("how", ["none", "not sampled", "invalid"])
-async def test_a_span_that_nobody_records_is_not_taken_along(how: str, traced: Traced) -> None:
-    engine, _ = traced_by(traced)
+async def test_a_span_that_nobody_records_is_not_taken_along(traced: Traced) -> None:
+    engine, _ = watched(traced)
     off = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
-    current = {
-        "none": nullcontext,
-        "not sampled": partial(off.get_tracer("test").start_as_current_span, "add"),
-        "invalid": partial(trace.use_span, trace.INVALID_SPAN),
-    }[how]
     async with engine:
-        with current():
-            await engine.add(KEY, 1)
-            assert trace.get_current_span().get_span_context().trace_flags.sampled is False
-        assert [unpack(entry).context for entry in await (await engine._backend()).operations.entries(KEY)] == [b""]
+        for current in (
+            nullcontext(),
+            off.get_tracer("test").start_as_current_span("add"),
+            trace.use_span(trace.INVALID_SPAN),
+        ):
+            with current:
+                await engine.add(KEY, 1)
+                assert trace.get_current_span().get_span_context().trace_flags.sampled is False
+        entries = await (await engine._backend()).operations.entries(KEY)
+        assert [unpack(entry).context for entry in entries] == [b""] * 3
     off.shutdown()
 
 
 @pytest.mark.parametrize("method", ["on_start", "on_end"])
 async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
-    method: str, traced: Traced, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str, traced: Traced, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(SpanProcessor):
-        pass
-
     def fail(self: object, span: Any, *_: object) -> None:
         if span.name == "deliver test":
             raise RuntimeError("the processor is broken")
 
-    monkeypatch.setattr(Broken, method, fail)
-    traced.provider.add_span_processor(Broken())
-    engine, inbox = traced_by(traced)
+    traced.provider.add_span_processor(type("Broken", (SpanProcessor,), {method: fail})())
+    engine, inbox = watched(traced)
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "delivered"
@@ -753,12 +651,12 @@ async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
 async def test_a_span_that_cannot_be_read_keeps_no_record_from_being_stored(
     traced: Traced, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(NonRecordingSpan):
-        def get_span_context(self) -> SpanContext:
+    class Broken(trace.NonRecordingSpan):
+        def get_span_context(self) -> trace.SpanContext:
             raise RuntimeError("the tracer is broken")
 
-    engine, _ = traced_by(traced)
+    engine, _ = watched(traced)
     async with engine:
-        with use_span(Broken(INVALID_SPAN_CONTEXT)):
+        with trace.use_span(Broken(trace.INVALID_SPAN_CONTEXT)):
             assert await engine.add(KEY, 1)
     assert [line.getMessage() for line in caplog.records] == ["the current span cannot be read"]
