@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 
 from simulation.world import play
 
 STORY = 200  # lines of it that are printed when a promise is broken
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a seed went."""
-
-    seed: int
-    fault: str
-    story: list[str]
-    records: int
-    seconds: float  # that passed in its world
-
-
-def run(seed: int) -> Ending:
+def run(seed: int) -> tuple[int, str, list[str], int, float]:
+    """How a seed went: its fault and story, the number of records, and the seconds that passed in its world."""
     witness = play(seed)
-    story = witness.story if witness.fault else []
-    return Ending(seed, witness.fault, story, len(witness.records.all), witness.lasted)
-
-
-def endings(first: int, seeds: int, processes: int) -> Iterator[Ending]:
-    """Play seeds, several at a time, in their order."""
-    with ProcessPoolExecutor(processes) as pool:
-        try:
-            for start in range(first, first + seeds, 500):
-                yield from pool.map(run, range(start, min(start + 500, first + seeds)), chunksize=4)
-        finally:
-            pool.shutdown(cancel_futures=True)  # who has seen enough does not wait for the rest
+    return seed, witness.fault, witness.story[-STORY:], len(witness.records.all), witness.lasted
 
 
 def main() -> int:
@@ -53,14 +29,17 @@ def main() -> int:
         print("\n".join(witness.story))
         return 1 if witness.fault else 0
     began, played, records, hours = time.monotonic(), 0, 0, 0.0
-    for ending in endings(options.first, options.seeds, os.cpu_count() or 1):
-        played, records, hours = played + 1, records + ending.records, hours + ending.seconds / 3600
-        if ending.fault:
-            print("\n".join(ending.story[-STORY:]))
-            print(f"seed {ending.seed}: {ending.fault}\nplay it again with: make simulation SEED={ending.seed}")
-            return 1
-        if played % 1000 == 0:
-            print(f"{played} seeds, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    with multiprocessing.Pool() as pool:
+        for seed, fault, story, added, lasted in pool.imap(
+            run, range(options.first, options.first + options.seeds), chunksize=4
+        ):
+            played, records, hours = played + 1, records + added, hours + lasted / 3600
+            if fault:
+                print("\n".join(story))
+                print(f"seed {seed}: {fault}\nplay it again with: make simulation SEED={seed}")
+                return 1
+            if played % 1000 == 0:
+                print(f"{played} seeds, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     took = time.monotonic() - began
     print(f"{played} seeds: {hours:.0f} hours of operation, {records} adds, no promise broken, in {took:.0f} s")
     return 0

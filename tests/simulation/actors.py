@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from aiodigest import (
     AiodigestError,
     BackoffMode,
     Bounds,
+    DecorrelatedJitter,
     Digest,
     DigestEngine,
     Entry,
@@ -20,7 +20,6 @@ from aiodigest import (
     LimitExceeded,
     PartialAdd,
     PartialFailure,
-    Policy,
     Reject,
     RetryAfter,
     RetryPolicy,
@@ -31,59 +30,38 @@ from aiodigest.worker import batcher
 from simulation.loop import Process, SeededLoop
 from simulation.network import Link, Server
 from simulation.records import Receipt
-from simulation.witness import Conduct, Setup, Witness
-
-Mood = Literal["good", "mixed", "failing"]
-
+from simulation.witness import Conduct, Witness
 
 LARGEST = 60  # bytes of an add
 MANY = 10  # adds of a call, at the most
-
-
-@dataclass
-class Habits:
-    """What a seed has chosen for all processes of its world."""
-
-    setup: Setup
-    policy: Policy
-    retry: RetryPolicy
-    backoff_mode: BackoffMode
-    keys: tuple[str, ...]
-    stubborn: bool  # many callbacks go on after they were cancelled
-    mood: Mood = "mixed"
 
 
 class Actor:
     """A process with an engine: it adds, or delivers, or both, until it is asked to leave or is killed."""
 
     def __init__(
-        self, name: str, server: Server, witness: Witness, habits: Habits, random: Random, *, adds: bool, delivers: bool
+        self, name: str, server: Server, witness: Witness, random: Random, *, adds: bool, delivers: bool
     ) -> None:
         self.process = Process(name)
         self.adds, self.delivers = adds, delivers
-        self.link = Link(server, self.process, witness, random, habits.setup.timeout)
-        self.pace = random.choice((2.0, 6.0, 20.0))  # seconds between its adds, on average
-        self._server = server
+        self.link = Link(server, self.process, witness, random)
+        self.adding = asyncio.Event()  # it goes on adding while this is set
+        self.adding.set()
+        self._pace = random.choice((2.0, 6.0, 20.0))  # seconds between its adds, on average
         self._witness = witness
-        self._habits = habits
+        self._setup = setup = witness.setup
         self._random = random
         self._loop = cast("SeededLoop", asyncio.get_running_loop())
         self._whims = Random()  # a twin, so that whims change nothing else
         self._whims.setstate(random.getstate())
         self._leave = asyncio.Event()
-        self._adding = asyncio.Event()
-        self._adding.set()
-        witness.conducts[self.process] = Conduct(
-            habits.setup, delivers, lambda: self.engine.activity.backoff_level > 0, self._loop.time()
-        )
-        setup = habits.setup
         self.engine = DigestEngine[int](
             namespace="simulated",
             backend=self.link,
             value_type=int,
-            policy=habits.policy,
-            retry=habits.retry,
-            backoff_mode=habits.backoff_mode,
+            policy=setup.policy,
+            retry=RetryPolicy(max_attempts=setup.max_attempts, backoff=DecorrelatedJitter(base=1, cap=10)),
+            backoff_mode=BackoffMode(threshold=setup.threshold, multiplier=1, maximum=setup.pause),
             concurrency=setup.concurrency,
             lease_timeout=setup.lease_timeout,
             delivery_timeout=setup.delivery_timeout,
@@ -92,22 +70,21 @@ class Actor:
             bounds=Bounds(records=MANY),
         )
         self.engine.observe(witness.told)
+        self.conduct = witness.conducts[self.process] = Conduct(self.engine, delivers, self._loop.time())
         self.life = self.process.start(self._live())
 
     async def _live(self) -> None:
-        witness = self._witness
-        witness.tell("enters")
+        self._witness.tell("enters")
         entered = self.engine.delivering(self._callback) if self.delivers else self.engine
         await self._give_up()
         await entered.__aenter__()
-        chores = [asyncio.create_task(self._produce()) for _ in range(1 if self.adds else 0)]
+        chores = [asyncio.create_task(self._produce())] if self.adds else []
         await self._leave.wait()
         for chore in chores:
             chore.cancel()
-        if chores:
-            await asyncio.wait(chores)
+            await asyncio.wait([chore])
         await self._go(entered)
-        witness.tell("has left")
+        self._witness.tell("has left")
 
     async def _give_up(self) -> None:
         """Begin to enter, and be cancelled, now and then."""
@@ -123,11 +100,10 @@ class Actor:
         """Leave; now and then who waits for that is cancelled."""
         leaving = asyncio.create_task(entered.__aexit__(None, None, None))
         if self._whims.random() < 0.2:
-            await asyncio.wait([leaving], timeout=self._whims.uniform(0, self._habits.setup.drain_timeout))
-            was_cancelled = leaving.cancel()
-            self._witness.conducts[self.process].hurried = was_cancelled
+            await asyncio.wait([leaving], timeout=self._whims.uniform(0, self._setup.drain_timeout))
+            self.conduct.hurried = leaving.cancel()
             await asyncio.wait([leaving])
-            if was_cancelled:
+            if self.conduct.hurried:
                 if not leaving.cancelled():
                     self._witness.broken(f"{self.process} was cancelled while it left, and knows nothing of it")
                 return
@@ -135,24 +111,16 @@ class Actor:
 
     def leave(self) -> None:
         """Ask it to leave, as SIGTERM does."""
-        self._witness.conducts[self.process].leaving_since = self._loop.time()
+        self.conduct.leaving_since = self._loop.time()
         self._leave.set()
-
-    def rest(self, resting: bool) -> None:
-        """Add nothing, or go on adding."""
-        (self._adding.clear if resting else self._adding.set)()
-
-    @property
-    def is_there(self) -> bool:
-        return self.process.alive and not self.life.done() and not self._leave.is_set()
 
     # Adding
 
     async def _produce(self) -> None:
         random = self._random
         while True:
-            await asyncio.sleep(random.expovariate(1 / self.pace))
-            await self._adding.wait()
+            await asyncio.sleep(random.expovariate(1 / self._pace))
+            await self.adding.wait()
             if self._witness.strict or random.random() < 0.9:
                 await self._add_something()
             else:
@@ -174,7 +142,7 @@ class Actor:
 
     def _entry(self) -> Entry[int]:
         random = self._random
-        key = random.choice(self._habits.keys)
+        key = random.choice(self._setup.keys)
         record_id = f"r{random.randint(1, 5)}" if random.random() < 0.2 else f"u{random.getrandbits(40)}"
         serial = self._witness.records.new(key, record_id)
         stamp = random.uniform(0, 2e9) if random.random() < 0.1 else None
@@ -182,44 +150,46 @@ class Actor:
 
     async def add(self) -> None:
         """Add one record, and note what its caller is told."""
-        entry, records = self._entry(), self._witness.records
-        began = self._loop.time()
-        self._witness.tell(f"adds {entry.value} to {entry.key} as {entry.record_id}")
-        self._see_room()
-        try:
-            ready = await self.engine.add(entry.key, entry.value, record_id=entry.record_id, timestamp=entry.timestamp)
-        except asyncio.CancelledError:
-            self._witness.tell(f"cancelled the add of {entry.value}")
-            records.add_cancelled(entry.value)
-            raise
-        except AiodigestError as error:
-            self._failed(entry, error)
-        else:
-            records.add_returned(entry.value, ready)
-            if ready and self._habits.policy.max_age is None:  # else it may be too old for a callback
-                self._expect(entry.key, began)
-        self._on_time(began)
-
-    def _see_room(self) -> None:
+        entry, witness, began = self._entry(), self._witness, self._loop.time()
+        witness.tell(f"adds {entry.value} to {entry.key} as {entry.record_id}")
         session = self.engine._session
         for adds in session._adder._batchers.values() if isinstance(session, BackgroundSession) else ():
             if adds._items > batcher.QUEUE_ITEMS or adds._bytes > batcher.QUEUE_BYTES + LARGEST:
-                self._witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
-
-    def _failed(self, entry: Entry[int], error: AiodigestError) -> None:
-        self._witness.tell(f"add of {entry.value} failed: {error}")
-        self._witness.records.add_failed(entry.value, error)
-        if self._witness.strict and not isinstance(error, LimitExceeded):
-            self._witness.broken(f"an add fails, and nothing is wrong: {error}")
-
-    def _on_time(self, began: float) -> None:
+                witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
+        try:
+            ready = await self.engine.add(entry.key, entry.value, record_id=entry.record_id, timestamp=entry.timestamp)
+        except asyncio.CancelledError:
+            witness.tell(f"cancelled the add of {entry.value}")
+            witness.records.all[entry.value].cancelled = True
+            raise
+        except AiodigestError as error:
+            self._answered(entry, error)
+        else:
+            self._answered(entry, ready)
+            # it must be delivered at once, if there is somebody who can, unless it may be too old for a callback
+            if (
+                ready
+                and self._setup.policy.max_age is None
+                and witness.strict
+                and (self.delivers or not self.link.deaf)
+            ):
+                self._loop.run_apart(2.0, witness.expect, entry.key, began)
         took = self._loop.time() - began
-        if took > self._habits.setup.timeout + 0.1 and self.process.went_on_at < began:
-            self._witness.broken(f"an add took {took:.3f} s; its timeout is {self._habits.setup.timeout:g} s")
+        if took > self._setup.timeout + 0.1 and self.process.went_on_at < began:
+            witness.broken(f"an add took {took:.3f} s; its timeout is {self._setup.timeout:g} s")
+
+    def _answered(self, entry: Entry[int], answer: bool | AiodigestError) -> None:
+        witness = self._witness
+        if isinstance(answer, bool):
+            witness.records.add_returned(entry.value, answer)
+            return
+        witness.tell(f"add of {entry.value} failed: {answer}")
+        witness.records.add_failed(entry.value, answer)
+        if witness.strict and not isinstance(answer, LimitExceeded):
+            witness.broken(f"an add fails, and nothing is wrong: {answer}")
 
     async def _add_many(self, number: int) -> None:
         entries = [self._entry() for _ in range(number)]
-        records = self._witness.records
         self._witness.tell(f"adds {[entry.value for entry in entries]}")
         try:
             results: list[bool | AiodigestError] = [*await self.engine.add_many(entries)]
@@ -230,20 +200,11 @@ class Actor:
         if number > MANY and not all(isinstance(result, LimitExceeded) for result in results):
             self._witness.broken(f"{number} adds in a call, of which there may be {MANY}")
         for entry, result in zip(entries, results, strict=True):
-            if isinstance(result, AiodigestError):
-                self._failed(entry, result)
-            else:
-                records.add_returned(entry.value, result)
-
-    def _expect(self, key: str, since: float) -> None:
-        """A timeline is ready: it must be delivered at once, if there is somebody who can."""
-        witness = self._witness
-        if witness.strict and (self.delivers or not self.link.deaf):
-            self._loop.run_apart(2.0, witness.expect, key, since)
+            self._answered(entry, result)
 
     async def _meddle(self) -> None:
         random, engine = self._random, self.engine
-        key = random.choice(self._habits.keys)
+        key = random.choice(self._setup.keys)
         calls: list[Callable[[], Awaitable[Any]]] = [
             lambda: engine.flush(key),
             lambda: engine.reschedule(key, delay=random.uniform(0, 60)),
@@ -274,8 +235,7 @@ class Actor:
     async def _callback(self, digest: Digest[int]) -> None:
         if not self.process.alive:
             return
-        witness = self._witness
-        receipt = witness.begun(self.process, digest)
+        receipt = self._witness.begun(self.process, digest)
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -294,16 +254,15 @@ class Actor:
             raise
         finally:
             if self.process.alive:
-                witness.ended(receipt)
+                self._witness.ended(receipt)
 
     async def _behave(self, receipt: Receipt, digest: Digest[int]) -> None:
-        random, setup = self._random, self._habits.setup
-        dice = random.random() if self._habits.mood != "failing" else 0.35
-        if self._habits.mood == "good":
+        random, setup = self._random, self._setup
+        dice = random.random() if setup.mood != "failing" else 0.35
+        if setup.mood == "good":
             longest = min(1.5 * setup.lease_timeout, 0.9 * setup.delivery_timeout)
             await asyncio.sleep(longest if dice < 0.01 else 0.2 * random.random())
-            return
-        if dice < 0.3:
+        elif dice < 0.3:
             await asyncio.sleep(random.choice((0, 0.01, 0.3)))
         elif dice < 0.4:
             await asyncio.sleep(random.choice((0, 0.1)))
@@ -311,7 +270,8 @@ class Actor:
         elif dice < 0.45:
             delay, pause = random.uniform(0, 20), random.random() < 0.5
             if pause:
-                self._witness.asked_to_pause(self.process, max(1.0, delay))
+                ends = self._loop.time() + max(1.0, delay)
+                self.conduct.silent_until = max(self.conduct.silent_until, ends)
             raise RetryAfter(delay, pause=pause)
         elif dice < 0.5:
             raise Reject("nobody is there")
@@ -322,7 +282,7 @@ class Actor:
             await asyncio.Event().wait()
         elif dice < 0.68:
             await self._block(random.uniform(0, 1.5 * setup.lease_timeout))
-        elif dice < 0.7 or self._habits.stubborn:
+        elif dice < 0.7 or setup.stubborn:
             await self._ignore_end(receipt)
         else:
             await asyncio.sleep(random.uniform(0, 1.2 * setup.lease_timeout))
@@ -338,12 +298,12 @@ class Actor:
     async def _ignore_end(self, receipt: Receipt) -> None:
         receipt.stubborn = True
         try:
-            await asyncio.sleep(self._random.uniform(0, 2 * self._habits.setup.delivery_timeout))
+            await asyncio.sleep(self._random.uniform(0, 2 * self._setup.delivery_timeout))
         except asyncio.CancelledError:
             self._witness.cancelled(receipt)
             ends = self._loop.time() + self._random.uniform(0, 5)
             if self._whims.random() < 0.5:
-                ends += self._whims.uniform(0, 3 * self._habits.setup.lease_timeout)
+                ends += self._whims.uniform(0, 3 * self._setup.lease_timeout)
             while self.process.alive and (rest := ends - self._loop.time()) > 0:
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(rest)

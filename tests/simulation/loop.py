@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 STEPS = 3_000_000  # of a world that would go on for ever
 LIMIT = 20.0  # seconds of computing, of which a world takes less than one
+NOWHERE = Context()
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
@@ -52,7 +53,7 @@ class Process:
         self.stopped = False
         self.went_on_at = -1e9  # when it last went on again after a stop
         self.tasks: list[asyncio.Task[Any]] = []
-        self._aside: list[asyncio.Handle] = []
+        self.aside: list[asyncio.Handle] = []  # what could have run while it was stopped
 
     def __repr__(self) -> str:
         return self.name
@@ -63,6 +64,10 @@ class Process:
         context.run(PROCESS.set, self)
         return asyncio.get_running_loop().create_task(coroutine, context=context)
 
+    def runs_since(self, moment: float) -> bool:
+        """Whether it is there, and has not stood still since then."""
+        return self.alive and not self.stopped and self.went_on_at <= moment
+
     def stop(self) -> None:
         self.stopped = True
 
@@ -70,29 +75,25 @@ class Process:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SeededLoop)
         self.stopped, self.went_on_at = False, loop.time()
-        loop.ready.extend(self._aside)
-        self._aside.clear()
+        loop.ready.extend(self.aside)
+        self.aside.clear()
 
     def kill(self) -> None:
         """End it without a chance to clean up. Its tasks are kept: to collect them would run their clean-up."""
         self.alive = False
         self.stopped = True
-        self.tasks = [task for task in self.tasks if not task.done()]
 
     async def bury(self) -> None:
         """Let the tasks of a dead process end, when nothing that they do can matter any more."""
         self.go_on()
         for _ in range(100):
             left = [task for task in self.tasks if not task.done()]
-            for task in left:
-                task.cancel()
             if not left:
                 return
+            for task in left:
+                task.cancel()
             await asyncio.sleep(0.01)
         raise AssertionError(f"tasks of {self.name} do not end")
-
-    def set_aside(self, handle: asyncio.Handle) -> None:
-        self._aside.append(handle)
 
 
 class _Ready(deque[asyncio.Handle]):
@@ -114,33 +115,27 @@ class _Ready(deque[asyncio.Handle]):
         self.rotate(index)
         process = handle._context.get(PROCESS)
         if process is not None and process.stopped and not handle.cancelled():
-            process.set_aside(handle)
+            process.aside.append(handle)
             handle = asyncio.Handle(print, (), asyncio.get_running_loop())
             handle.cancel()
         return handle
 
 
-class _Task(asyncio.Task[T]):
-    """A task whose hash does not depend on where it lies in memory, so that sets of tasks have one order."""
+class _Numbered:
+    """A hash that does not depend on where something lies in memory, so that sets of tasks have one order."""
 
-    def __init__(self, coroutine: Generator[Any, None, T] | Coroutine[Any, Any, T], *, number: int, **options: Any):
-        self._number = number  # a task is put into sets while it is made
-        super().__init__(coroutine, **options)
-        process = (options.get("context") or copy_context()).get(PROCESS)
-        if process is not None:
-            process.tasks.append(self)
+    def __init__(self, *arguments: Any, loop: SeededLoop, **options: Any) -> None:
+        self._number = next(loop.numbers)  # a task is put into sets while it is made
+        super().__init__(*arguments, loop=loop, **options)  # pyright: ignore[reportCallIssue]  (not that of object)
 
     def __hash__(self) -> int:
         return self._number
 
 
-class _Future(asyncio.Future[Any]):
-    def __init__(self, *, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._number = number
-        super().__init__(loop=loop)
+class _Task(_Numbered, asyncio.Task[Any]): ...
 
-    def __hash__(self) -> int:
-        return self._number
+
+class _Future(_Numbered, asyncio.Future[Any]): ...
 
 
 class SeededLoop(VirtualLoop):
@@ -150,16 +145,18 @@ class SeededLoop(VirtualLoop):
         super().__init__()
         self.idle.ends, self.idle.looks = inf, False
         self.ready = self._ready = _Ready(Random(seed))
-        self._numbers = count(1)
+        self.numbers = count(1)
         self.set_task_factory(self._make_task)  # pyright: ignore[reportArgumentType]  (the stub is of other versions)
 
-    def _make_task(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
-    ) -> asyncio.Task[Any]:
-        return _Task(coroutine, loop=loop, number=next(self._numbers), **options)
+    def _make_task(self, _: object, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        task = _Task(coroutine, loop=self, **options)
+        process = (options.get("context") or copy_context()).get(PROCESS)
+        if process is not None:
+            process.tasks.append(task)
+        return task
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _Future(number=next(self._numbers), loop=self)
+        return _Future(loop=self)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
         # Time does not pass by itself: who sleeps until a moment that rounds to now would never see it pass.
@@ -167,7 +164,4 @@ class SeededLoop(VirtualLoop):
 
     def run_apart(self, delay: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
         """Call something later that is of no process, as what is on a network or at a server is not."""
-        return self.call_later(delay, callback, *arguments, context=_NOWHERE)
-
-
-_NOWHERE = Context()
+        return self.call_later(delay, callback, *arguments, context=NOWHERE)

@@ -11,18 +11,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any, Generic, Self, TypeVar, cast
 
-from aiodigest.backend import (
-    Add,
-    Backend,
-    Claims,
-    Close,
-    Closed,
-    Lease,
-    Operations,
-    Retired,
-    Retry,
-    ShardMap,
-)
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Operations, Retired, Retry, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.policy import Limits, Terms
 from simulation.loop import Process, SeededLoop
@@ -39,8 +28,9 @@ SILENCE = 65.0  # seconds until a listener notices that nobody is there
 class Server:
     """The only server: its store, its clock, and whether it is there."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, loop: SeededLoop) -> None:
         numbers = count(1)
+        self._loop = loop
         self.offset_ms = 0
         self.store = Store(shards, self.now_ms, lambda: f"n{next(numbers)}")
         self.is_up = True
@@ -48,7 +38,7 @@ class Server:
         self.cut = asyncio.Event()  # all connections end when it is set
 
     def now_ms(self) -> int:
-        return int(asyncio.get_running_loop().time() * 1000 + 0.01) + self.offset_ms
+        return int(self._loop.time() * 1000 + 0.01) + self.offset_ms
 
     def cut_all(self) -> None:
         self.cut.set()
@@ -78,10 +68,10 @@ class Exchange(Generic[T]):
 
 def _passed_on(path: str) -> Any:
     """A call of a backend that the store answers, and of which nobody needs to know more."""
-    call, answer = path.rpartition(".")[2], attrgetter(path)
+    answer = attrgetter(path)
 
     async def ask(self: Link, *arguments: Any) -> Any:
-        return await self._ask(call, partial(answer(self._server.store), *arguments))
+        return await self._ask(path.rpartition(".")[2], partial(answer(self._server.store), *arguments))
 
     return ask
 
@@ -95,17 +85,13 @@ class Link(Backend, Operations):
     silent = False  # a black hole: nothing arrives, and nobody is told
     deaf = False  # no wake-up is ever heard
 
-    def __init__(self, server: Server, process: Process, witness: Witness, random: Random, timeout: float) -> None:
+    def __init__(self, server: Server, process: Process, witness: Witness, random: Random) -> None:
         self._server = server
         self._process = process
         self._witness = witness
         self._random = random
-        self._timeout = timeout
-        self._learn()
-
-    def _learn(self) -> None:
-        """What its process knows of the shards, which may have changed since."""
-        self._shard_map = self._server.store.shard_map
+        self._timeout = witness.setup.timeout
+        self._shard_map = server.store.shard_map  # as far as its process knows
 
     @property
     def url(self) -> str:
@@ -122,27 +108,7 @@ class Link(Backend, Operations):
     def clone(self) -> Self:
         return self
 
-    async def _ask_shard(
-        self, call: str, shard: int, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True
-    ) -> T:
-        """Ask a shard, if it is still there and, for an add, still takes some; else learn where others are."""
-        store, met = self._server.store, shard
-
-        async def checked() -> T:
-            nonlocal met
-            if shard in store.retired or (call == "add" and shard not in store.shard_map.current):
-                raise Retired(f"shard {shard} has moved")
-            met = store.shard_map.current.start
-            return await request()
-
-        try:
-            return await self._ask(call, checked, repeat=repeat)
-        except Retired:
-            met = store.shard_map.current.start
-            raise
-        finally:
-            if met != self._shard_map.current.start and shard not in store.shard_map.current:
-                self._learn()
+    async def reshard(self, shards: int) -> bool: ...
 
     @property
     def is_sound(self) -> bool:
@@ -156,12 +122,10 @@ class Link(Backend, Operations):
             raise BackendUnavailable("this process is dead")
         self._witness.sent(self._process, call)
         try:
-            answer = await self._exchange(request, repeat)
+            return await self._exchange(request, repeat)
         except BackendUnavailable:
             self._witness.failed(self._process, call)
             raise
-        self._witness.answered(self._process, call)
-        return answer
 
     async def _exchange(self, request: Callable[[], Coroutine[Any, Any, T]], repeat: bool) -> T:
         loop, random = cast("SeededLoop", asyncio.get_running_loop()), self._random
@@ -199,58 +163,78 @@ class Link(Backend, Operations):
             elif not self.silent:
                 loop.run_apart(exchange.back, exchange.fail)
 
-    # The calls of a worker
+    async def _ask_shard(
+        self,
+        call: str,
+        shard: int,
+        *arguments: Any,
+        seen: Callable[[Any], object] | None = None,
+        repeat: bool = True,
+        **named: Any,
+    ) -> Any:
+        """Ask a shard, if it is still there and, for an add, still takes some; else learn where others are.
 
-    async def connect(self) -> None:
-        async def hello() -> None: ...
+        ``seen``: is told what the server answers, also if that gets lost.
+        """
+        store, met = self._server.store, shard
 
-        await self._ask("connect", hello)
+        async def request() -> Any:
+            nonlocal met
+            current = store.shard_map.current
+            if shard in store.retired or (call == "add" and shard not in current):
+                raise Retired(f"shard {shard} has moved")
+            met = current.start
+            answer = await getattr(store, call)(shard, *arguments, **named)
+            if seen:
+                seen(answer)
+            return answer
 
-    async def aclose(self) -> None:
-        pass
+        try:
+            return await self._ask(call, request, repeat=repeat)
+        except Retired:
+            met = store.shard_map.current.start
+            raise
+        finally:
+            if met != self._shard_map.current.start and shard not in store.shard_map.current:
+                self._shard_map = store.shard_map
+
+    async def _ask_once(self, call: str, seen: Callable[[Any], object], *arguments: Any) -> Any:
+        """Ask for what must not arrive twice."""
+
+        async def request() -> Any:
+            answer = await getattr(self._server.store, call)(*arguments)
+            seen(answer)
+            return answer
+
+        return await self._ask(call, request, repeat=False)
+
+    connect = _passed_on("connect")
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         self._witness.records.adding(adds)
-        return await self._add_wherever(shard, adds)
-
-    async def _add_wherever(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        try:
-            return await self._add(shard, adds)
-        except Retired:
-            return await self._add_elsewhere(adds)
-
-    async def _add_elsewhere(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        """Add what a retired shard did not take to the shards that take it now."""
-        groups: dict[int, list[int]] = {}
-        for index, add in enumerate(adds):
-            groups.setdefault(self._shard_map.shard_of(add.key), []).append(index)
-        answers: dict[int, bool | AiodigestError] = {}
-        for shard, indices in groups.items():
-            try:
-                added = await self._add_wherever(shard, [adds[index] for index in indices])
-                answers.update(zip(indices, added, strict=True))
-            except BackendUnavailable as error:
-                answers.update(dict.fromkeys(indices, error))
-        return [answers[index] for index in range(len(adds))]
+        return await self._add(shard, adds)
 
     async def _add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        async def request() -> list[bool | AiodigestError]:
-            added = await self._server.store.add(shard, adds)
-            self._witness.records.added(adds, added)
-            return added
-
-        return await self._ask_shard("add", shard, request, repeat=False)
+        """Add records; what a retired shard does not take goes to the shards that take it now."""
+        seen = partial(self._witness.records.added, adds)
+        try:
+            return await self._ask_shard("add", shard, adds, seen=seen, repeat=False)
+        except Retired:
+            shards = [self._shard_map.shard_of(add.key) for add in adds]
+        answers: dict[int, bool | AiodigestError] = {}
+        for other in dict.fromkeys(shards):
+            indices = [index for index, its_shard in enumerate(shards) if its_shard == other]
+            try:
+                added = await self._add(other, [adds[index] for index in indices])
+            except BackendUnavailable as error:
+                added = [error] * len(indices)
+            answers.update(zip(indices, added, strict=True))
+        return [answers[index] for index in range(len(adds))]
 
     async def claim(self, shard: int, count: int, *arguments: Any, **named: Any) -> Claims:
         self._witness.claiming(self._process, count)
-        sent = _now()
-
-        async def request() -> Claims:
-            claims = await self._server.store.claim(shard, count, *arguments, **named)
-            self._witness.leased(self._process, claims)
-            return claims
-
-        claims = await self._ask_shard("claim", shard, request, repeat=False)
+        sent, seen = _now(), partial(self._witness.leased, self._process)
+        claims: Claims = await self._ask_shard("claim", shard, count, *arguments, seen=seen, repeat=False, **named)
         self._witness.holds(self._process, claims.leases, sent)
         first = [
             replace(lease, entries=lease.entries[:3] if lease.size > 8 else lease.entries) for lease in claims.leases
@@ -258,16 +242,14 @@ class Link(Backend, Operations):
         return replace(claims, leases=first)  # the rest is paged
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
-        return await self._ask_shard(
-            "read", shard, partial(self._server.store.read, shard, lease, start, min(count, 3))
-        )
+        return await self._ask_shard("read", shard, lease, start, min(count, 3))
 
     async def renew(
         self, shard: int, leases: Sequence[Lease], *arguments: Any, **named: Any
     ) -> Sequence[bool | AiodigestError]:
         sent = _now()
-        call = partial(self._server.store.renew, shard, leases, *arguments, **named)
-        kept = await self._ask_shard("renew", shard, call)
+        kept: Sequence[bool | AiodigestError] = await self._ask_shard("renew", shard, leases, *arguments, **named)
+        self._witness.conducts[self._process].away = False
         self._witness.holds(self._process, [lease for lease, held in zip(leases, kept, strict=True) if held], sent)
         self._witness.holds_no_more([lease for lease, held in zip(leases, kept, strict=True) if not held])
         return kept
@@ -275,22 +257,22 @@ class Link(Backend, Operations):
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
         for close in closes:
             self._witness.burying(close)
-        closed = await self._ask_shard("close", shard, partial(self._server.store.close, shard, closes))
+        closed: list[Closed] = await self._ask_shard("close", shard, closes)
         for close, answer in zip(closes, closed, strict=True):
             if answer.status == "part":
                 self._witness.goes_on(self._process, close.lease.digest_id, answer.digest_id)
-        over = [close.lease for close, answer in zip(closes, closed, strict=True) if answer.status != "part"]
-        self._witness.holds_no_more(over)
+            else:
+                self._witness.holds_no_more([close.lease])
         return closed
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
-        kept = await self._ask_shard("retry", shard, partial(self._server.store.retry, shard, retries))
+        kept = await self._ask_shard("retry", shard, retries)
         self._witness.holds_no_more([retry.lease for retry in retries])
         return kept
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
         self._witness.holds_no_more(leases)
-        return await self._ask_shard("release", shard, partial(self._server.store.release, shard, leases, started))
+        return await self._ask_shard("release", shard, leases, started)
 
     async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:
@@ -309,8 +291,6 @@ class Link(Backend, Operations):
             heard.cancel()
             cut.cancel()
 
-    # The calls by hand
-
     schedule, maintenance = _passed_on("schedule"), _passed_on("maintenance")
     flush, reschedule = _passed_on("flush"), _passed_on("reschedule")
     look, entries, page, counts, erase, dead_letters, dead_letter = (
@@ -319,43 +299,25 @@ class Link(Backend, Operations):
     )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        request = partial(self._server.store.open, shard, key, lease_ms, limits)
-        return await self._ask_shard("open", shard, request, repeat=False)
+        return await self._ask_shard("open", shard, key, lease_ms, limits, repeat=False)
 
     async def delete(self, key: str) -> bool:
-        async def request() -> bool:
-            self._witness.removed(key)
-            return await self._server.store.delete(key)
-
-        return await self._ask("delete", request, repeat=False)
+        return await self._ask_once("delete", lambda _: self._witness.removed(key), key)
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        async def request() -> bool:
-            went = await self._server.store.remove(key, record_id, limits)
+        def seen(went: bool) -> None:
             if went:
                 self._witness.removed(key, record_id.decode())
-            return went
 
-        return await self._ask("remove", request, repeat=False)
-
-    async def reshard(self, shards: int) -> bool:
-        return False
+        return await self._ask_once("remove", seen, key, record_id, limits)
 
     async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
-        async def request() -> bool:
-            letter = await self._server.store.operations.dead_letter(letter_id)
-            ready = await self._server.store.replay(letter_id, terms, own)
-            self._witness.records.replayed(letter)
-            return ready
-
-        return await self._ask("replay", request, repeat=False)
+        letter, records = await self._server.store.operations.dead_letter(letter_id), self._witness.records
+        return await self._ask_once("replay", lambda _: letter and records.replayed(letter), letter_id, terms, own)
 
     async def discard(self, letter_id: str) -> bool:
-        async def request() -> bool:
-            self._witness.records.discarded(await self._server.store.operations.dead_letter(letter_id))
-            return await self._server.store.discard(letter_id)
-
-        return await self._ask("discard", request, repeat=False)
+        letter, records = await self._server.store.operations.dead_letter(letter_id), self._witness.records
+        return await self._ask_once("discard", lambda done: letter and done and records.discarded(letter), letter_id)
 
 
 def _at_once(request: Callable[[], Awaitable[T]]) -> T | Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +11,6 @@ from aiodigest import AiodigestError, BackendUnavailable, Digest
 from aiodigest.backend import Add, StoredDeadLetter
 from aiodigest.records.entries import unpack
 from simulation.loop import Process
-
-Ending = Literal["running", "returned", "raised", "partial", "cut"]
 
 
 @dataclass(eq=False)
@@ -22,15 +20,17 @@ class Receipt:
     process: Process
     key: str
     digest_id: str
-    attempt: int
     serials: tuple[int, ...]
     began: float
-    ending: Ending = "running"
+    ending: Literal["running", "returned", "raised", "partial", "cut"] = "running"
     ended: float = 0.0
     failed: frozenset[int] = frozenset()  # those that a PartialFailure named
     told: bool = False  # the store was known to know that it was delivered
     tells: bool = True  # something of its receiver
     stubborn: bool = False  # its callback ignores its cancellation
+
+    def delivered(self, serial: int) -> bool:
+        return self.ending == "returned" or (self.ending == "partial" and serial not in self.failed)
 
 
 @dataclass
@@ -41,7 +41,6 @@ class Record:
     record_id: str
     answer: bool | None = None  # of the store; None: not stored
     order: int = 0  # of arrival
-    returned: bool = False
     refused: bool = False  # its caller was told that it was not stored
     cancelled: bool = False
     excused: str = ""  # why it may be gone
@@ -49,10 +48,10 @@ class Record:
     receipts: list[Receipt] = field(default_factory=list[Receipt])
 
 
-def serial_of(entry: bytes) -> int | None:
-    """The serial of the record that an entry holds; None if somebody else wrote it."""
-    value = unpack(entry).value
-    return int(value[1:]) if value[:1] == b"\x01" else None
+def serials_of(entries: Iterable[bytes]) -> Iterator[int | None]:
+    """The serials of the records that entries hold; None where somebody else wrote it."""
+    for value in (unpack(entry).value for entry in entries):
+        yield int(value[1:]) if value[:1] == b"\x01" else None
 
 
 class Records:
@@ -66,22 +65,18 @@ class Records:
         self._latest: dict[tuple[str, str], int] = {}
         self._by_key = defaultdict[str, list[int]](list)
 
-    # Adding
-
     def new(self, key: str, record_id: str) -> int:
         serial = len(self.all) + 1
         self.all[serial] = Record(key, record_id)
         return serial
 
     def adding(self, adds: Sequence[Add]) -> None:
-        for add in adds:
-            serial = serial_of(add.entry)
+        for serial in serials_of(add.entry for add in adds):
             if serial is not None and self.all[serial].cancelled:
                 self._broken(f"record {serial} was cancelled before it was sent, and is sent all the same")
 
     def added(self, adds: Sequence[Add], answers: Sequence[bool | AiodigestError]) -> None:
-        for add, answer in zip(adds, answers, strict=True):
-            serial = serial_of(add.entry)
+        for serial, answer in zip(serials_of(add.entry for add in adds), answers, strict=True):
             if serial is None or isinstance(answer, AiodigestError):
                 continue
             record = self.all[serial]
@@ -97,7 +92,6 @@ class Records:
 
     def add_returned(self, serial: int, answer: bool) -> None:
         record = self.all[serial]
-        record.returned = True
         if record.answer is None:
             self._broken(f"the add of record {serial} returned, and it is not stored")
         elif record.answer != answer:
@@ -111,37 +105,26 @@ class Records:
         if record.answer is not None:
             self._broken(f"the add of record {serial} failed as not stored, and it is stored: {error}")
 
-    def add_cancelled(self, serial: int) -> None:
-        self.all[serial].cancelled = True
-
-    # What users take away, and put back
-
     def removed(self, key: str, record_id: str | None = None) -> None:
         for serial in self._by_key[key]:
             if record_id is None or self.all[serial].record_id == record_id:
                 self.all[serial].excused = "removed"
 
-    def buried(self, letter: StoredDeadLetter) -> list[int]:
-        serials = (serial_of(entry) for entry in letter.entries)
-        return [serial for serial in serials if serial is not None]
-
-    def replayed(self, letter: StoredDeadLetter | None) -> None:
-        for serial in self.buried(letter) if letter else ():
+    def replayed(self, letter: StoredDeadLetter) -> None:
+        for serial in filter(None, serials_of(letter.entries)):
             record = self.all[serial]
             record.replayed = True
             if sum(self.all[each].record_id == record.record_id for each in self._by_key[record.key]) > 1:
                 record.excused = "replayed before an older value of its id, which another letter had"
 
-    def discarded(self, letter: StoredDeadLetter | None) -> None:
-        for serial in self.buried(letter) if letter else ():
+    def discarded(self, letter: StoredDeadLetter) -> None:
+        for serial in filter(None, serials_of(letter.entries)):
             self.all[serial].excused = "discarded"
-
-    # Delivering
 
     def begun(self, process: Process, digest: Digest[int], now: float) -> Receipt:
         """Take a digest down, and see that it may come now, with these records, in this order."""
         serials = tuple(record.value for record in digest.records)
-        receipt = Receipt(process, digest.key, digest.id, digest.attempt, serials, now)
+        receipt = Receipt(process, digest.key, digest.id, serials, now)
         if not serials:
             self._broken(f"digest {digest.id} of {digest.key!r} is empty")
         known = self.contents.setdefault(digest.id, serials)
@@ -156,36 +139,27 @@ class Records:
         return receipt
 
     def _received(self, serial: int, receipt: Receipt) -> None:
-        record = self.all.get(serial)
+        record, digest_id = self.all.get(serial), receipt.digest_id
         if record is None or record.answer is None or record.key != receipt.key:
-            self._broken(f"digest {receipt.digest_id} of {receipt.key!r} holds {serial}, which was never added to it")
+            self._broken(f"digest {digest_id} of {receipt.key!r} holds {serial}, which was never added to it")
             return
         for earlier in record.receipts if not record.replayed else ():
-            spared = earlier.ending == "partial" and serial not in earlier.failed
-            if earlier.told and (earlier.ending == "returned" or spared):
-                self._broken(f"record {serial} came again in {receipt.digest_id}, although its delivery was known")
-            elif earlier.digest_id != receipt.digest_id and earlier.ending != "raised":
-                if earlier.ending == "partial" and serial in earlier.failed:
-                    continue
-                self._broken(
-                    f"record {serial} came in digest {earlier.digest_id}, of unknown outcome, and again in "
-                    f"{receipt.digest_id}"
-                )
+            was_delivered = earlier.delivered(serial)
+            if was_delivered and earlier.told:
+                self._broken(f"record {serial} came again in {digest_id}, although its delivery was known")
+            elif earlier.digest_id != digest_id and (was_delivered or earlier.ending in ("running", "cut")):
+                where = f"digest {earlier.digest_id}, of unknown outcome, and again in {digest_id}"
+                self._broken(f"record {serial} came in {where}")
         record.receipts.append(receipt)
-
-    # At the end
 
     def unaccounted(self, letters: Iterable[StoredDeadLetter]) -> list[int]:
         """Records that were stored, and were neither delivered nor taken away by anybody."""
-        in_letters = {serial for letter in letters for serial in self.buried(letter)}
+        in_letters = {serial for letter in letters for serial in serials_of(letter.entries)}
         return [
             serial
             for serial, record in self.all.items()
             if record.answer is not None
             and not record.excused
             and serial not in in_letters
-            and not any(
-                receipt.ending == "returned" or (receipt.ending == "partial" and serial not in receipt.failed)
-                for receipt in record.receipts
-            )
+            and not any(receipt.delivered(serial) for receipt in record.receipts)
         ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from storestate import check_invariants, reference_state
 
-from aiodigest import Delivery, Digest
+from aiodigest import Delivery, Digest, DigestEngine, Policy
 from aiodigest.backend import Claims, Close, Lease
 from aiodigest.backoff import PROBE_TIMEOUT, PROBES
 from simulation.loop import PROCESS, Process, SeededLoop
@@ -18,10 +19,11 @@ from simulation.records import Receipt, Records
 from simulation.store import Store
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
-    """How the engines of a world are made, as far as the promises depend on it."""
+    """What a seed has chosen for all engines of its world."""
 
+    policy: Policy
     shards: int
     concurrency: int
     lease_timeout: float
@@ -29,19 +31,23 @@ class Setup:
     drain_timeout: float
     timeout: float
     max_attempts: int
-    threshold: int
-    longest_rest: float
-    max_size: int | None
-    capacity: int
+    threshold: int  # of the backoff mode
+    pause: float  # its maximum
+    keys: tuple[str, ...]
+    stubborn: bool  # many callbacks go on after they were cancelled
+    mood: Literal["good", "mixed", "failing"] = "mixed"  # of the receiver
+
+    @property
+    def longest_rest(self) -> float:
+        return self.pause + 20 + 4 * self.delivery_timeout
 
 
 @dataclass
 class Conduct:
     """What is known of one process."""
 
-    setup: Setup
+    engine: DigestEngine[int]
     delivers: bool
-    backs_off: Callable[[], bool]
     since: float  # when its process began
     held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
     tokens: dict[str, str] = field(default_factory=dict[str, str])  # of the leases, by their digests
@@ -59,12 +65,17 @@ class Conduct:
     leaving_since: float | None = None
     hurried: bool = False  # who waited for it to leave was cancelled
 
+    @property
+    def tries(self) -> int:
+        return self.sent["claim"] + self.sent["renew"]
+
 
 class Witness:
     """Notes what happens, and what of it must not; ``over`` is set by the first broken promise."""
 
-    def __init__(self, loop: SeededLoop, store: Store) -> None:
+    def __init__(self, loop: SeededLoop, store: Store, setup: Setup) -> None:
         self.store = store
+        self.setup = setup
         self.story: list[str] = []
         self.fault = ""
         self.over = asyncio.Event()
@@ -75,8 +86,8 @@ class Witness:
         self.calm_since = loop.time()  # no fault since; in the future while there is one
         self._loop = loop
         self._start = loop.time()
-        self.begun_at: dict[str, float] = {}
-        self.removed_at: dict[str, float] = {}
+        self._begun_at: dict[str, float] = {}
+        self._removed_at: dict[str, float] = {}
         self._owners: dict[str, Process] = {}
         self._leased_at: dict[str, float] = {}  # by digest
 
@@ -86,8 +97,7 @@ class Witness:
         return self._loop.time() - self._start
 
     def tell(self, text: str) -> None:
-        process = PROCESS.get()
-        self.story.append(f"{self._loop.time() - self._start:9.3f}  {process.name if process else '':12}  {text}")
+        self.story.append(f"{self.lasted:9.3f}  {PROCESS.get() or ''!s:12}  {text}")
 
     def broken(self, text: str) -> None:
         self.tell(f"BROKEN: {text}")
@@ -98,7 +108,7 @@ class Witness:
     def calm_for(self, seconds: float) -> bool:
         return self._loop.time() - self.calm_since > seconds
 
-    def trouble(self, seconds: float = 0.0) -> None:
+    def trouble(self, seconds: float) -> None:
         """Something goes wrong now, for so long."""
         self.calm_since = max(self.calm_since, self._loop.time() + seconds)
 
@@ -122,18 +132,13 @@ class Witness:
             if len(conduct.failures) == 60 and now - conduct.failures[0] < 10 / self.store.shard_map.count:
                 self.broken(f"{process} tried 60 claims within {now - conduct.failures[0]:.1f} s of an outage")
 
-    def answered(self, process: Process, call: str) -> None:
-        if call == "renew":
-            self.conducts[process].away = False
-
     def claiming(self, process: Process, slots: int) -> None:
-        conduct, now = self.conducts[process], self._loop.time()
-        if now < conduct.silent_until - 1e-6:
+        conduct = self.conducts[process]
+        if self._loop.time() < conduct.silent_until - 1e-6:
             self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
-        shards = self.store.shard_map.count
-        if slots > conduct.setup.concurrency:
-            self.broken(f"{process} claims {slots} digests, and may deliver {conduct.setup.concurrency}")
-        if conduct.away and shards == 1 and self._running(process):
+        if slots > self.setup.concurrency:
+            self.broken(f"{process} claims {slots} digests, and may deliver {self.setup.concurrency}")
+        if conduct.away and self.store.shard_map.count == 1 and self._running(process):
             self.broken(f"{process} claims before it has renewed what it holds")
         conduct.away = False
 
@@ -158,15 +163,14 @@ class Witness:
 
     def burying(self, close: Close) -> None:
         """See that what was planted, and cannot be decoded, is one dead letter: there is one reason."""
-        planted = [
-            letter for letter in close.dead_letters if letter.ids and all(i.startswith(b"bad-") for i in letter.ids)
-        ]
+        letters = [letter for letter in close.dead_letters if letter.ids]
+        planted = [letter.reason for letter in letters if all(i.startswith(b"bad-") for i in letter.ids or ())]
         if len(planted) > 1:
-            self.broken(f"{len(planted)} dead letters for one reason: {[letter.reason for letter in planted]}")
+            self.broken(f"{len(planted)} dead letters for one reason: {planted}")
 
     def removed(self, key: str, record_id: str | None = None) -> None:
         self.tell(f"{key} {record_id or ''} removed")
-        self.removed_at[key] = self._loop.time()
+        self._removed_at[key] = self._loop.time()
         self.records.removed(key, record_id)
 
     # What callbacks are given
@@ -176,16 +180,11 @@ class Witness:
         return [receipt for receipt in self.receipts if process in (None, receipt.process)]
 
     def begun(self, process: Process, digest: Digest[int]) -> Receipt:
-        conduct, now = self.conducts[process], self._loop.time()
-        removed = self.removed_at.get(digest.key, 0.0) >= self._leased_at.get(digest.id, now)  # and is read to its end
-        for other in self._running():
-            if (
-                other.key == digest.key
-                and not removed
-                and not self._removed_since(other)
-                and self._answers_for(other, conduct.setup.lease_timeout * 2)
-                and not self.store.moved_at  # else it may be in an old and a new shard
-            ):
+        conduct, setup, now = self.conducts[process], self.setup, self._loop.time()
+        removed = self._removed_at.get(digest.key, 0.0) >= self._leased_at.get(digest.id, now)  # and is read to its end
+        # after a change of shards it may be in an old and a new one
+        for other in self._running() if not (removed or self.store.moved_at) else ():
+            if other.key == digest.key and not self._removed_since(other) and self._answers_for(other):
                 self.broken(f"{other.process} and {process} deliver {digest.key} at the same time")
         since = conduct.leaving_since
         if since is not None and now > since + 0.5 and process.went_on_at < since:
@@ -194,19 +193,19 @@ class Witness:
             self.broken(f"{process} begins {digest.id} under a lease that it took for over")
         receipt = self.records.begun(process, digest, now)
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
-        if digest.attempt > conduct.setup.max_attempts:
+        if digest.attempt > setup.max_attempts:
             self.broken(f"digest {digest.id} is tried for the {digest.attempt}th time")
-        if len(receipt.serials) > (conduct.setup.max_size or conduct.setup.capacity):
+        if len(receipt.serials) > (setup.policy.max_size or setup.policy.capacity):
             self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
-        spared = (conduct.spared_since or now) + 3 * conduct.setup.timeout  # by then nobody answers an earlier claim
+        spared = (conduct.spared_since or now) + 3 * setup.timeout  # by then nobody answers an earlier claim
         spared = max(spared, now - PROBE_TIMEOUT)  # what has taken longer lets another through
         if sum(self._taken_at(other) > spared for other in (receipt, *self._running(process))) > PROBES:
             self.broken(f"{process} delivers more than {PROBES} at once to a receiver that fails")
         self.receipts.append(receipt)
-        under_way = [other for other in self._running(process) if not other.stubborn]
-        if len(under_way) > conduct.setup.concurrency:
-            self.broken(f"{process} delivers {len(under_way)} digests at once")
-        self.begun_at[digest.key] = now
+        under_way = sum(not other.stubborn for other in self._running(process))
+        if under_way > setup.concurrency:
+            self.broken(f"{process} delivers {under_way} digests at once")
+        self._begun_at[digest.key] = now
         return receipt
 
     def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
@@ -219,7 +218,7 @@ class Witness:
     def cancelled(self, receipt: Receipt) -> None:
         """A callback was cancelled: with the lease of its digest, unless its time is over or its process leaves."""
         conduct = self.conducts[receipt.process]
-        is_in_time = self._loop.time() < receipt.began + conduct.setup.delivery_timeout - 0.01
+        is_in_time = self._loop.time() < receipt.began + self.setup.delivery_timeout - 0.01
         if is_in_time and conduct.leaving_since is None:
             conduct.given_up.add(receipt.digest_id)
 
@@ -229,13 +228,12 @@ class Witness:
 
     def _removed_since(self, receipt: Receipt) -> bool:
         """Whether something of its timeline was removed after its lease was given."""
-        return self.removed_at.get(receipt.key, 0.0) >= self._taken_at(receipt)
+        return self._removed_at.get(receipt.key, 0.0) >= self._taken_at(receipt)
 
-    def _answers_for(self, receipt: Receipt, window: float) -> bool:
+    def _answers_for(self, receipt: Receipt) -> bool:
         """Whether a process that runs a callback has been in a state to end it when its lease did."""
-        process = receipt.process
-        healthy = process.alive and not process.stopped and process.went_on_at < receipt.began
-        return healthy and not receipt.stubborn and self.calm_for(window)
+        is_calm = self.calm_for(2 * self.setup.lease_timeout)
+        return receipt.process.runs_since(receipt.began) and not receipt.stubborn and is_calm
 
     def ended(self, receipt: Receipt) -> None:
         receipt.ended = self._loop.time()
@@ -253,17 +251,15 @@ class Witness:
             if receipt.key not in conduct.failed and receipt.began >= conduct.resumed_at:
                 conduct.failed.add(receipt.key)
                 conduct.in_a_row += 1
-            if conduct.in_a_row >= conduct.setup.threshold and conduct.spared_since is None:
+            if conduct.in_a_row >= self.setup.threshold and conduct.spared_since is None:
                 conduct.spared_since = receipt.ended
 
     def _see_cut(self, receipt: Receipt, conduct: Conduct) -> None:
-        lasted, setup = receipt.ended - receipt.began, conduct.setup
+        lasted, setup, since = receipt.ended - receipt.began, self.setup, conduct.leaving_since
         if lasted >= setup.delivery_timeout - 0.01 or receipt.stubborn or not self.calm_for(2 * setup.lease_timeout):
             return
-        if self._removed_since(receipt) or conduct.hurried:
-            return
-        since = conduct.leaving_since
-        if since is None or receipt.ended < since + setup.drain_timeout - 0.01:
+        is_excused = self._removed_since(receipt) or conduct.hurried
+        if not is_excused and (since is None or receipt.ended < since + setup.drain_timeout - 0.01):
             self.broken(f"the callback of {receipt.digest_id} was cut short after {lasted:.3f} s for no reason")
 
     def told(self, delivery: Delivery) -> None:
@@ -271,125 +267,109 @@ class Witness:
         self.tell(f"told {delivery.result} of {delivery.digest_id}")
         if delivery.result not in ("delivered", "partial"):
             return
-        serials = self.records.contents[delivery.digest_id]
-        receipts = [
-            receipt for receipt in self.records.all[serials[0]].receipts if receipt.digest_id == delivery.digest_id
-        ]
+        first = self.records.all[self.records.contents[delivery.digest_id][0]]
+        receipts = [receipt for receipt in first.receipts if receipt.digest_id == delivery.digest_id]
         if delivery.result == "partial" and (delivery.attempt > 1 or len(receipts) > 1):
             return  # its contents may be frozen: then all of it comes again
         for receipt in receipts:
             receipt.told = receipt.told or receipt.ending in ("returned", "partial")
 
-    def asked_to_pause(self, process: Process, seconds: float) -> None:
-        conduct = self.conducts[process]
-        conduct.silent_until = max(conduct.silent_until, self._loop.time() + seconds)
-
     def expect(self, key: str, since: float) -> None:
         """See that a timeline that was made ready has been delivered, if there was a free slot for it."""
-        if self.begun_at.get(key, 0.0) >= since or not self.strict:
+        if self._begun_at.get(key, 0.0) >= since or not self.strict:
             return
         if any(key in machine.leased for machine in self.store.machines):  # its turn has come this moment
             return
         for process, conduct in self.conducts.items():
-            there = conduct.delivers and process.alive and conduct.leaving_since is None and not conduct.backs_off()
-            if there and len(self._running(process)) < conduct.setup.concurrency:
+            there = conduct.delivers and process.alive and conduct.leaving_since is None
+            is_free = len(self._running(process)) < self.setup.concurrency
+            if there and is_free and not conduct.engine.activity.backoff_level:
                 self.broken(f"{key} was ready at {since - self._start:.3f}, and {process} does not deliver it")
 
     # What a look around shows
 
-    def look(self, store: Store, now_ms: int) -> None:
+    def look(self, now_ms: int) -> None:
         """See that the store is in order, and that what should have ended has."""
-        now = self._loop.time()
-        for machine in store.machines:
+        setup = self.setup
+        for machine in self.store.machines:
             try:
                 check_invariants(reference_state(machine))
             except AssertionError as error:
                 self.broken(f"the store is out of order: {error}")
         for receipt in self._running():
-            conduct = self.conducts[receipt.process]
-            process, setup = receipt.process, conduct.setup
-            if not process.alive or process.stopped or process.went_on_at > receipt.began:
-                continue
-            if receipt.stubborn:
-                self._see_on_done(store, receipt, conduct)
-                continue
-            since = conduct.held.get(conduct.tokens.get(receipt.digest_id, ""), receipt.began)
-            if now > max(since, receipt.began) + setup.lease_timeout + 1:
-                self.broken(f"the callback of {receipt.digest_id} outlives the lease of {process}")
-            if now > receipt.began + setup.delivery_timeout + 1:
-                self.broken(f"the callback of {receipt.digest_id} outlives its delivery_timeout")
-        self._see_marks(store, now_ms)
-        for conduct in list(self.conducts.values())[:1]:
-            bound_ms = (2 * conduct.setup.lease_timeout + conduct.setup.longest_rest + 10) * 1000
-            for machine in store.machines if self.calm_for(bound_ms / 1000) else ():
-                for key, end in machine.leased.items():
-                    if now_ms > end + bound_ms:
-                        self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
+            if receipt.process.runs_since(receipt.began):
+                (self._see_on_done if receipt.stubborn else self._see_end)(receipt)
+        self._see_marks(now_ms)
+        bound_ms = (2 * setup.lease_timeout + setup.longest_rest + 10) * 1000
+        for machine in self.store.machines if self.calm_for(bound_ms / 1000) else ():
+            for key, end in machine.leased.items():
+                if now_ms > end + bound_ms:
+                    self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
 
-    def _see_on_done(self, store: Store, receipt: Receipt, conduct: Conduct) -> None:
+    def _see_end(self, receipt: Receipt) -> None:
+        """See that a callback ends with its lease, and in its time."""
+        now, conduct = self._loop.time(), self.conducts[receipt.process]
+        since = conduct.held.get(conduct.tokens.get(receipt.digest_id, ""), receipt.began)
+        if now > max(since, receipt.began) + self.setup.lease_timeout + 1:
+            self.broken(f"the callback of {receipt.digest_id} outlives the lease of {receipt.process}")
+        if now > receipt.began + self.setup.delivery_timeout + 1:
+            self.broken(f"the callback of {receipt.digest_id} outlives its delivery_timeout")
+
+    def _see_on_done(self, receipt: Receipt) -> None:
         """See that a callback that ignores its end does not keep its lease."""
         if self._taken_at(receipt) > receipt.began:
             return  # another attempt holds its digest
-        for machine in store.machines:
+        for machine in self.store.machines:
             held = machine.held.get(receipt.key)
             if held and held.delivery and held.delivery.digest_id == receipt.digest_id:
-                renewed = conduct.held.get(held.delivery.token, 0.0)
-                if renewed > receipt.began + conduct.setup.delivery_timeout + 1:
+                renewed = self.conducts[receipt.process].held.get(held.delivery.token, 0.0)
+                if renewed > receipt.began + self.setup.delivery_timeout + 1:
                     self.broken(f"the lease of {receipt.digest_id} is renewed, and its callback ignores its end")
 
-    def _see_marks(self, store: Store, now_ms: int) -> None:
+    def _see_marks(self, now_ms: int) -> None:
         """See that a worker tells the store that it is there, also one that rests."""
-        now = self._loop.time()
+        lease, store = self.setup.lease_timeout, self.store
+        before = self._loop.time() - 1.5 * lease
+        if store.moved_at > before or not self.calm_for(1.5 * lease):
+            return
+        served = [machine for shard, machine in enumerate(store.machines) if shard not in store.retired]
+        late = max(abs(now_ms - machine.seen_ms) for machine in served) / 1000
         for process, conduct in self.conducts.items():
-            lease = conduct.setup.lease_timeout
-            before = now - 1.5 * lease
-            is_there = process.alive and not process.stopped and conduct.leaving_since is None and conduct.delivers
-            if is_there and max(conduct.since, process.went_on_at) < before and self.calm_for(1.5 * lease):
-                served = [machine for shard, machine in enumerate(store.machines) if shard not in store.retired]
-                if self.store.moved_at > before:
-                    continue
-                late = max(abs(now_ms - machine.seen_ms) for machine in served) / 1000
-                if late > lease / 2 + 1:
-                    self.broken(f"{process} has not told the store for {late:.1f} s that it is there")
+            is_there = process.runs_since(before) and conduct.since < before
+            if is_there and conduct.leaving_since is None and conduct.delivers and late > lease / 2 + 1:
+                self.broken(f"{process} has not told the store for {late:.1f} s that it is there")
 
-    def left(self, process: Process, store: Store) -> None:
+    def left(self, process: Process) -> None:
         """See that a process that has left in good order has given back what it held."""
         conduct = self.conducts[process]
-        since = self._loop.time() - conduct.setup.lease_timeout  # what ended by itself is nobody's any more
+        since = self._loop.time() - self.setup.lease_timeout  # what ended by itself is nobody's any more
         if process.went_on_at > since:
             return  # it may have given up what a renewal on its way has extended
-        for machine in store.machines:
+        for machine in self.store.machines:
             for key in machine.leased:
-                delivery = machine.held[key].delivery
-                if delivery is None or delivery.digest_id in conduct.given_up:
+                opened = machine.held[key].delivery
+                if opened is None or opened.digest_id in conduct.given_up:
                     continue  # a renewal that hung may have been answered after that
-                if conduct.held.get(delivery.token, since) > since:
+                if conduct.held.get(opened.token, since) > since:
                     self.broken(f"{process} has left, and still holds {key}")
 
-
-class Ears(logging.Handler):
-    """Hears what the processes of a world log."""
-
-    def __init__(self, witness: Witness) -> None:
-        super().__init__()
-        self._witness = witness
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def hear(self, record: logging.LogRecord) -> None:
+        """Hear what the processes of the world log."""
         process = PROCESS.get()
         if process is None or not process.alive:
             return
-        witness, text = self._witness, record.getMessage()
-        witness.tell(f"{record.levelname.lower()}: {text}")
-        conduct = witness.conducts[process]
+        text = record.getMessage()
+        self.tell(f"{record.levelname.lower()}: {text}")
+        conduct = self.conducts[process]
         if "a fault of aiodigest" in text:
-            witness.broken(f"{text}: {record.exc_info and record.exc_info[1]!r}")
+            self.broken(f"{text}: {record.exc_info and record.exc_info[1]!r}")
         elif "chosen shards" in text or "were chosen" in text:
-            witness.broken(f"nobody has chosen shards: {text}")
+            self.broken(f"nobody has chosen shards: {text}")
         elif "available again" in text:
             conduct.unavailable = False
         elif "is unavailable" in text:
             if conduct.unavailable:
-                witness.broken(f"{process} says twice that the server is unavailable")
+                self.broken(f"{process} says twice that the server is unavailable")
             conduct.unavailable = True
-        elif witness.strict and record.levelno >= logging.WARNING and not text.startswith("stopped with"):
-            witness.broken(f"{process} complains, and nothing is wrong: {text}")
+        elif self.strict and record.levelno >= logging.WARNING and not text.startswith("stopped with"):
+            self.broken(f"{process} complains, and nothing is wrong: {text}")

@@ -5,28 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as global_random
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, Literal
+from typing import Any, cast
+from unittest.mock import patch
 
-from aiodigest import BackoffMode, DecorrelatedJitter, Policy, RetryPolicy
+from aiodigest import Policy
 from aiodigest.backend import Add
 from aiodigest.records.entries import pack
 from aiodigest.worker import batcher
 from aiodigest.worker import delivery as dispatch
-from simulation.actors import Actor, Habits
+from simulation.actors import Actor
 from simulation.loop import Endless, SeededLoop, no_turn_is_endless
 from simulation.network import Link, Server
-from simulation.witness import Ears, Setup, Witness
+from simulation.witness import Setup, Witness
 
 TROUBLED = 200.0  # seconds
 STRICT = 30.0
 IDLE = 60.0
-
-Tempo = Literal["quiet", "calm", "wild"]
-
 
 POLICIES = [
     Policy(minimum_delay=5, increment_delay=2, maximum_delay=20),
@@ -41,35 +40,30 @@ POLICIES = [
 class World:
     """Everything that one seed decides."""
 
-    def __init__(self, seed: int) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, SeededLoop)
+    def __init__(self, seed: int, loop: SeededLoop) -> None:
         self._loop = loop
         self._seed = seed
         self._random = Random(f"{seed} plan")
         global_random.seed(f"{seed} jitter")  # what the engines draw
         self._whims = Random(f"{seed} whims")  # of their own, so that they change nothing else
-        self._habits = self._choose()
-        self._server = Server(self._habits.setup.shards)
-        self.witness = Witness(loop, self._server.store)
-        self._tempo: Tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
+        self._setup = self._choose()
+        self._server = Server(self._setup.shards, loop)
+        self.witness = Witness(loop, self._server.store, self._setup)
+        self._tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
         self._deaf = self._random.random() < 0.1
         self._troubles = 0
         self._behind_ms = 0  # how far the clock was put back
         self._names = count(1)
-        roles = [(True, True)]  # adds, delivers
-        if not self._deaf:
-            workers, producers = self._random.randint(1, 3), self._random.randint(1, 2)
-            roles = [(self._random.random() < 0.3, True)] * workers + [(True, False)] * producers
-        self._actors = [self._actor(adds, delivers) for adds, delivers in roles]
+        self._actors: list[Actor] = []
         self._dead: list[Actor] = []
         self._faults: set[asyncio.Task[None]] = set()
 
-    def _choose(self) -> Habits:
+    def _choose(self) -> Setup:
         random = self._random
         policy = random.choice(POLICIES)
-        delivery_timeout, rest = random.choice((15.0, 40.0, 100.0)), random.choice((5.0, 30.0))
-        setup = Setup(
+        delivery_timeout, pause = random.choice((15.0, 40.0, 100.0)), random.choice((5.0, 30.0))
+        return Setup(
+            policy=policy,
             shards=random.choice((1, 1, 3)),
             concurrency=random.choice((1, 2, 4, 8)),
             lease_timeout=random.choice((10.0, 20.0, 60.0)),
@@ -78,51 +72,20 @@ class World:
             timeout=random.choice((1.0, 5.0)),
             max_attempts=random.choice((3, 5, 12)),
             threshold=random.choice((2, 3, 5)),
-            longest_rest=rest + 20 + 4 * delivery_timeout,
-            max_size=policy.max_size,
-            capacity=policy.capacity,
+            pause=pause,
+            keys=tuple(f"k{number}" for number in range(random.randint(2, 9))),
+            stubborn=Random(f"{self._seed} stubborn").random() < 0.1,
         )
-        retry = RetryPolicy(max_attempts=setup.max_attempts, backoff=DecorrelatedJitter(base=1, cap=10))
-        mode = BackoffMode(threshold=setup.threshold, multiplier=1, maximum=rest)
-        keys = tuple(f"k{number}" for number in range(random.randint(2, 9)))
-        stubborn = Random(f"{self._seed} stubborn").random() < 0.1
-        return Habits(setup, policy, retry, mode, keys, stubborn)
 
-    def _actor(self, adds: bool, delivers: bool) -> Actor:
+    def _enter(self, adds: bool, delivers: bool) -> None:
         number = next(self._names)
         source = Random(f"{self._seed} actor {number}")
         name = f"{'worker' if delivers else 'producer'}-{number}"
-        actor = Actor(name, self._server, self.witness, self._habits, source, adds=adds, delivers=delivers)
+        actor = Actor(name, self._server, self.witness, source, adds=adds, delivers=delivers)
         actor.link.deaf = self._deaf
-        return actor
+        self._actors.append(actor)
 
-    # The plot
-
-    async def play(self) -> None:
-        """Let it all happen; returns early when a promise is broken."""
-        ears, logger = Ears(self.witness), logging.getLogger("aiodigest")
-        level, logger.propagate = logger.level, False
-        logger.addHandler(ears)
-        logger.setLevel(logging.INFO)
-        read, dispatch.read = dispatch.read, self._slowly(dispatch.read)
-        plot = asyncio.create_task(self._plot())
-        watch = asyncio.create_task(self._watch())
-        over = asyncio.create_task(self.witness.over.wait())
-        try:
-            await asyncio.wait([plot, watch, over], return_when=asyncio.FIRST_COMPLETED)
-            if plot.done() and not self.witness.fault:
-                plot.result()
-        finally:
-            for task in (plot, watch, over, *self._faults):
-                task.cancel()
-            await asyncio.wait([plot, watch, over, *self._faults])
-            await self._bury_all()
-            dispatch.read = read
-            logger.removeHandler(ears)
-            logger.setLevel(level)
-            logger.propagate = True
-
-    def _slowly(self, read: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def slowly(self, read: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Take a while to read some digests, as where they are large."""
         whims = Random(f"{self._seed} reading")
 
@@ -133,17 +96,39 @@ class World:
 
         return read_slowly
 
-    async def _bury_all(self) -> None:
-        for actor in (*self._dead, *self._actors):
-            if not actor.life.done() or not actor.process.alive:
-                actor.process.kill()
-                await actor.process.bury()
+    # The plot
+
+    async def play(self) -> None:
+        """Let it all happen; returns early when a promise is broken."""
+        roles = [(True, True)]  # adds, delivers
+        if not self._deaf:
+            workers, producers = self._random.randint(1, 3), self._random.randint(1, 2)
+            roles = [(self._random.random() < 0.3, True)] * workers + [(True, False)] * producers
+        for adds, delivers in roles:
+            self._enter(adds, delivers)
+        plot = asyncio.create_task(self._plot())
+        tasks = [plot, *map(asyncio.create_task, (self._watch(), self.witness.over.wait()))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if plot.done() and not self.witness.fault:
+                plot.result()
+        finally:
+            tasks += self._faults
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for actor in (*self._dead, *self._actors):
+                if not actor.life.done() or not actor.process.alive:
+                    actor.process.kill()
+                    await actor.process.bury()
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            self.witness.broken(f"tasks are left: {left}")
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(5)
             self._server.store.end_drained()
-            self.witness.look(self._server.store, self._server.now_ms())
+            self.witness.look(self._server.now_ms())
 
     async def _plot(self) -> None:
         await self._be_troubled()
@@ -159,7 +144,7 @@ class World:
     async def _be_troubled(self) -> None:
         ends = self._loop.time() + TROUBLED
         if self._tempo == "quiet":
-            self._habits.mood = "good"
+            self._setup.mood = "good"
         gap = 60.0 if self._tempo == "calm" else 12.0
         while (left := ends - self._loop.time()) > 0:
             await asyncio.sleep(min(left, self._random.expovariate(1 / gap)))
@@ -174,12 +159,11 @@ class World:
     async def _settle(self) -> None:
         """Peace: what is held must be delivered, or be where it belongs, in a time that can be told."""
         self.witness.tell("peace")
-        self._habits.mood = "good"
-        setup = self._habits.setup
+        self._setup.mood = "good"
+        setup = self._setup
         for actor in self._actors:
-            actor.rest(True)
-        patience = 4 * setup.lease_timeout + setup.longest_rest + 120 + self._behind_ms / 1000
-        await self._empty(patience)
+            actor.adding.clear()
+        await self._empty(4 * setup.lease_timeout + setup.longest_rest + 120 + self._behind_ms / 1000)
         await asyncio.sleep(2 * setup.lease_timeout + setup.longest_rest)
 
     def _held(self) -> list[str]:
@@ -198,13 +182,13 @@ class World:
         self.witness.tell("by the book")
         self.witness.strict = True
         for actor in self._actors:
-            actor.rest(False)
+            actor.adding.set()
         await asyncio.sleep(STRICT)
         for actor in self._actors:
-            actor.rest(True)
-        await self._empty(100 + 3 * self._habits.setup.lease_timeout)
+            actor.adding.clear()
+        await self._empty(100 + 3 * self._setup.lease_timeout)
         await asyncio.sleep(1)
-        policy = self._habits.policy
+        policy = self._setup.policy
         if policy.capacity < 100 or policy.max_age is not None:  # then some may vanish
             return
         for serial in range(first, len(self.witness.records.all) + 1):
@@ -213,16 +197,13 @@ class World:
                 self.witness.broken(f"record {serial} came {len(record.receipts)} times, and nothing was wrong")
 
     async def _be_idle(self) -> None:
-        before = {actor: sum(actor_sent.values()) for actor, actor_sent in self._sent()}
+        before = [actor.conduct.sent.total() for actor in self._actors]
         await asyncio.sleep(IDLE)
-        setup = self._habits.setup
-        allowed = len(self._server.store.shard_map.current) * (IDLE / (setup.lease_timeout / 3) * 1.5 + 3)
-        for actor, sent in self._sent():
-            if sum(sent.values()) - before[actor] > allowed:
-                self.witness.broken(f"{actor} is idle, and sends {sum(sent.values()) - before[actor]} calls a minute")
-
-    def _sent(self) -> list[tuple[str, dict[str, int]]]:
-        return [(actor.process.name, self.witness.conducts[actor.process].sent) for actor in self._actors]
+        allowed = len(self._server.store.shard_map.current) * (IDLE / (self._setup.lease_timeout / 3) * 1.5 + 3)
+        for actor, then in zip(self._actors, before, strict=True):
+            sent = actor.conduct.sent.total() - then
+            if sent > allowed:
+                self.witness.broken(f"{actor.process} is idle, and sends {sent} calls a minute")
 
     def _settle_accounts(self) -> None:
         machines = self._server.store.machines
@@ -242,7 +223,11 @@ class World:
         if not self._actors:  # all are dead or leaving, and will be replaced
             return
         faults: list[Callable[[], Coroutine[Any, Any, None]]] = [
-            self._crash_server, self._pause_server, self._cut, self._lose, self._lag, self._refuse, self._silence,
+            self._crash_server, self._pause_server, self._cut,
+            partial(self._impair, "messages are lost", "loss", (0.1, 0.5), 1, 60),
+            partial(self._impair, "the network is slow", "lag", (0.1, 1.0, self._setup.timeout), 1, 60),
+            partial(self._impair, "connections are refused", "refused", (True,), 0.1, 60),
+            partial(self._impair, "the network is a black hole", "silent", (True,), 0.1, 90),
             self._kill, self._kill, self._stop, self._leave, self._step_clock, self._break_receiver, self._plant,
         ]  # fmt: skip
         fault = random.choice(faults)
@@ -272,23 +257,18 @@ class World:
         finally:
             self._server.is_up = True
             self.witness.tell("the server is back")
+        now = self._loop.time()
         for actor in self._actors:
-            conduct = self.witness.conducts[actor.process]
-            if conduct.away and conduct.failures and self._loop.time() - conduct.failures[-1] < 3:
-                tries = conduct.sent["claim"] + conduct.sent["renew"]
-                patience = self._habits.setup.timeout + 2.5  # it may wait for an answer that is lost
-                self._loop.run_apart(patience, self._see_try, actor, tries, self._loop.time())
+            conduct = actor.conduct
+            if conduct.away and conduct.failures and now - conduct.failures[-1] < 3:
+                patience = self._setup.timeout + 2.5  # it may wait for an answer that is lost
+                self._loop.run_apart(patience, self._see_try, actor, conduct.tries, now)
 
     def _see_try(self, actor: Actor, tries: int, since: float) -> None:
-        conduct, process = self.witness.conducts[actor.process], actor.process
-        if not process.alive or process.stopped or process.went_on_at > since or not actor.is_there:
-            return
-        if (
-            conduct.sent["claim"] + conduct.sent["renew"] == tries
-            and conduct.silent_until < since
-            and actor.link.is_sound
-        ):
-            self.witness.broken(f"{process} does not try again although the server is back")
+        conduct, is_there = actor.conduct, actor.process.runs_since(since) and not actor.life.done()
+        may_try = conduct.leaving_since is None and conduct.silent_until < since and actor.link.is_sound
+        if is_there and may_try and conduct.tries == tries:
+            self.witness.broken(f"{actor.process} does not try again although the server is back")
 
     async def _pause_server(self) -> None:
         seconds = self._random.uniform(0.1, 20)
@@ -314,38 +294,22 @@ class World:
         finally:
             setattr(link, field, getattr(Link, field))
 
-    async def _lose(self) -> None:
-        await self._impair("messages are lost", "loss", (0.1, 0.5), 1, 60)
-
-    async def _lag(self) -> None:
-        await self._impair("the network is slow", "lag", (0.1, 1.0, self._habits.setup.timeout), 1, 60)
-
-    async def _refuse(self) -> None:
-        await self._impair("connections are refused", "refused", (True,), 0.1, 60)
-
-    async def _silence(self) -> None:
-        await self._impair("the network is a black hole", "silent", (True,), 0.1, 90)
-
     async def _kill(self) -> None:
         actor = self._link_of("killed")
         actor.process.kill()
         self._dead.append(actor)
-        await self._replace(actor)
-
-    async def _replace(self, actor: Actor) -> None:
-        """Start another in its place, after a while."""
         self._actors.remove(actor)
         try:
             if self._actors:
                 await asyncio.sleep(self._random.choice((0.0, 5.0, 100.0)))
         finally:
-            self._actors.append(self._actor(actor.adds, actor.delivers))
+            self._enter(actor.adds, actor.delivers)
 
     async def _stop(self) -> None:
         actor = self._link_of("stopped")
         actor.process.stop()
         try:
-            await asyncio.sleep(self._random.uniform(0.1, 3 * self._habits.setup.lease_timeout))
+            await asyncio.sleep(self._random.uniform(0.1, 3 * self._setup.lease_timeout))
         finally:
             if actor.process.alive:
                 actor.process.go_on()
@@ -359,20 +323,20 @@ class World:
         try:
             await self._see_leave(actor)
         finally:
-            self._actors.append(self._actor(actor.adds, actor.delivers))
+            self._enter(actor.adds, actor.delivers)
 
     async def _see_leave(self, actor: Actor) -> None:
-        setup, since = self._habits.setup, self._loop.time()
+        setup, since = self._setup, self._loop.time()
         bound = setup.drain_timeout + 4 * setup.timeout + 10
         await asyncio.wait([actor.life], timeout=bound)
-        if not actor.process.alive or actor.process.stopped or actor.process.went_on_at > since:
+        if not actor.process.runs_since(since):
             return
         if not actor.life.done():
             self.witness.broken(f"{actor.process} has not left after {bound:.0f} s")
         else:
             actor.life.result()
             if self.witness.calm_for(self._loop.time() - since + setup.timeout):
-                self.witness.left(actor.process, self._server.store)
+                self.witness.left(actor.process)
 
     async def _step_clock(self) -> None:
         step = self._random.choice((-120_000, -30_000, 5_000, 30_000, 3_600_000))
@@ -382,11 +346,11 @@ class World:
 
     async def _break_receiver(self) -> None:
         self.witness.tell("the receiver fails")
-        self._habits.mood = "failing"
+        self._setup.mood = "failing"
         try:
             await asyncio.sleep(self._random.uniform(10, 200))
         finally:
-            self._habits.mood = "mixed"
+            self._setup.mood = "mixed"
 
     def _change_shards(self) -> None:
         store = self._server.store
@@ -397,46 +361,34 @@ class World:
 
     async def _plant(self) -> None:
         """Another program adds what nobody can decode."""
-        key, shard = self._random.choice(self._habits.keys), self._server.store.shard_map.shard_of
+        key, shard = self._random.choice(self._setup.keys), self._server.store.shard_map.shard_of
         number = self._random.randint(1, 3)
         self.witness.tell(f"{number} records that nobody can decode are added to {key}")
-        terms = self._habits.policy.terms
+        terms = self._setup.policy.terms
         adds = [Add(key, pack(b"bad-%d" % each, None, b"\xff"), terms) for each in range(number)]
         await self._server.store.add(shard(key), adds)
 
 
-@contextmanager
-def room_for_adds(seed: int) -> Generator[None]:
-    """Let few adds wait to be sent in some worlds; in the others there are never too many."""
-    before = batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES
-    few, small = (2, before[1]), (before[0], 40)
-    batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES = Random(f"{seed} room").choice((before, few, small))
-    try:
-        yield
-    finally:
-        batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES = before
-
-
 def play(seed: int) -> Witness:
     """Play a seed from its beginning to its end; the witness tells how it went."""
-    worlds: list[World] = []
-
-    async def main() -> None:
-        world = World(seed)
-        worlds.append(world)
-        unseen: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(repr(context)))
-        await world.play()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        if left:
-            world.witness.broken(f"tasks are left: {left}")
-        for context in unseen:
-            world.witness.broken(f"an error that nobody has looked at: {context}")
-
-    with asyncio.Runner(loop_factory=lambda: SeededLoop(f"{seed} order")) as runner:
+    # in some worlds few adds may wait to be sent; in the others there are never too many
+    items, size = batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES
+    items, size = Random(f"{seed} room").choice(((items, size), (2, size), (items, 40)))
+    logger, ears = logging.getLogger("aiodigest"), logging.Handler()
+    level = logger.level
+    with asyncio.Runner(loop_factory=lambda: SeededLoop(f"{seed} order")) as runner, ExitStack() as stack:
+        loop = cast("SeededLoop", runner.get_loop())
+        world = World(seed, loop)
+        loop.set_exception_handler(lambda _, context: world.witness.broken(f"an error that nobody looks at: {context}"))
+        ears.emit = world.witness.hear
+        stack.callback(logger.setLevel, level)
+        logger.setLevel(logging.INFO)
+        stack.enter_context(patch.multiple(logger, propagate=False, handlers=[ears]))
+        stack.enter_context(patch.multiple(batcher, QUEUE_ITEMS=items, QUEUE_BYTES=size))
+        stack.enter_context(patch.object(dispatch, "read", world.slowly(dispatch.read)))
         try:
-            with no_turn_is_endless(), room_for_adds(seed):
-                runner.run(main())
+            with no_turn_is_endless():
+                runner.run(world.play())
         except (Endless, SystemExit) as error:
-            worlds[0].witness.broken(repr(error))
-    return worlds[0].witness
+            world.witness.broken(repr(error))
+    return world.witness
