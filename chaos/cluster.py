@@ -12,7 +12,7 @@ import clusters  # of the tests, which run on the same
 import redis
 from ports import free_port
 from redis.crc import key_slot
-from servers import PASSWORD, USER, server_binary
+from servers import server_binary
 
 from aiodigest.backends.redis.layout import Layout
 from chaos.plan import AT_ONCE, CLUSTER_KINDS
@@ -35,7 +35,7 @@ class Node(clusters.Node):
                     server_binary(),
                     *self.settings,
                     *("--cluster-require-full-coverage", "no"),  # the other shards go on without a lost primary
-                    *("--user", USER, "on", f">{PASSWORD}", *clusters.RULE),
+                    *("--loglevel", "notice"),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +16,7 @@ import redis
 from ports import free_port
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
-from servers import PASSWORD, PROMPT, USER, commands, online, server_binary
+from servers import PASSWORD, PROMPT, USER, Server, commands, online, until
 
 SLOTS = 16_384
 UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
@@ -27,32 +24,22 @@ UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is
 RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Wait for what only a server can tell."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.01)
-
-
-@dataclass
-class Node:
+class Node(Server):
     """One server of a cluster."""
 
-    folder: Path
-    port: int
-    options: Sequence[str] = ()
-    process: subprocess.Popen[bytes] | None = None
-    binary: str = ""
-    tls_port: int = 0
+    rule = RULE
 
-    def client(self) -> Any:
-        return redis.Redis(port=self.port, socket_timeout=60)
-
-    def ask(self, *command: object) -> Any:
-        with self.client() as client:
-            return client.execute_command(*command)
+    def __init__(
+        self, folder: Path, port: int, options: Sequence[str] = (), *, binary: str = "", tls_port: int = 0
+    ) -> None:
+        if tls_port:
+            options = "--tls-port", str(tls_port), "--tls-cluster", "yes", "--tls-replication", "yes", *options
+        settings = (
+            "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
+            "--cluster-replica-validity-factor", "0", *PROMPT, *options,
+        )  # fmt: skip
+        super().__init__(folder, settings, binary=binary)
+        self.port, self.tls_port = port, tls_port
 
     @property
     def id(self) -> str:
@@ -72,46 +59,7 @@ class Node:
         offsets = [told[f"slave{number}"]["offset"] for number in range(told["connected_slaves"])]
         return min(offsets, default=0) >= written
 
-    def is_up(self) -> bool:
-        try:
-            return bool(self.ask("PING"))
-        except redis.ConnectionError:
-            if self.process is not None and self.process.poll() is not None:
-                raise RuntimeError(f"the server on port {self.port} has ended") from None
-            return False
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """What any node is started with."""
-        return (
-            "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
-            "--appendonly", "no", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
-            "--cluster-replica-validity-factor", "0", *PROMPT,
-        )  # fmt: skip
-
-    def start(self) -> None:
-        # its user is there before anybody can be refused
-        user = "--user", USER, "on", f">{PASSWORD}", *RULE
-        settings = (*self.settings, "--loglevel", "warning", "--repl-ping-replica-period", "1", *user, *self.options)
-        if self.tls_port:
-            settings += "--tls-port", str(self.tls_port), "--tls-cluster", "yes", "--tls-replication", "yes"
-        binary = self.binary or server_binary()
-        self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-
-    def freeze(self) -> None:
-        """Stop it where it is, with its connections open."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+    kill = Server.stop
 
 
 @dataclass
@@ -195,8 +143,6 @@ class Cluster:
         """Start nodes that were killed; they remember whom they know, and what they have if they write it down."""
         for node in nodes:
             node.start()
-        for node in nodes:
-            until(node.is_up, f"the server on port {node.port} answers")
 
     def mend(self) -> None:
         """Bring all back that was frozen or killed."""
@@ -294,8 +240,7 @@ class Move:
 
 
 def info(node: Node) -> bytes:
-    text = node.ask("CLUSTER", "INFO")
-    return text if isinstance(text, bytes) else repr(text).encode()
+    return str(node.ask("CLUSTER", "INFO")).encode()
 
 
 def knows(node: Node, other: str) -> bool:
@@ -317,11 +262,10 @@ def running_cluster(
         for number in range(primaries * (1 + replicas)):
             folder = root / str(number)
             folder.mkdir()
-            node = Node(folder, free_port(), options, binary=binary, tls_port=free_port() if tls else 0)
-            node.start()
-            cluster.nodes.append(node)
-        for node in cluster.nodes:
-            until(node.is_up, f"the server on port {node.port} answers")
+            tls_port = free_port() if tls else 0
+            settings = "--repl-ping-replica-period", "1", *options
+            cluster.nodes.append(Node(folder, free_port(), settings, binary=binary, tls_port=tls_port))
+        cluster.restart(*cluster.nodes)
         cluster.form(primaries)
         if steady:  # not from the start, since who waits so long also meets the others slowly
             for node in cluster.nodes:

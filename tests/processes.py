@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 from replicas import until
 
@@ -30,13 +31,17 @@ class Program:
             return (await self.process.stdout.readline()).decode().rstrip("\n")
 
 
+P = TypeVar("P", bound=Program)
+
+
 @asynccontextmanager
-async def running(name: str, *arguments: object) -> AsyncGenerator[Program, None]:
+async def running(name: str, *arguments: object, kind: type[P] = Program, **options: Any) -> AsyncGenerator[P, None]:
+    """A program of ``tests/programs``, gone at the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, PROGRAMS / name, *map(str, arguments), stdout=asyncio.subprocess.PIPE
+        sys.executable, PROGRAMS / name, *map(str, arguments), stdout=asyncio.subprocess.PIPE, **options
     )
     try:
-        yield Program(process)
+        yield kind(process)
     finally:
         if process.returncode is None:
             process.kill()
@@ -46,9 +51,9 @@ async def running(name: str, *arguments: object) -> AsyncGenerator[Program, None
 class Tally:
     """What processes have added, and what others have delivered."""
 
-    def __init__(self, workers: int, producers: int) -> None:
-        self.added: list[list[str]] = [[] for _ in range(producers)]
-        self.delivered: list[list[str]] = [[] for _ in range(workers)]
+    def __init__(self) -> None:
+        self.added: list[list[str]] = [[], []]
+        self.delivered: list[list[str]] = [[], []]
         self.workers: list[Program] = []
         self.producers: list[Program] = []
 
@@ -76,14 +81,12 @@ class Tally:
 
 
 @asynccontextmanager
-async def at_work(
-    url: str, namespace: str, *options: object, timelines: int, workers: int = 2, producers: int = 2
-) -> AsyncGenerator[Tally]:
-    """Workers and producers, each a process, until they are ended."""
-    tally = Tally(workers, producers)
+async def at_work(url: str, namespace: str, timelines: int) -> AsyncGenerator[Tally]:
+    """Two workers and two producers, each a process, until they are ended."""
+    tally = Tally()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         for ids in tally.delivered:
-            worker = await stack.enter_async_context(running("worker.py", url, namespace, 60, *options))
+            worker = await stack.enter_async_context(running("worker.py", url, namespace, 60))
             assert await worker.line() == "ready"
             tally.workers.append(worker)
             group.create_task(tally.collect(worker, ids))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -31,9 +29,6 @@ async def until(reached: Callable[[], object], patience: float = PATIENCE) -> No
             await asyncio.sleep(0.01)
 
 
-# Servers
-
-
 @contextmanager
 def server_on(port: int, *options: str) -> Generator[Server]:
     """A server on a TCP port, which sends a new replica its data at once."""
@@ -51,35 +46,20 @@ def pid_of(server: Server) -> int:
 
 
 def role_of(server: Server) -> str:
-    with server.client() as client:
-        return client.info("replication")["role"]
+    return server.ask("INFO", "replication")["role"]
 
 
 def follow(server: Server, primary: Server | None) -> None:
     """Make a server a replica of another, or a primary."""
-    with server.client() as client:
-        client.execute_command("REPLICAOF", *(("127.0.0.1", port_of(primary)) if primary else ("NO", "ONE")))
-
-
-def followers(server: Server) -> set[int]:
-    """The ports of a primary's replicas."""
-    with server.client() as client:
-        return online(client.info("replication"))
+    server.ask("REPLICAOF", *(("127.0.0.1", port_of(primary)) if primary else ("NO", "ONE")))
 
 
 def follows(server: Server) -> bool:
     """Whether a replica has what its primary has."""
-    with server.client() as client:
-        return client.info("replication").get("master_link_status") == "up"
+    return server.ask("INFO", "replication").get("master_link_status") == "up"
 
 
-def freeze(server: Server) -> None:
-    """Stop a server where it is, with its connections open."""
-    os.kill(pid_of(server), signal.SIGSTOP)
-
-
-def thaw(server: Server) -> None:
-    os.kill(pid_of(server), signal.SIGCONT)
+freeze, thaw = Server.freeze, Server.thaw
 
 
 @asynccontextmanager
@@ -89,11 +69,8 @@ async def replicated(replicas: int = 1) -> AsyncGenerator[list[Server]]:
         primary, *others = servers = [stack.enter_context(server_on(free_port())) for _ in range(1 + replicas)]
         for replica in others:
             follow(replica, primary)
-        await until(lambda: all(map(follows, others)) and len(followers(primary)) == replicas)
+        await until(lambda: all(map(follows, others)) and len(online(primary.ask("INFO", "replication"))) == replicas)
         yield servers
-
-
-# Sentinels
 
 
 @dataclass
@@ -111,17 +88,16 @@ class Watched:
     def facts(self) -> list[dict[str, Any]]:
         """What each sentinel that is there knows of the primary."""
         found: list[dict[str, Any]] = []
-        for port in self.ports:
-            with suppress(redis.ConnectionError), redis.Redis(port=port) as client:
-                asked: Any = client
-                found.append(asked.sentinel_master(SERVICE))
+        for number in range(3):
+            with suppress(redis.ConnectionError):
+                found.append(self.order(number, "SENTINEL MASTER", SERVICE))
         return found
 
-    def order(self, number: int, *command: str) -> None:
+    def order(self, number: int, *command: str) -> Any:
         """Give a sentinel a command."""
         with redis.Redis(port=self.ports[number]) as client:
             asked: Any = client
-            asked.execute_command(*command)
+            return asked.execute_command(*command)
 
     def primary(self) -> Server | None:
         """The server that every sentinel names, if they are at one; it is up, and can be written to."""
@@ -132,15 +108,7 @@ class Watched:
         return None
 
 
-SENTINEL = """
-port {port}
-bind 127.0.0.1
-dir {folder}
-sentinel myid {name}
-sentinel monitor {service} 127.0.0.1 {primary} 2
-sentinel down-after-milliseconds {service} {silence}
-sentinel failover-timeout {service} 3000
-"""
+READY = {"num-slaves": 2, "num-other-sentinels": 2, "flags": "master", "role-reported": "master"}  # for a failover
 
 
 @asynccontextmanager
@@ -152,41 +120,29 @@ async def watched(silence: int = UNTROUBLED) -> AsyncGenerator[Watched]:
     async with replicated(2) as servers:
         folder = Path(tempfile.mkdtemp(prefix="aid-sentinels"))
         ports, names = [free_port() for _ in range(3)], [f"{number:040x}" for number in range(1, 4)]
+        primary, *replicas = [f"{SERVICE} 127.0.0.1 {port_of(server)}" for server in servers]
         sentinels: list[subprocess.Popen[bytes]] = []
         try:
             for port, name in zip(ports, names, strict=True):
-                file = folder / f"{port}.conf"
-                facts = {"port": port, "folder": folder, "name": name, "silence": silence}
-                facts["primary"] = port_of(servers[0])
-                known = [f"known-replica {SERVICE} 127.0.0.1 {port_of(server)}" for server in servers[1:]]
+                lines = [f"port {port}", "bind 127.0.0.1", f"dir {folder}", f"sentinel myid {name}"]
+                lines += [f"sentinel monitor {primary} 2", f"sentinel down-after-milliseconds {SERVICE} {silence}"]
+                lines += [f"sentinel failover-timeout {SERVICE} 3000"]
+                lines += [f"sentinel known-replica {replica}" for replica in replicas]
                 for other, its_name in zip(ports, names, strict=True):
                     if other != port:
-                        known.append(f"known-sentinel {SERVICE} 127.0.0.1 {other} {its_name}")
-                lines = [f"sentinel {one}\n" for one in known]
-                file.write_text(SENTINEL.format(service=SERVICE, **facts) + "".join(lines))
+                        lines.append(f"sentinel known-sentinel {SERVICE} 127.0.0.1 {other} {its_name}")
+                file = folder / f"{port}.conf"
+                file.write_text("\n".join([*lines, ""]))
                 command = [server_binary(), str(file), "--sentinel"]
                 sentinels.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
             trio = Watched(servers, ports, sentinels)
-            await until(lambda: len(facts := trio.facts()) == 3 and all(map(is_ready, facts)))
+            await until(lambda: sum(facts.items() >= READY.items() for facts in trio.facts()) == 3)
             yield trio
         finally:
             for sentinel in sentinels:
                 sentinel.kill()
                 sentinel.wait()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_ready(facts: dict[str, Any]) -> bool:
-    """Whether a sentinel could take part in a failover now."""
-    return (
-        facts["num-slaves"] == 2
-        and facts["num-other-sentinels"] == 2
-        and facts["flags"] == "master"
-        and facts["role-reported"] == "master"
-    )
-
-
-# A network
 
 
 class Relay:

@@ -7,17 +7,18 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import redis
 
@@ -105,6 +106,15 @@ def limit_files(pid: int, size: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
+def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Wait for what only a server can tell."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
 @dataclass
 class Server:
     """A running server.
@@ -117,6 +127,7 @@ class Server:
     options: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     binary: str = ""
+    rule: ClassVar[tuple[str, ...]] = SUITE
 
     @property
     def socket(self) -> str:
@@ -126,28 +137,44 @@ class Server:
     def url(self) -> str:
         return f"unix://{USER}:{PASSWORD}@{self.socket}?db=0"
 
-    def client(self) -> Any:
-        """A client that may do all, for looking behind the backend's back (redis-py's types are of no help here)."""
-        return redis.Redis(unix_socket_path=self.socket)
-
-    def start(self) -> None:
-        settings = (
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What it is started with; its user is there before anybody can be refused."""
+        return (
             "--port", "0", "--unixsocket", self.socket, "--dir", str(self.folder), "--save", "",
             "--appendonly", "no", "--loglevel", "warning",
-            "--user", USER, "on", f">{PASSWORD}", *SUITE, *self.options,
+            "--user", USER, "on", f">{PASSWORD}", *self.rule, *self.options,
         )  # fmt: skip
-        binary = self.binary or server_binary()
-        self.process = subprocess.Popen([binary, *settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
+
+    def client(self) -> Any:
+        """A client that may do all, for looking behind the backend's back (redis-py's types are of no help here)."""
+        return redis.Redis(unix_socket_path=self.socket, socket_timeout=60)
+
+    def ask(self, *command: object) -> Any:
         with self.client() as client:
-            while True:
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    if self.process.poll() is not None or time.monotonic() > deadline:
-                        raise RuntimeError(f"{binary} did not start") from None
-                    time.sleep(0.005)
+            return client.execute_command(*command)
+
+    def start(self) -> None:
+        binary = self.binary or server_binary()
+        self.process = subprocess.Popen([binary, *self.settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        until(self.is_up, f"{binary} answers")
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.ask("PING"))
+        except redis.ConnectionError:
+            if self.process is None or self.process.poll() is not None:
+                raise RuntimeError("the server has ended") from None
+            return False
+
+    def freeze(self) -> None:
+        """Stop it where it is, with its connections open."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def allow(self, client: Any, user: str, *rule: str) -> None:
         """Make a user with the password of all, who may do what is named and nothing else."""
@@ -179,7 +206,8 @@ class Proxy:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.swallow = 0  # how many replies are lost from now on, each with its connection
+        self.spare = 0  # how many replies are passed on first
+        self.swallow = 0  # how many are lost then, each with its connection
         self.lie = b""  # what is told instead of the next reply
         self.connections = 0
         self.requests = 0
@@ -227,7 +255,8 @@ class Proxy:
 
     def swallows(self) -> bool:
         """Whether a reply is lost."""
-        if self.swallow == 0:
+        if self.spare or not self.swallow:
+            self.spare = max(0, self.spare - 1)
             return False
         self.swallow -= 1
         return True

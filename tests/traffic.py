@@ -16,19 +16,30 @@ NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 
 
 class Inbox:
-    """A callback, and what it got: of each record the digests it came in."""
+    """A callback that keeps the digests that came, and may hold them."""
 
     def __init__(self) -> None:
-        self.digests: defaultdict[str, list[str]] = defaultdict(list)
-        self.order: list[str] = []  # of timelines
+        self.came: list[Digest[Any]] = []
+        self.digests: defaultdict[str, list[str]] = defaultdict(list)  # of each record those that it came in
+        self.go = asyncio.Event()
+        self.go.set()
 
-    async def __call__(self, digest: Digest[int]) -> None:
-        self.order.append(digest.key)
+    async def __call__(self, digest: Digest[Any]) -> None:
+        self.came.append(digest)
         for record in digest.records:
             self.digests[record.id].append(digest.id)
+        await self.go.wait()
 
     async def got(self, *records: str) -> None:
         await until(lambda: self.digests.keys() >= set(records))
+
+    async def digest(self, number: int) -> None:
+        await until(lambda: len(self.came) >= number)
+
+    @property
+    def ids(self) -> list[str]:
+        """Those of the records, in their order."""
+        return [record.id for digest in self.came for record in digest.records]
 
     @property
     def twice(self) -> set[str]:
@@ -50,6 +61,8 @@ class Traffic:
         self.acknowledged: list[list[str]] = [[] for _ in keys]
         self.refused: list[list[BackendUnavailable]] = [[] for _ in keys]
         self.inbox = Inbox()
+        self._replicated: set[str] = set()
+        self._forgotten: set[str] = set()  # what may come in digests with other ids
 
     async def _produce(self, place: int) -> None:
         number = 0
@@ -65,7 +78,7 @@ class Traffic:
 
     @asynccontextmanager
     async def flowing(self) -> AsyncGenerator[None]:
-        """Both at work until the block ends; then all that was acknowledged comes."""
+        """Both at work until the block ends; then all that was acknowledged has come, under one id each."""
         async with self.worker.delivering(self.inbox), self.producer:
             producing = [asyncio.create_task(self._produce(place)) for place in range(len(self.keys))]
             try:
@@ -78,6 +91,7 @@ class Traffic:
                     task.cancel()
                 await asyncio.wait(producing)
             await self.inbox.got(*(record for records in self.acknowledged for record in records))
+        assert self.inbox.twice <= self._forgotten
 
     async def goes_on(self, places: Sequence[int] | None = None) -> None:
         """Return when records that are added from now on (there) have been acknowledged and delivered."""
@@ -91,11 +105,14 @@ class Traffic:
 
         await until(reached)
 
-    async def replicated(self) -> set[str]:
-        """What was delivered, as the replicas know: they have acknowledged adds that came later."""
-        delivered = set(self.inbox.digests)
+    async def replicated(self) -> None:
+        """Return when the replicas know of all that is delivered now: they have acknowledged adds that came later."""
+        self._replicated = set(self.inbox.digests)
         await self.goes_on()
-        return delivered
+
+    def forgets(self) -> None:
+        """The primary is lost, and with it the claims since then that no replica had."""
+        self._forgotten = set(self.inbox.digests) - self._replicated
 
     def unsent(self, place: int) -> int:
         """How many adds no primary has taken."""
