@@ -73,8 +73,6 @@ def call(*ends: str, digest: str = "d1", at: float = 100, number: int = 1, recor
     return [*lines, *(told(at + 11, digest, each) for each in result)]
 
 
-# Records
-
 LOST = "1 records were lost: record {} of producer 1"
 HELD = "1 records were still held at the end: record 0 of producer 1"
 CAME = "1 records were told as not stored, and came: record 0 of producer 1"
@@ -97,9 +95,7 @@ PARTIAL = call("partial", "partial", records=2)
         pytest.param(stored(2, "unknown"), call(), {}, [], id="of unknown outcome"),
     ],
 )
-def test_what_became_of_a_record_is_found(
-    added: Line, calls: list[Line], kept: dict[str, Any], findings: list[str]
-) -> None:
+def test_what_became_of_a_record(added: Line, calls: list[Line], kept: dict[str, Any], findings: list[str]) -> None:
     assert verdict({PRODUCER: [added], WORKER: calls}, **kept).findings == findings
 
 
@@ -109,23 +105,20 @@ def test_a_run_in_which_all_went_well_is_good() -> None:
     assert (found.acknowledged, found.delivered, found.duplicated) == (2, 2, 0)
 
 
-IDLE = [
-    written
-    for number in range(3)
-    for written in (
-        line("fault", 5 + number, number, "server: OOM", "main", None, None, None),
-        line("over", 6 + number, number, "nothing"),
-    )
-]
+def fault(
+    begins: float, ends: float, number: int = 1, kind: str = "server: kill -9", effect: str = "", where: object = None
+) -> list[Line]:
+    return [line("fault", begins, number, kind, "main", where, None, None), line("over", ends, number, effect)]
+
+
+IDLE = [each for number in range(3) for each in fault(5 + number, 6 + number, number, "server: OOM", "nothing")]
+DROPPED = line("audit", 61_000, "embedded", [], [], {"dropped": 3})
 
 
 @pytest.mark.parametrize(
     ("master", "finding"),
     [
-        (
-            [line("audit", 61_000, "embedded", [], [], {"dropped": 3})],
-            "the embedded store has counted 3 records as dropped",
-        ),
+        ([DROPPED], "the embedded store has counted 3 records as dropped"),
         ([line("wrong", 5, "worker 2 has crashed")], "worker 2 has crashed"),
         (IDLE, "the fault 'server: OOM' had no effect, ever: nothing"),
     ],
@@ -133,9 +126,6 @@ IDLE = [
 )
 def test_what_went_wrong_beside_the_records_is_a_finding(master: list[Line], finding: str) -> None:
     assert verdict({}, *master).findings == [finding]
-
-
-# Duplicates
 
 
 def again(first: list[Line], digest: str = "d1", attempt: int = 2, at: float = 5_000) -> Story:
@@ -148,10 +138,9 @@ RETURNED, KNOWN = call("returned"), call()
 KILLED = line("exit", 120, WORKER, "killed", 115 * 10**6)
 STOOD_STILL = [begin(100, 1, "d1", [FIRST]), line("still", 4_000, 3.5), end(4_001, 1), told(4_002, "d1", "lost")]
 WHOLE = [begin(300, 2, "d1", [FIRST], attempt=2), end(310, 2, "partial", []), told(311, "d1", "partial", 2)]
-CUT_ELSEWHERE, CUT = (
-    [line("fault", 105, 1, "proxy: cut", "main", where, None, None), line("over", 500, 1, "")]
-    for where in ("proxy 1", "socket")
-)
+CUT_ELSEWHERE, CUT = (fault(105, 500, kind="proxy: cut", where=where) for where in ("proxy 1", "socket"))
+TWICE_UNKNOWN, TWICE_KNOWN = (again([*call(*ends), *WHOLE], attempt=3) for ends in (("cut",), ("raised", "failed")))
+KEPT_WHOLE = "kept whole after an unknown outcome before"
 
 
 @pytest.mark.parametrize(
@@ -164,20 +153,11 @@ CUT_ELSEWHERE, CUT = (
         pytest.param(again(RETURNED), CUT_ELSEWHERE, None, id="a fault of others"),
         pytest.param(again(RETURNED), CUT, "proxy: cut", id="a fault of its own"),
         pytest.param(again(STOOD_STILL), [], "the worker stood still", id="the worker stood still"),
-        pytest.param(
-            again([*call("cut"), *WHOLE], attempt=3),
-            [],
-            "kept whole after an unknown outcome before",
-            id="a partial failure after an unknown outcome",
-        ),
-        pytest.param(
-            again([*call("raised", "failed"), *WHOLE], attempt=3), [], None, id="a partial failure after a known one"
-        ),
+        pytest.param(TWICE_UNKNOWN, [], KEPT_WHOLE, id="a partial failure after an unknown outcome"),
+        pytest.param(TWICE_KNOWN, [], None, id="a partial failure after a known one"),
     ],
 )
-def test_a_duplicate_is_explained_by_what_can_account_for_it_and_by_nothing_else(
-    story: Story, master: list[Line], why: str | None
-) -> None:
+def test_a_duplicate_is_explained_by_what_can_account_for_it(story: Story, master: list[Line], why: str | None) -> None:
     found = verdict(story, *master)
     assert found.duplicated == 1
     assert (found.unexplained, found.is_good) == ((1, False) if why is None else (0, True))
@@ -188,9 +168,6 @@ def test_a_record_that_is_rejected_after_it_was_delivered_is_a_duplicate_too() -
     story = again(KNOWN)
     story[OTHER][1:] = [end(5_010, 1, "rejected"), told(5_011, "d1", "rejected", 2)]
     assert verdict(story, letters=[FIRST]).unexplained == 1
-
-
-# Digests
 
 
 def test_one_digest_id_with_two_contents_is_a_finding() -> None:
@@ -211,9 +188,7 @@ def test_one_digest_id_with_two_contents_is_a_finding() -> None:
         ([], {}),  # it was killed
     ],
 )
-def test_a_timeline_that_two_workers_have_at_once_is_a_finding_unless_the_first_stands_still_or_is_dead(
-    more: list[Line], overlaps: dict[str, int]
-) -> None:
+def test_a_timeline_with_two_workers_is_a_finding(more: list[Line], overlaps: dict[str, int]) -> None:
     first = [begin(100, 1, "d1", [FIRST]), *more]
     second = [begin(2_500, 1, "d1", [FIRST], attempt=2), end(3_000, 1), told(3_001, "d1", attempt=2)]
     master = [] if more else [line("exit", 2_000, WORKER, "killed", 1_900 * 10**6)]
@@ -223,24 +198,12 @@ def test_a_timeline_that_two_workers_have_at_once_is_a_finding_unless_the_first_
         assert found.findings[0].startswith("'timeline' was with two workers for 0.500 s")
 
 
-# Times
-
-
-def fault(begins: float, ends: float, number: int = 1, kind: str = "server: kill -9") -> list[Line]:
-    return [line("fault", begins, number, kind, "main", None, None, None), line("over", ends, number, "")]
-
-
-def test_recovery_is_the_time_from_the_end_of_a_fault_to_what_works_again() -> None:
+def test_recovery_is_the_time_from_the_end_of_a_fault_to_what_works_again_unless_another_follows_at_once() -> None:
     story = {PRODUCER: [line("stored", 900, FIRST, FIRST, 0.001)], WORKER: call()}
     found = verdict(story, *fault(20, 50)).recoveries["server: kill -9"]
-    assert found.adds == pytest.approx([0.85])
-    assert found.callbacks == pytest.approx([0.05])
-
-
-def test_a_fault_that_another_one_follows_at_once_tells_nothing_of_recovery() -> None:
-    faults = *fault(20, 50), *fault(60, 90, 2, "server: OOM")
-    found = verdict({PRODUCER: [stored(1)], WORKER: call()}, *faults)
-    assert found.recoveries["server: kill -9"].callbacks == []
+    assert (found.adds, found.callbacks) == (pytest.approx([0.85]), pytest.approx([0.05]))
+    found = verdict(story, *fault(20, 50), *fault(60, 90, 2, "server: OOM")).recoveries["server: kill -9"]
+    assert found.callbacks == []
 
 
 def test_the_longest_silence_is_told_with_the_faults_that_it_met() -> None:
@@ -250,28 +213,17 @@ def test_the_longest_silence_is_told_with_the_faults_that_it_met() -> None:
     assert found.silence_during == ["server: kill -9"]
 
 
-# The plan
-
-
 def test_the_same_seed_is_the_same_plan() -> None:
     assert list(islice(plan(7), 500)) == list(islice(plan(7), 500))
     assert list(islice(plan(7), 500)) != list(islice(plan(8), 500))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_kind_of_fault_comes_soon(seed: int) -> None:
+def test_every_kind_of_fault_comes_soon_and_lasts_as_long_as_it_may(seed: int) -> None:
     first = list(islice(plan(seed), len(KINDS)))
     assert {planned.kind for planned in first} == KINDS.keys()
     assert sum(planned.gap for planned in first) <= len(KINDS) * LONGEST_GAP < 60
-
-
-def test_faults_last_as_long_as_their_kind_allows() -> None:
-    for planned in islice(plan(1), 500):
-        shortest, longest = KINDS[planned.kind]
-        assert shortest <= planned.lasts <= longest
-
-
-# A cluster
+    assert all(KINDS[planned.kind][0] <= planned.lasts <= KINDS[planned.kind][1] for planned in first)
 
 
 def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_slot: bool = True) -> Verdict:
@@ -296,7 +248,7 @@ def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_sl
         pytest.param(call(), "d1", {"at_slot": False}, None, id="it was another primary"),
     ],
 )
-def test_what_a_lost_primary_was_told_or_gave_at_its_end_may_be_forgotten_and_nothing_else(
+def test_a_lost_primary_may_forget_its_end_and_nothing_else(
     first: list[Line], digest: str, options: dict[str, Any], why: str | None
 ) -> None:
     found = clustered(first, digest, **options)

@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,7 +16,7 @@ import trustme
 from clusters import Cluster, Move, Node, info, knows, running_cluster
 from engines import PATIENCE, patiently, session_of
 from ports import free_port
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
 from replicas import Relay, server_on, until
@@ -45,9 +44,6 @@ SHARDS = 16
 BRIEF = 1.0  # the timeout, in seconds, of calls that are to fail
 
 
-# Clusters
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three primaries, each with a replica, for tests that leave all of them alive."""
@@ -57,20 +53,19 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Cluster]:
-    """Three primaries, each with two replicas, so that one is left for the next primary."""
     with running_cluster(replicas=2, steady=False) as running:
         yield running
 
 
 @pytest.fixture
 def fragile(mortal: Cluster) -> Cluster:
+    """Three primaries, each with two replicas, so that one is left for the next primary."""
     mortal.mend()
     return mortal
 
 
 @pytest.fixture(scope="module")
 def lonely() -> Iterator[Cluster]:
-    """Three primaries without replicas, each of which goes on without the others, and writes down what it has."""
     options = "--cluster-require-full-coverage", "no", "--appendonly", "yes", "--appendfsync", "always"
     with running_cluster(*options, replicas=0, steady=False) as running:
         yield running
@@ -78,12 +73,20 @@ def lonely() -> Iterator[Cluster]:
 
 @pytest.fixture
 def bare(lonely: Cluster) -> Cluster:
+    """Three primaries without replicas, each of which goes on without the others, and writes down what it has."""
     lonely.mend()
     return lonely
 
 
-def login(*ports: int, path: str = "") -> str:
-    return f"redis+cluster://{USER}:{PASSWORD}@{','.join(f'127.0.0.1:{port}' for port in ports)}{path}"
+@pytest.fixture
+def hole() -> Iterator[int]:
+    """A port that is connected to, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def login(*ports: int) -> str:
+    return f"redis+cluster://{USER}:{PASSWORD}@{','.join(f'127.0.0.1:{port}' for port in ports)}"
 
 
 def client_of(*ports: int, **options: Any) -> Any:
@@ -98,13 +101,12 @@ def tag_of(namespace: str, shard: int) -> str:
     return f"{{{Layout(SHARDS).tag(namespace, shard)}}}:"
 
 
-def key_in(shard: int, number: int = 0) -> str:
-    """A timeline of a shard."""
-    found = (key for key in (f"t{each}" for each in range(100_000)) if crc32(key.encode()) % SHARDS == shard)
-    return [next(found) for _ in range(number + 1)][-1]
+def keys_in(shard: int) -> list[str]:
+    """Some timelines of a shard."""
+    return [key for key in (f"t{number}" for number in range(1_000)) if crc32(key.encode()) % SHARDS == shard]
 
 
-KEYS = [key_in(shard) for shard in range(SHARDS)]
+KEYS = [keys_in(shard)[0] for shard in range(SHARDS)]
 
 
 def shards_of(cluster: Cluster, namespace: str, node: Node) -> list[int]:
@@ -138,19 +140,7 @@ def traffic_to(cluster: Cluster, namespace: str, **options: Any) -> Traffic:
     return Traffic(cluster.url, namespace, KEYS, shards=SHARDS, **options)
 
 
-# What leads to a cluster
-
-
-@pytest.fixture
-def hole() -> Iterator[int]:
-    """A port that is connected to, and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
-async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough_be_it_a_replica(
-    cluster: Cluster, namespace: str, hole: int
-) -> None:
+async def test_one_host_of_a_url_is_enough_be_it_a_replica(cluster: Cluster, namespace: str, hole: int) -> None:
     inbox = Inbox()
     url = login(free_port(), hole, cluster.replica_of(cluster.primaries[0]).port, free_port())
     async with engine_to(url, namespace, timeout=5).delivering(inbox) as engine:
@@ -159,13 +149,10 @@ async def test_of_the_hosts_in_a_url_one_that_is_alive_is_enough_be_it_a_replica
         await inbox.got(*KEYS)
 
 
-async def test_a_node_that_was_reset_tells_nothing_and_is_passed_over(
-    cluster: Cluster, namespace: str, tmp_path: Path
-) -> None:
+async def test_a_node_without_slots_is_passed_over(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
     empty = Node(tmp_path, free_port())
     empty.start()
     try:
-        await until(empty.is_up)
         async with engine_to(login(empty.port, cluster.nodes[0].port), namespace) as engine:
             assert await engine.add_many([Entry(key, 1) for key in KEYS]) == [True] * SHARDS
         link = Connections(read_url(login(empty.port)), 5)
@@ -193,9 +180,7 @@ async def test_a_server_that_is_no_cluster_is_told_from_one(namespace: str) -> N
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["whose slot another node has", "whose slot it has"])
-async def test_a_plain_url_of_a_node_is_refused_with_the_one_to_give(
-    cluster: Cluster, namespace: str, here: bool
-) -> None:
+async def test_a_plain_url_is_refused_with_the_one_to_give(cluster: Cluster, namespace: str, here: bool) -> None:
     node = cluster.primary_of(f"{{{namespace}}}:")
     port = (node if here else cluster.another(node)).port
     with pytest.raises(ConfigurationError, match=r"part of a cluster: give redis\+cluster://") as caught:
@@ -205,9 +190,7 @@ async def test_a_plain_url_of_a_node_is_refused_with_the_one_to_give(
 
 
 @pytest.mark.parametrize("by", ["url", "client"])
-async def test_a_wrong_password_is_a_configuration_error_that_does_not_show_it(
-    cluster: Cluster, namespace: str, by: str
-) -> None:
+async def test_a_wrong_password_is_refused_and_not_shown(cluster: Cluster, namespace: str, by: str) -> None:
     port, wrong = cluster.nodes[0].port, "not-the-one"
     source = login(port).replace(PASSWORD, wrong) if by == "url" else client_of(port, password=wrong)
     engine = engine_to(source, namespace)
@@ -219,38 +202,27 @@ async def test_a_wrong_password_is_a_configuration_error_that_does_not_show_it(
 async def test_a_user_who_may_not_ask_who_has_what_is_told_the_command(cluster: Cluster, namespace: str) -> None:
     cluster.allow("blind", "~*", *commands("producer"))
     url = cluster.url.replace(USER, "blind")
-    with pytest.raises(
-        ConfigurationError, match=r"its user needs \+cluster\|slots \(before Redis 7: \+cluster\) on every"
-    ):
+    told = r"its user needs \+cluster\|slots \(before Redis 7: \+cluster\) on every"
+    with pytest.raises(ConfigurationError, match=told):
         await engine_to(url, namespace).__aenter__()
-
-
-async def test_a_client_lends_its_user_and_nothing_is_sent_by_it(cluster: Cluster, namespace: str) -> None:
-    async with engine_to(client_of(cluster.nodes[0].port), namespace) as engine:
-        await engine.add_many([Entry(key, 1) for key in KEYS])
-        for node in cluster.primaries:
-            with node.client() as client:
-                assert [each["user"] for each in client.client_list() if each["id"] != str(client.client_id())]
-        assert PASSWORD not in f"{engine!r} {engine.url}"
 
 
 def connections(cluster: Cluster, user: str = USER) -> list[dict[str, str]]:
     """Those of a user to all primaries."""
-    found: list[dict[str, str]] = []
-    for node in cluster.primaries:
-        with node.client() as client:
-            found += [each for each in client.client_list() if each["user"] == user]
-    return found
+    everybody = [one for node in cluster.primaries for one in node.ask("CLIENT LIST")]
+    return [one for one in everybody if one["user"] == user]
 
 
-async def test_engines_with_the_same_client_share_its_connections(cluster: Cluster, namespace: str) -> None:
+async def test_engines_with_the_same_client_share_the_connections_of_its_user(cluster: Cluster, namespace: str) -> None:
     cluster.allow("sharer", "~*", "+@all")
     given = client_of(cluster.nodes[0].port, username="sharer")
     async with engine_to(given, namespace) as first, engine_to(given, f"{namespace}-other") as second:
         for key in KEYS:  # one after the other, so that each node needs one connection
             await first.add(key, 1)
             await second.add(key, 1)
-        assert len(connections(cluster, "sharer")) <= 4  # one may have been of a primary that was asked for the slots
+        # one may have been of a primary that was asked for the slots
+        assert 3 <= len(connections(cluster, "sharer")) <= 4
+        assert PASSWORD not in f"{first!r} {first.url}"
     await until(lambda: not connections(cluster, "sharer"))
 
 
@@ -273,17 +245,6 @@ def link_to(node: Node) -> Connections:
     return Connections(read_url(f"redis+cluster://127.0.0.1:{node.port}"), 60)
 
 
-async def test_a_primary_that_is_left_is_asked_for_anew(cluster: Cluster) -> None:
-    link = link_to(cluster.primaries[0])
-    await link.command("k", "PING")
-    await link.hang_up("k")
-    [suspect] = link._suspects
-    assert suspect[1] == cluster.primary_of("k").port
-    assert await link.command("k", "PING") == b"PONG"
-    assert not link._suspects
-    await link.close()
-
-
 @asynccontextmanager
 async def full_engine(cluster: Cluster, namespace: str) -> AsyncGenerator[DigestEngine[int]]:
     """An engine whose user may erase, with a record in each shard."""
@@ -298,23 +259,12 @@ def left_of(cluster: Cluster, namespace: str) -> list[bytes]:
     return [key for node in cluster.primaries for key in node.ask("KEYS", f"{{{namespace}[:}}]*")]
 
 
-async def test_erase_takes_all_also_from_a_primary_that_has_taken_over(cluster: Cluster, namespace: str) -> None:
-    async with full_engine(cluster, namespace) as engine:
-        heir = cluster.replica_of(cluster.primaries[0])
-        heir.ask("CLUSTER", "FAILOVER")
-        await until(lambda: heir.is_primary)
-        cluster.settle()
-        assert await engine.erase() >= SHARDS
-        assert left_of(cluster, namespace) == []
-
-
 async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(namespace: str, tmp_path: Path) -> None:
     with running_cluster(primaries=1, replicas=0) as small:
         async with full_engine(small, namespace) as engine:
             old, new = small.nodes[0], Node(tmp_path, free_port())
             new.start()
             small.nodes.append(new)
-            await until(new.is_up)
             new.ask("CLUSTER", "MEET", "127.0.0.1", old.port)
             await until(lambda: knows(old, new.id) and b"cluster_state:ok" in info(new))
             small.allow("boss", "~*", "+@all")
@@ -346,7 +296,7 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
     moves[0].make()
 
 
-async def test_who_is_cancelled_while_connections_close_that_ask_for_their_nodes_has_closed_them(
+async def test_who_is_cancelled_while_connections_close_that_ask_for_nodes_has_closed_them(
     cluster: Cluster,
 ) -> None:
     key = cluster.key_of(cluster.primaries[1])
@@ -424,9 +374,6 @@ if tls_binary():
                     await engine.add("key", 1)
 
 
-# A primary that is dead
-
-
 async def outcome(awaitable: Awaitable[object]) -> object:
     """What came of a call."""
     try:
@@ -445,11 +392,9 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards(bare: 
         await until(lambda: not any(is_leased(bare, namespace, shard) for shard in dead))
         node.kill()
         calls = [(shard, turn) for shard in range(SHARDS) for turn in range(5)]
-        outcomes = await asyncio.gather(
-            *(outcome(engine.add(KEYS[shard], 1, record_id=f"a{shard}-{turn}")) for shard, turn in calls)
-        )
-        for (shard, _), result in zip(calls, outcomes, strict=True):
-            assert isinstance(result, BackendUnavailable) == (shard in dead), result
+        adds = [engine.add(KEYS[shard], 1, record_id=f"a{shard}-{turn}") for shard, turn in calls]
+        results = await asyncio.gather(*map(outcome, adds))
+        assert [isinstance(each, BackendUnavailable) for each in results] == [shard in dead for shard, _ in calls]
         result = await outcome(engine.add_many([Entry(key, 1, record_id=f"b{key}") for key in KEYS]))
         assert isinstance(result, PartialAdd)
         failed = {shard for shard, each in enumerate(result.results) if isinstance(each, BackendUnavailable)}
@@ -466,14 +411,12 @@ async def test_a_primary_that_is_killed_fails_only_the_adds_of_its_shards(bare: 
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
-async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on_with_the_other_shards(
-    bare: Cluster, namespace: str, frozen: bool
-) -> None:
+async def test_a_worker_that_waits_for_a_dead_primary_goes_on(bare: Cluster, namespace: str, frozen: bool) -> None:
     inbox, gone, held = Inbox(), asyncio.Event(), list[str]()
     node = bare.primaries[0]
     dead = shards_of(bare, namespace, node)
-    [alive, *_] = set(range(SHARDS)) - set(dead)
-    stuck = [key_in(dead[0], number) for number in range(3)]
+    [alive, *_] = [key for key in KEYS if crc32(key.encode()) % SHARDS not in dead]
+    stuck = keys_in(dead[0])[:3]
 
     async def deliver(digest: Digest[int]) -> None:
         if digest.key in stuck:
@@ -485,19 +428,19 @@ async def test_a_worker_whose_slots_all_wait_to_report_to_a_dead_primary_goes_on
     async with worker.delivering(deliver), engine_to(bare.url, namespace) as engine:
         await engine.add_many([Entry(key, 1, record_id=key) for key in stuck])
         await until(lambda: len(held) == len(stuck))
-        await engine.add(KEYS[alive], 1, record_id="waits")
+        await engine.add(alive, 1, record_id="waits")
         node.freeze() if frozen else node.kill()
         gone.set()
         await inbox.got("waits")
         hanging = [asyncio.create_task(outcome(engine.add(KEYS[shard], 1))) for shard in dead]
         scheduler = session_of(worker)._scheduler
         assert scheduler is not None
-        workers = scheduler._workers
-        await until(lambda: all(workers[shard].leases.is_cut_off for shard in dead))
+        workers = [scheduler._workers[shard] for shard in dead]
+        await until(lambda: all(worker.leases.is_cut_off for worker in workers))
         for number in range(5):  # while all calls to the dead one hang
-            await engine.add(KEYS[alive], 2, record_id=f"r{number}")
+            await engine.add(alive, 2, record_id=f"r{number}")
             await inbox.got(f"r{number}")
-        assert all(workers[shard].leases.is_cut_off for shard in dead)
+        assert all(worker.leases.is_cut_off for worker in workers)
         assert not frozen or not any(call.done() for call in hanging)
         await asyncio.to_thread(bare.mend)
         await until(lambda: not is_leased(bare, namespace, dead[0]))
@@ -511,12 +454,13 @@ def is_leased(cluster: Cluster, namespace: str, shard: int) -> bool:
     return bool(cluster.primary_of(tag).ask("ZCARD", f"{tag}leased"))
 
 
-# Failover
+async def heir_among(replicas: Sequence[Node]) -> Node:
+    """The one that takes over."""
+    await until(lambda: any(node.is_primary for node in replicas))
+    return next(node for node in replicas if node.is_primary)
 
 
-async def test_when_a_primary_and_then_its_heir_are_killed_their_shards_go_on_and_nothing_acknowledged_is_lost(
-    fragile: Cluster, namespace: str
-) -> None:
+async def test_nothing_acknowledged_is_lost_when_a_primary_and_its_heir_die(fragile: Cluster, namespace: str) -> None:
     old = fragile.primaries[0]
     dead = shards_of(fragile, namespace, old)
     heirs = fragile.replicas_of(old)
@@ -524,10 +468,9 @@ async def test_when_a_primary_and_then_its_heir_are_killed_their_shards_go_on_an
         node.ask("SCRIPT", "FLUSH")
     traffic = traffic_to(fragile, namespace, wait_replicas=1)
     async with traffic.flowing():
-        before = await traffic.replicated()
+        await traffic.replicated()
         old.kill()
-        await until(lambda: any(node.is_primary for node in heirs))
-        [new] = [node for node in heirs if node.is_primary]
+        new = await heir_among(heirs)
         await until(lambda: all(fragile.agree_on(slot_of(namespace, shard), new) for shard in dead))
         await until(lambda: all(b"cluster_state:ok" in info(node) for node in fragile.alive))
         known = [traffic.unsent(shard) for shard in dead]
@@ -539,34 +482,28 @@ async def test_when_a_primary_and_then_its_heir_are_killed_their_shards_go_on_an
         [last] = [node for node in heirs if node is not new]
         await until(lambda: last.is_primary)
         await asyncio.to_thread(fragile.mend)
-        meanwhile = set(traffic.inbox.digests) - before
+        traffic.forgets()
         await traffic.goes_on()
-    assert traffic.inbox.twice <= meanwhile, "a claim that no replica had went with one of the primaries"
     check_shards(fragile, namespace)
 
 
-async def test_a_primary_that_froze_and_comes_back_when_it_is_none_takes_nothing_with_it(
-    fragile: Cluster, namespace: str
-) -> None:
+async def test_a_primary_that_froze_and_comes_back_takes_nothing_with_it(fragile: Cluster, namespace: str) -> None:
     old = fragile.primaries[0]
     dead, others = shards_of(fragile, namespace, old), fragile.replicas_of(old)
     traffic = traffic_to(fragile, namespace, wait_replicas=1, timeout=2)
     async with traffic.flowing():
-        before = await traffic.replicated()
+        await traffic.replicated()
         old.freeze()
-        await until(lambda: any(node.is_primary for node in others))
+        await heir_among(others)
         await traffic.goes_on(dead)
-        meanwhile = set(traffic.inbox.digests) - before
+        traffic.forgets()
         old.thaw()
         await asyncio.to_thread(fragile.settle)
         await traffic.goes_on()
-    assert traffic.inbox.twice <= meanwhile, "a claim that no replica had went with the old primary"
     check_shards(fragile, namespace)
 
 
-async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a_replica_fails_no_add(
-    fragile: Cluster, namespace: str
-) -> None:
+async def test_an_engine_that_was_idle_during_a_failover_fails_no_add(fragile: Cluster, namespace: str) -> None:
     inbox = Inbox()
     old = fragile.primaries[0]
     others = fragile.replicas_of(old)
@@ -574,7 +511,7 @@ async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a
     async with producer:
         await producer.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
         old.kill()
-        await until(lambda: any(node.is_primary for node in others))
+        await heir_among(others)
         await asyncio.to_thread(fragile.mend)
         assert not old.is_primary
         await asyncio.gather(*(producer.add(key, 2, record_id=f"b{key}") for key in KEYS))
@@ -584,9 +521,7 @@ async def test_an_engine_that_was_idle_while_its_primary_died_and_came_back_as_a
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "there and back"])
-async def test_when_a_primary_hands_over_nothing_is_lost_and_adds_go_on(
-    cluster: Cluster, namespace: str, times: int
-) -> None:
+async def test_nothing_is_lost_when_a_primary_hands_over(cluster: Cluster, namespace: str, times: int) -> None:
     traffic = traffic_to(cluster, namespace)
     node = cluster.primaries[0]
     async with traffic.flowing():
@@ -600,11 +535,8 @@ async def test_when_a_primary_hands_over_nothing_is_lost_and_adds_go_on(
             node = heir
         await traffic.goes_on()
     assert [str(error) for error in traffic.errors() if error.stored != "no"] == []
-    assert traffic.inbox.twice == set()
     check_shards(cluster, namespace)
 
-
-# Slots that move key by key
 
 LIMITS = NO_GAP.terms.limits
 Verb = Callable[["Held"], Awaitable[object]]
@@ -687,9 +619,7 @@ def test_the_verbs_are_all_that_scripts_can_do() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_afterwards_all_is_there(
-    cluster: Cluster, namespace: str, stage: str
-) -> None:
+async def test_while_a_slot_moves_every_verb_is_refused(cluster: Cluster, namespace: str, stage: str) -> None:
     prefix = f"{{{namespace}}}:".encode()
     source = cluster.primary_of(prefix.decode())
     move = Move(cluster, key_slot(prefix), source, cluster.another(source))
@@ -698,8 +628,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
     try:
         held = Held(backend, policy=NO_GAP)
         await held.fill()
-        with source.client() as client:
-            full = redis_state(client, namespace)
+        full = redis_state(source.client(), namespace)
         move.begin()
         try:
             move.carry(*(key for key in move.left() if STAGES[stage](key.removeprefix(prefix))))
@@ -712,12 +641,10 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
         finally:
             await asyncio.to_thread(move.end)
         assert source.ask("CLUSTER", "GETKEYSINSLOT", move.slot, 10) == []
-        with move.target.client() as client:
-            moved = redis_state(client, namespace)
-            assert moved == full
-            check_invariants(moved)
-        kept = await backend.renew(0, [held.leases["leased"], held.leases["released"]], LEASE)
-        assert kept == [True, True]
+        moved = redis_state(move.target.client(), namespace)
+        assert moved == full
+        check_invariants(moved)
+        assert await backend.renew(0, [held.leases["leased"], held.leases["released"]], LEASE) == [True, True]
         assert (await held.close(held.leases["leased"])).status == "closed"
         assert (await held.claim()).key == "ready"
         assert await backend.flush("retry")
@@ -725,9 +652,7 @@ async def test_while_a_slot_moves_every_verb_is_refused_and_changes_nothing_and_
         await backend.aclose()
 
 
-async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_on_and_nothing_is_lost_or_comes_twice(
-    cluster: Cluster, namespace: str
-) -> None:
+async def test_while_a_slot_moves_its_shard_waits_and_nothing_is_lost(cluster: Cluster, namespace: str) -> None:
     traffic = traffic_to(cluster, namespace)
     shard = 5
     tag = tag_of(namespace, shard)
@@ -748,15 +673,12 @@ async def test_while_a_slot_moves_under_load_its_shard_waits_and_the_others_go_o
         await traffic.goes_on([shard])
         await traffic.goes_on()
     assert traffic.errors(others) == []
-    assert traffic.inbox.twice == set()
     check_shards(cluster, namespace)
 
 
 # before Valkey 8, the replica of a primary does not know that a slot moves
 @pytest.mark.parametrize("end", ["target", "source"])
-async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_while_its_slot_moves(
-    fragile: Cluster, namespace: str, end: str
-) -> None:
+async def test_half_a_shard_is_refused_also_when_a_primary_dies(fragile: Cluster, namespace: str, end: str) -> None:
     inbox = Inbox()
     prefix = f"{{{namespace}}}:"
     source = fragile.primary_of(prefix)
@@ -772,8 +694,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
         written = dying.written()
         await until(lambda: dying.has_passed_on(written))
         dying.kill()
-        await until(lambda: any(node.is_primary for node in heirs))
-        [heir] = [node for node in heirs if node.is_primary]
+        heir = await heir_among(heirs)
         await until(lambda: b"cluster_state:ok" in info(heir))
         for _ in range(5):
             result = await outcome(engine.add("new", 1, record_id="new"))
@@ -794,12 +715,7 @@ async def test_half_a_shard_is_refused_also_when_one_of_the_two_primaries_dies_w
     assert inbox.twice == set()
 
 
-# Slots that move at once
-
-
-async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing(
-    cluster: Cluster, namespace: str
-) -> None:
+async def test_a_slot_that_the_server_moves_loses_nothing(cluster: Cluster, namespace: str) -> None:
     traffic = traffic_to(cluster, namespace)
     shard = 7
     tag = tag_of(namespace, shard)
@@ -810,31 +726,21 @@ async def test_a_slot_that_moves_as_the_server_moves_it_under_load_loses_nothing
             target = cluster.another(source)
             if not await asyncio.to_thread(cluster.move_at_once, slot, source, target):
                 assert b"MIGRATESLOTS" not in b"".join(source.ask("CLUSTER", "HELP")), "the server can, and has not"
-                move = Move(cluster, slot, source, target)
-                move.begin()
-                await asyncio.to_thread(move.end)
+                await asyncio.to_thread(Move(cluster, slot, source, target).make)
             await traffic.goes_on([shard])
         await traffic.goes_on()
     assert {error.stored for error in traffic.errors()} <= {"no"}
     assert traffic.errors([each for each in range(SHARDS) if each != shard]) == []
-    assert traffic.inbox.twice == set()
     check_shards(cluster, namespace)
 
 
-# A cluster that is down
-
-
-def told(caplog: pytest.LogCaptureFixture, words: str) -> int:
-    return sum(
-        words in record.getMessage() for record in caplog.records if record.name == "aiodigest.worker.availability"
-    )
-
-
-async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_and_is_back_after_them(
-    bare: Cluster, namespace: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_cluster_that_is_down_says_so(bare: Cluster, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     inbox = Inbox()
+
+    def told(words: str) -> int:
+        return sum(words in record.getMessage() for record in caplog.records if record.name.endswith(".availability"))
+
     left, *lost = bare.primaries
     async with engine_to(bare.url, namespace, lease_timeout=2).delivering(inbox) as engine:
         await engine.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
@@ -845,20 +751,15 @@ async def test_without_most_of_its_primaries_a_cluster_is_down_and_says_so_once_
         results: Sequence[object] = []
         for turn in range(2):
             results = await asyncio.gather(*(outcome(engine.add(key, 2, record_id=f"b{turn}{key}")) for key in KEYS))
-            for result in results:
-                assert isinstance(result, BackendUnavailable)
-                assert result.stored == "no"
+            assert {getattr(result, "stored", "yes") for result in results} == {"no"}
         assert any("cluster is down" in str(result) for result in results)
-        await until(lambda: told(caplog, "is unavailable") == 1)
+        await until(lambda: told("is unavailable") == 1)
         await asyncio.to_thread(bare.mend)
         await engine.add_many([Entry(key, 3, record_id=f"c{key}") for key in KEYS])
         await inbox.got(*(f"c{key}" for key in KEYS))
-        await until(lambda: told(caplog, "is available again") == 1)
-    assert told(caplog, "is unavailable") == 1
+        await until(lambda: told("is available again") == 1)
+    assert told("is unavailable") == 1
     assert not any(record.startswith("b") for record in inbox.digests)
-
-
-# An idle worker
 
 
 async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two_for_calls_to_each_primary(
@@ -875,65 +776,3 @@ async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two
         # those are closed that were made when all shards began at once
         await until(lambda: len(connections(cluster, "quiet")) <= SHARDS + 2 * 3)
         await until(lambda: sum(map(listening, connections(cluster, "quiet"))) == SHARDS)
-
-
-async def test_an_idle_worker_sends_no_more_than_eight_commands_to_each_shard_while_it_claims_three_times(
-    cluster: Cluster, namespace: str
-) -> None:
-    sent: dict[str, list[str]] = {tag_of(namespace, shard): [] for shard in range(SHARDS)}
-    others: list[str] = []
-    claim = load_script("claim").sha
-
-    async def watch(node: Node, ready: asyncio.Event) -> None:
-        async with Redis(port=node.port) as client, client.monitor() as monitor:
-            ready.set()
-            async for each in monitor.listen():
-                if each["client_type"] != "lua":
-                    command = each["command"]
-                    next((sent[tag] for tag in sent if tag in command), others).append(command)
-
-    def was_idle(commands: list[str]) -> bool:
-        claims = [number for number, command in enumerate(commands) if claim in command]
-        return any(last - first <= 8 for first, last in zip(claims, claims[3:], strict=False))
-
-    async with engine_to(cluster.url, namespace, lease_timeout=1).delivering(Inbox()) as engine:
-        await engine.add_many([Entry(key, 1) for key in KEYS])
-        ready = [asyncio.Event() for _ in range(3)]
-        watching = [asyncio.create_task(watch(*each)) for each in zip(cluster.primaries, ready, strict=True)]
-        await asyncio.gather(*(each.wait() for each in ready))
-        await until(lambda: all(map(was_idle, sent.values())))
-        for task in watching:
-            task.cancel()
-        await asyncio.wait(watching)
-    assert all('"AUTH"' in command or command.startswith("AUTH") for command in others)  # of new connections
-
-
-# Workers that share shards
-
-
-async def test_digests_of_other_shards_are_not_held_back_behind_a_backlog_by_workers_with_few_slots(
-    cluster: Cluster, namespace: str
-) -> None:
-    busy, backlog = 3, 160
-    inbox = Inbox()
-    layout = Layout(8)
-    tags = {cluster.primary_of(f"{{{layout.tag(namespace, shard)}}}:").port: shard for shard in range(8)}
-    looks = [next(key for key in map(str, count()) if crc32(key.encode()) % 8 == shard) for shard in tags.values()]
-
-    async def deliver(digest: Digest[int]) -> None:
-        await asyncio.gather(*map(producer.peek, looks))  # it takes as long as an answer of each primary
-        await inbox(digest)
-
-    keys = [key for key in (f"t{number}" for number in range(8 * backlog)) if crc32(key.encode()) % 8 == busy]
-    async with engine_to(cluster.url, namespace, shards=8) as producer:
-        await producer.add_many([Entry(key, 1, record_id=key) for key in keys])
-        first, second = (engine_to(cluster.url, namespace, shards=8, concurrency=4) for _ in range(2))
-        async with first.delivering(deliver), second.delivering(deliver):
-            others = [key for key in (f"o{number}" for number in range(48)) if crc32(key.encode()) % 8 != busy]
-            await until(lambda: len(inbox.order) > 8)
-            await producer.add_many([Entry(key, 1, record_id=key) for key in others])
-            began = len(inbox.order)
-            await inbox.got(*others, *keys)
-    meanwhile = max(inbox.order.index(key) for key in others) - began
-    assert meanwhile < len(others) * 3  # so every third delivery at least was one of theirs
-    assert len(inbox.order) == len(set(inbox.order)) == len(keys) + len(others)

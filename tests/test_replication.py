@@ -12,16 +12,16 @@ import pytest
 from engines import patiently, session_of
 from replicas import Relay, follow, follows, freeze, port_of, replicated, role_of, thaw, until
 from servers import Server
+from stores import LEASE, Store
+from traffic import NO_GAP, Inbox
 
-from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, PartialAdd, Policy, Reject
-from aiodigest.backend import Add, Backend, Close, Retry
+from aiodigest import JSON, BackendUnavailable, DigestEngine, Entry, PartialAdd
+from aiodigest.backend import Backend
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
-from aiodigest.records.entries import pack
 
 pytestmark = pytest.mark.cluster
 
-NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 TIMEOUT = 60.0  # of calls, most of whose waits are ended before
 
 
@@ -34,14 +34,12 @@ async def engine_to(server: Server, namespace: str, **options: Any) -> AsyncGene
 
 
 def lengths_of(server: Server, namespace: str, *keys: str) -> list[int]:
-    with server.client() as client:
-        return [client.llen(f"{{{namespace}}}:log:{key}") for key in keys]
+    return [server.ask("LLEN", f"{{{namespace}}}:log:{key}") for key in keys]
 
 
 def waiting(server: Server) -> int:
     """How many clients of a server wait for something."""
-    with server.client() as client:
-        return client.info("clients")["blocked_clients"]
+    return server.ask("INFO", "clients")["blocked_clients"]
 
 
 async def cut_short(server: Server, call: Coroutine[Any, Any, object]) -> object:
@@ -57,9 +55,6 @@ async def cut_short(server: Server, call: Coroutine[Any, Any, object]) -> object
     with server.client() as client:
         await until(is_done)
     return await calling
-
-
-# Waiting for replicas
 
 
 async def test_an_add_returns_once_so_many_replicas_have_it(namespace: str) -> None:
@@ -83,9 +78,7 @@ async def test_an_add_that_too_few_replicas_have_in_time_may_be_stored_and_says_
         await until(lambda: lengths_of(replica, namespace, "key") == [1])
 
 
-async def test_adds_wait_for_replicas_no_longer_than_the_timeout_and_each_may_be_stored_and_says_so(
-    namespace: str,
-) -> None:
+async def test_adds_wait_for_replicas_no_longer_than_the_timeout(namespace: str) -> None:
     async with replicated() as (primary, replica), greedy(primary, namespace, timeout=1) as engine:
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("one", 1, record_id="a"), Entry("two", 2, record_id="b")])
@@ -106,14 +99,11 @@ async def greedy(server: Server, namespace: str, timeout: float = TIMEOUT) -> As
         yield engine
 
 
-async def test_an_add_that_the_server_refuses_is_not_stored_however_many_replicas_it_would_wait_for(
-    namespace: str,
-) -> None:
+async def test_an_add_that_the_server_refuses_is_not_stored_whatever_it_waits_for(namespace: str) -> None:
     async with replicated() as (primary, _), greedy(primary, namespace) as engine:
         with pytest.raises(BackendUnavailable, match="replicas"):
             await cut_short(primary, engine.add("key", 1))
-        with primary.client() as client:
-            client.config_set("maxmemory", 1)
+        primary.ask("CONFIG", "SET", "maxmemory", 1)
         with pytest.raises(BackendUnavailable, match="maxmemory") as caught:
             await engine.add("key", 1)
         assert caught.value.stored == "no"
@@ -146,22 +136,15 @@ async def test_adds_that_wait_for_a_replica_that_hangs_leave_connections_to_othe
         await asyncio.gather(*adding, return_exceptions=True)
 
 
-# A primary that becomes a replica
-
-
 async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_one_refusal(namespace: str) -> None:
-    delivered: asyncio.Queue[str] = asyncio.Queue()
-
-    async def deliver(digest: Digest[JSON]) -> None:
-        delivered.put_nowait(digest.key)
-
+    inbox = Inbox()
     async with replicated() as (old, new), Relay(port_of(old)) as relay:
         options: dict[str, Any] = {"namespace": namespace, "policy": NO_GAP, "timeout": TIMEOUT, "lease_timeout": 600}
         engine, worker = (DigestEngine[JSON](relay.url, **options) for _ in range(2))
         # a third of a lease later, after 200 s, the worker would ask anew in any case
-        async with engine, worker.delivering(deliver), asyncio.timeout(100):
+        async with engine, worker.delivering(inbox), asyncio.timeout(100):
             await engine.add("before", 1)
-            assert await delivered.get() == "before"
+            await inbox.digest(1)
             before = relay.connections
             await asyncio.gather(*(each.peek(f"k{number}") for each in (engine, worker) for number in range(8)))
             assert relay.connections > before + 6
@@ -173,64 +156,47 @@ async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_
                 await engine.add("key", 1, record_id="mine")
             assert (caught.value.stored, caught.value.record_id) == ("no", "mine")
             assert await engine.add("key", 1, record_id="mine")
-            assert await delivered.get() == "key"
+            await inbox.digest(2)
+        assert [digest.key for digest in inbox.came] == ["before", "key"]
 
 
 @pytest.mark.parametrize("call", ["close", "retry", "release", "open"])
 async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(namespace: str, call: str) -> None:
     """What another worker was given since may not have come to it yet."""
-    limits = Policy().terms.limits
-    async with replicated() as (old, new):
-        backend = RedisBackend(f"redis://127.0.0.1:{port_of(old)}/0", namespace=namespace, timeout=TIMEOUT)
-        await backend.connect()
-        await backend.add(0, [Add("k", pack(b"a", None, b"v"), Policy().terms)])
-        [known] = (await backend.claim(0, 1, 60_000, limits)).leases
-        lease = replace(known, token="of the new primary")
+    async with replicated() as (old, new), engine_to(old, namespace) as engine:
+        store = Store(await session_of(engine).backend())
+        await store.add("k", "a")
+        lease = replace(await store.claim(), token="of the new primary")
         calls: dict[str, Callable[[], Awaitable[object]]] = {
-            "close": lambda: backend.close(0, [Close(lease, 1, 1, 0, limits, 60_000)]),
-            "retry": lambda: backend.retry(0, [Retry(lease, 0, "boo", limits)]),
-            "release": lambda: backend.release(0, [lease], started=False),
-            "open": lambda: backend.open(0, "k", 60_000, limits),
+            "close": lambda: store.close(lease),
+            "retry": lambda: store.retry(lease),
+            "release": lambda: store.release(lease, started=False),
+            "open": lambda: store.backend.open(0, "k", LEASE, store.policy.terms.limits),
         }
-        with new.client() as client:
-            await until(lambda: client.exists(f"{{{namespace}}}:leased"))
+        await until(lambda: new.ask("EXISTS", f"{{{namespace}}}:leased"))
         follow(new, None)
         follow(old, new)
         await until(lambda: role_of(old) == "slave" and follows(old))
-        try:
-            with pytest.raises(BackendUnavailable, match="is a replica"):
-                await calls[call]()
-        finally:
-            await backend.aclose()
-
-
-async def is_dead(engine: DigestEngine[JSON]) -> bool:
-    return (await engine.stats()).dead == 1
+        with pytest.raises(BackendUnavailable, match="is a replica"):
+            await calls[call]()
 
 
 async def test_a_dead_letter_leaves_its_old_shard_only_when_a_replica_has_it_in_the_new(namespace: str) -> None:
-    async def reject(digest: Digest[JSON]) -> None:
-        raise Reject("no such address")
-
-    async with replicated() as (primary, replica):
-        async with engine_to(primary, namespace) as engine:
-            await engine.add("k", 1)
-        worker = DigestEngine[JSON](f"redis://127.0.0.1:{port_of(primary)}/0", namespace=namespace)
-        async with worker.delivering(reject):
-            await until(lambda: is_dead(worker))
-        async with engine_to(primary, namespace, wait_replicas=1) as engine:
-            [letter] = [letter async for letter in engine.dead_letters()]
-            backend = await engine._backend()
-            assert isinstance(backend, RedisBackend)
-            assert await backend.operations.reshard(2)
-            freeze(replica)
-            with pytest.raises(BackendUnavailable, match="0 replicas"):
-                await cut_short(primary, backend.namespace.move(0, letter.id))
-            with primary.client() as client:
-                assert client.exists(f"{{{namespace}}}:letter:{letter.id}")
-            thaw(replica)
-            await drained(backend)
-            assert [each async for each in engine.dead_letters()] == [letter]
+    async with replicated() as (primary, replica), engine_to(primary, namespace, wait_replicas=1) as engine:
+        backend = await session_of(engine).backend()
+        assert isinstance(backend, RedisBackend)
+        store = Store(backend)
+        await store.add("k", "a")
+        await store.close(await store.claim(), letter="no such address")
+        [letter] = [letter async for letter in engine.dead_letters()]
+        assert await backend.operations.reshard(2)
+        freeze(replica)
+        with pytest.raises(BackendUnavailable, match="0 replicas"):
+            await cut_short(primary, backend.namespace.move(0, letter.id))
+        assert primary.ask("EXISTS", f"{{{namespace}}}:letter:{letter.id}")
+        thaw(replica)
+        await drained(backend)
+        assert [each async for each in engine.dead_letters()] == [letter]
 
 
 async def drained(backend: Backend) -> None:
@@ -259,8 +225,7 @@ async def test_nothing_is_added_to_new_shards_before_the_replicas_know_of_them(n
         assert caught.value.stored == "no"
         thaw(replica)
         await patiently(lambda: engine.add("second", 1))  # the replica links up with its primary anew
-        with primary.client() as client:
-            assert len(client.keys("*:log:second")) == 1
+        assert len(primary.ask("KEYS", "*:log:second")) == 1
 
 
 async def test_a_shard_that_is_drained_does_not_end_before_the_replicas_know_of_it(namespace: str) -> None:

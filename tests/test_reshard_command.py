@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 from zlib import crc32
 
 import pytest
-from commandline import DEADLINE, Command, environment, in_process, running
+from commandline import DEADLINE, Command, running
 from replicas import until
-from servers import Server, running_server
+from servers import Server
+from terminals import on_terminal
 
 from aiodigest import DigestEngine, Entry, Policy
 from aiodigest.backends.redis.connections.url import hide_password
@@ -28,11 +24,6 @@ from aiodigest.cli.run.command import shard_numbers
 
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    return in_process(monkeypatch, capfd)
 
 
 def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
@@ -46,11 +37,10 @@ def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
 
 
 @pytest.fixture
-def place() -> Iterator[Server]:
+def place(own: Server) -> Server:
     """A server of the test's own, with one timeline that waits for long in the namespace ``mail``."""
-    with running_server() as server:
-        manage(server, lambda engine: engine.add("slow", 1))
-        yield server
+    manage(own, lambda engine: engine.add("slow", 1))
+    return own
 
 
 def ended(place: Server, number: str) -> str:
@@ -74,9 +64,7 @@ def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, comma
     assert "0 replicas of " in errors or "no answer in time" in errors  # where the machine is busy
 
 
-def test_a_name_that_was_never_used_is_asked_about_and_the_number_that_is_there_is_nothing_to_do(
-    place: Server, command: Command
-) -> None:
+def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Command) -> None:
     code, _, errors = command("reshard", "--to", "4", "--namespace", "mial", "--url", place.url)
     where = f"namespace 'mial' on {hide_password(place.url)}"
     told = f"aiodigest: {where} is empty, and nothing was ever delivered from it: is its name right?\n"
@@ -133,28 +121,16 @@ def test_in_json_each_look_is_an_object_a_line_and_nothing_else_is_said(place: S
 
 @pytest.mark.processes
 def test_on_a_terminal_one_line_is_updated_in_place_and_gone_at_the_end(place: Server, tmp_path: Path) -> None:
-    terminal, end = pty.openpty()
     arguments = "reshard", "--to", "4", *OPTIONS, "--url", place.url
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aiodigest", *arguments], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=end
-    )
-    os.close(end)
-    try:
-        shown = b""
-        for part in (b"1 waiting", b"1 ready"):
-            while part not in shown:
-                shown += os.read(terminal, 4096)
-            manage(place, lambda engine, part=part: engine.flush("slow") if b"w" in part else engine.delete("slow"))
-        output, _ = process.communicate(timeout=DEADLINE)
-        shown += os.read(terminal, 4096)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-    assert (process.returncode, output) == (0, ended(place, "4 shards").encode())
-    assert b"\n" not in shown
-    assert shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' is moving to 4 shards: ")
-    assert shown.endswith(b"\r\x1b[K")
+    with on_terminal(tmp_path, *arguments, streams=["stderr"]) as process:
+        process.until("1 waiting")
+        manage(place, lambda engine: engine.flush("slow"))
+        process.until("1 ready")
+        manage(place, lambda engine: engine.delete("slow"))
+        assert process.end() == (0, ended(place, "4 shards").encode())
+    assert b"\n" not in process.shown
+    assert process.shown.startswith(b"\r\x1b[Kaiodigest: namespace 'mail' is moving to 4 shards: ")
+    assert process.shown.endswith(b"\r\x1b[K")
 
 
 @pytest.mark.processes
@@ -172,13 +148,9 @@ def test_ctrl_c_ends_it_with_130_and_says_that_it_goes_on_when_called_again(plac
         assert process.end() == 0
 
 
-@pytest.mark.processes
-def test_another_number_while_a_change_is_under_way_is_one_line_and_exit_code_1(
-    place: Server, tmp_path: Path, command: Command
-) -> None:
-    with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url) as process:
-        process.error_line()
-        code, output, errors = command("reshard", "--to", "8", *OPTIONS, "--url", place.url)
+def test_another_number_during_a_change_is_one_line(place: Server, command: Command) -> None:
+    manage(place, lambda engine: anext(engine.reshard(4)))
+    code, output, errors = command("reshard", "--to", "8", *OPTIONS, "--url", place.url)
     assert (code, output) == (1, "")
     assert errors == (
         "aiodigest: namespace 'mail' is on its way from 1 to 4 shards: that must end before it can have 8: "
@@ -195,9 +167,7 @@ def test_another_number_while_a_change_is_under_way_is_one_line_and_exit_code_1(
         ((), "Missing option '--to'"),
     ],
 )
-def test_a_number_that_is_not_allowed_is_a_usage_error(
-    place: Server, command: Command, arguments: tuple[str, ...], told: str
-) -> None:
+def test_a_bad_number_is_a_usage_error(place: Server, command: Command, arguments: tuple[str, ...], told: str) -> None:
     code, output, errors = command("reshard", *arguments, *OPTIONS, "--url", place.url)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert told in errors
@@ -212,9 +182,6 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_and_exit_code_69(place: S
         assert process.end() == 69
         assert process.errors.count(b"\n") == 2
         assert b"Traceback" not in process.errors
-
-
-# run --shards
 
 
 @pytest.mark.parametrize(
@@ -241,24 +208,16 @@ def test_a_choice_that_cannot_be_read_is_a_usage_error_that_says_what_is_allowed
 
 
 @pytest.mark.processes
-async def test_a_service_of_some_shards_delivers_from_these_alone(
-    server: Server, namespace: str, tmp_path: Path
-) -> None:
+async def test_a_service_of_some_shards_delivers_these_alone(server: Server, namespace: str, tmp_path: Path) -> None:
     keys = [f"k{number}" for number in range(40)]
     expected = {key for key in keys if crc32(key.encode()) % 4 == 1}
-    (tmp_path / "mail.py").write_text(
-        dedent(
-            f"""
-            from aiodigest import DigestEngine
-
-            engine = DigestEngine({server.url!r}, namespace={namespace!r})
-
-            @engine.deliver
-            async def deliver(digest):
-                print(digest.key, flush=True)
-            """
-        )
+    lines = (
+        "from aiodigest import DigestEngine",
+        f"engine = DigestEngine({server.url!r}, namespace={namespace!r})",
+        "@engine.deliver",
+        "async def deliver(digest): print(digest.key, flush=True)",
     )
+    (tmp_path / "mail.py").write_text("\n".join(lines))
     async with DigestEngine(server.url, namespace=namespace, shards=4) as engine:
         await engine.add_many(Entry(key, 1) for key in keys)
         with running(tmp_path, "run", "mail:engine", "--shards", "1", cwd=tmp_path) as service:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,11 +12,10 @@ from redis.crc import key_slot
 from stores import LEASE, NOW, Place, Store, ids
 from storestate import State, check_invariants, forget, redis_state
 
-from aiodigest.backend import Add, Closed, Move
+from aiodigest.backend import Closed, Move
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.policy import Policy
-from aiodigest.records.entries import pack
 
 SHARDS = 6
 LAYOUT = Layout(SHARDS)
@@ -81,24 +79,6 @@ async def shards(place: Place, namespace: str) -> AsyncIterator[Shards]:
         shards.clear()
 
 
-# Where the shards are
-
-
-@pytest.mark.cluster
-def test_each_shard_has_its_own_part_of_the_slots_and_each_primary_as_many_shards(
-    on_cluster: Place, namespace: str
-) -> None:
-    tags = [LAYOUT.tag(namespace, shard) for shard in range(SHARDS)]
-    slots = [key_slot(f"{{{tag}}}:ready".encode()) for tag in tags]
-    assert [slot * SHARDS // 16_384 for slot in slots] == list(range(SHARDS))
-    primaries: list[bytes] = []
-    for tag, slot in zip(tags, slots, strict=True):
-        with on_cluster.client_of(tag) as client:
-            assert client.execute_command("CLUSTER", "KEYSLOT", f"{{{tag}}}:ready") == slot, "the server counts alike"
-            primaries.append(client.execute_command("CLUSTER", "MYID"))
-    assert sorted(Counter(primaries).values()) == [2, 2, 2]
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("place", ["cluster"], indirect=True)
 async def test_all_keys_of_a_shard_are_in_one_slot(shards: Shards, on_cluster: Place) -> None:
@@ -108,26 +88,6 @@ async def test_all_keys_of_a_shard_are_in_one_slot(shards: Shards, on_cluster: P
         with on_cluster.client_of(tag) as client:
             found = client.execute_command("CLUSTER", "GETKEYSINSLOT", key_slot(f"{{{tag}}}:".encode()), 100)
         assert {key.decode() for key in found} == {f"{{{tag}}}:{name}" for name in expected}
-
-
-async def test_a_timeline_is_kept_in_the_shard_of_its_key_and_in_no_other(shards: Shards) -> None:
-    await shards.fill()
-    for keys, state in zip(shards.keys, shards.kept(), strict=True):
-        assert sorted(key.decode() for key in state["timelines"]) == sorted(keys)
-        assert [key.decode() for key in state["ready"]] == keys
-
-
-# Delivering
-
-
-async def test_a_lease_is_known_to_its_own_shard_alone(shards: Shards) -> None:
-    await shards.fill()
-    lease = (await shards.claims(1)).leases[0]
-    for shard in range(1, SHARDS):
-        assert await shards.backend.renew(shard, [lease], LEASE) == [False]
-        assert await shards.backend.release(shard, [lease], True) == [False]
-    assert await shards.backend.renew(0, [lease], LEASE) == [True]
-    assert await shards.close(lease) == Closed("closed")
 
 
 async def test_the_leases_of_a_shard_lapse_while_nobody_claims_from_another(shards: Shards) -> None:
@@ -155,9 +115,6 @@ async def test_a_doorbell_rings_for_its_own_shard(shards: Shards) -> None:
         assert [sleeper.done() for sleeper in sleepers] == [other >= shard for other in range(SHARDS)]
 
 
-# By hand
-
-
 async def test_counts_are_sums_over_all_shards_and_the_oldest_is_that_of_all(shards: Shards) -> None:
     shards.policy = Policy(initial_delay=600)
     await shards.fill()
@@ -173,8 +130,6 @@ async def test_a_page_has_the_timelines_of_one_shard_the_earliest_first(shards: 
     shards.policy = Policy(initial_delay=600)
     await shards.fill()
     for shard, (first, second) in enumerate(shards.keys):
-        page = await shards.backend.operations.page(shard, "waiting", 10)
-        assert ([window.key for window in page.items], page.end) == ([first, second], None)
         page = await shards.backend.operations.page(shard, "waiting", 1)
         assert [window.key for window in page.items] == [first]
         page = await shards.backend.operations.page(shard, "waiting", 10, page.end)
@@ -217,39 +172,16 @@ async def test_a_timeline_of_any_shard_is_found_by_its_key_alone(shards: Shards)
     assert (await shards.backend.operations.counts())["waiting"] == 0
 
 
-# Dead letters
-
-
-async def buried(shards: Shards) -> list[str]:
-    """Ids of one dead letter in each shard."""
+@pytest.mark.parametrize("way", ["replay", "discard"])
+async def test_a_dead_letter_of_any_shard_is_found_and_replayed_or_discarded(shards: Shards, way: str) -> None:
     await shards.fill()
+    names, operations = list[str](), shards.backend.operations
     for shard in range(SHARDS):
         [lease] = (await shards.claims(1, shard)).leases
-        await shards.close(lease, letter=f"no good in {shard}", cool=0)
-    return [(await shards.backend.operations.dead_letters(shard, 10)).items[0] for shard in range(SHARDS)]
-
-
-async def test_each_shard_lists_its_own_dead_letters_and_any_is_found_by_its_id_alone(shards: Shards) -> None:
-    names = await buried(shards)
-    assert len(set(names)) == SHARDS
-    for shard, name in enumerate(names):
-        assert (await shards.backend.operations.dead_letters(shard, 10)).items == [name]
-        assert await shards.backend.operations.dead_letter(name, (shard + 1) % SHARDS) is None
-        letter = await shards.backend.operations.dead_letter(name, shard)
-        assert letter == await shards.backend.operations.dead_letter(name)
-        assert letter is not None
-        assert (letter.key, letter.reason) == (shards.keys[shard][0], f"no good in {shard}")
-    assert (await shards.backend.operations.counts())["dead"] == SHARDS
-    assert await shards.backend.operations.dead_letter("unknown") is None
-
-
-@pytest.mark.parametrize("way", ["replay", "discard"])
-async def test_a_dead_letter_of_any_shard_is_replayed_or_discarded_and_the_others_stay(
-    shards: Shards, way: str
-) -> None:
-    names, operations = await buried(shards), shards.backend.operations
-    while names:
-        name = names.pop(len(names) // 2)
+        await shards.close(lease, letter="no good", cool=0)
+        names += (await operations.dead_letters(shard, 10)).items
+    for shard, name in reversed([*enumerate(names)]):
+        assert await operations.dead_letter(name, (shard + 1) % SHARDS) is None
         letter = await operations.dead_letter(name)
         assert letter is not None
         if way == "replay":
@@ -258,31 +190,4 @@ async def test_a_dead_letter_of_any_shard_is_replayed_or_discarded_and_the_other
             assert await shards.backend.discard(name)
         assert await shards.held(letter.key) == ([(f"of-{letter.key}", "v")] if way == "replay" else [])
         assert not await shards.backend.discard(name)
-        left = [each for shard in range(SHARDS) for each in (await operations.dead_letters(shard, 10)).items]
-        assert left == names
-
-
-# Many at once
-
-
-async def test_shards_take_adds_and_give_digests_at_the_same_time(shards: Shards) -> None:
-    """Calls on all shards at once, each to its own primary on a cluster, mix up no answers."""
-
-    async def one(shard: int) -> None:
-        for number in range(20):
-            adds = [
-                Add(key, pack(f"{number}".encode(), None, key.encode()), shards.policy.terms)
-                for key in shards.keys[shard]
-            ]
-            assert await shards.backend.add(shard, adds) == [True, True]
-            leases = (await shards.claims(shard=shard)).leases
-            assert sorted(lease.key for lease in leases) == sorted(shards.keys[shard])
-            for lease in leases:
-                assert ids(lease) == [f"{number}"]
-                assert await shards.close(lease, cool=0) == Closed("closed")
-            assert (await shards.claims(shard=shard)).leases == []
-
-    await asyncio.gather(*(one(shard) for shard in range(SHARDS)))
-    counts = await shards.backend.operations.counts()
-    assert (counts["digests"], counts["delivered"]) == (2 * 20 * SHARDS, 2 * 20 * SHARDS)
-    assert (counts["waiting"], counts["ready"], counts["leased"]) == (0, 0, 0)
+        assert (await operations.counts())["dead"] == shard

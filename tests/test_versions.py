@@ -22,7 +22,7 @@ import pytest
 from branches import instead_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from processes import DEADLINE, PROGRAMS, Program
+from processes import DEADLINE, Program, running
 from servers import Server
 from stores import Place
 from test_store_model import Stores
@@ -82,22 +82,14 @@ class Process(Program):
 
 @asynccontextmanager
 async def version(tree: Path, url: str, namespace: str) -> AsyncGenerator[Process, None]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, PROGRAMS / "version.py", url, namespace,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tree)},
-    )  # fmt: skip
-    program = Process(process)
-    try:
+    options: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": str(tree)}}
+    async with running("version.py", url, namespace, kind=Process, **options) as program:
         assert Path((await program.told())["package"]).parent == tree / "aiodigest"
         yield program
-        assert process.stdin is not None
-        process.stdin.close()
+        assert program.process.stdin is not None
+        program.process.stdin.close()
         async with asyncio.timeout(DEADLINE):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+            assert await program.process.wait() == 0
 
 
 def keys(*kinds: str) -> list[str]:
@@ -105,9 +97,7 @@ def keys(*kinds: str) -> list[str]:
 
 
 @pytest.mark.parametrize("old_begins", [True, False], ids=["the old begins", "the new begins"])
-async def test_what_one_version_begins_the_other_ends_and_every_record_is_delivered_once(
-    server: Server, namespace: str, old: Path, old_begins: bool
-) -> None:
+async def test_one_version_ends_what_another_began(server: Server, namespace: str, old: Path, old_begins: bool) -> None:
     trees = (old, ROOT) if old_begins else (ROOT, old)
     async with version(trees[0], server.url, namespace) as first, version(trees[1], server.url, namespace) as second:
 
@@ -156,9 +146,7 @@ async def test_what_one_version_begins_the_other_ends_and_every_record_is_delive
             assert held == {"waiting": 0, "ready": 0, "leased": 0, "dead": 0, "buried": 2 * EACH}
 
 
-def test_the_scripts_of_both_versions_do_what_the_reference_does_on_the_data_of_each_other(
-    one_server: Place, old: Path
-) -> None:
+def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Place, old: Path) -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPTS], capture_output=True, cwd=old, check=True)
     sources: Mapping[str, str] = json.loads(run.stdout)
     assert sources.keys() == load_scripts().keys() - {"permits"}
