@@ -34,7 +34,7 @@ if not (a ~= #b) and a.not_false then return true end
 
 
 def changes_of(file: str, text: str) -> list[str]:
-    return [f"{change.old.strip()} → {change.new}" for change in find_changes(file, text)]
+    return [change.new.strip() for change in find_changes(file, text)]
 
 
 def test_a_seed_draws_the_same_changes_half_of_them_to_scripts_and_of_more_the_same_at_first() -> None:
@@ -64,8 +64,10 @@ def test_every_change_to_the_scripts_compiles(own: Server) -> None:
 
 
 def test_what_is_done_is_changed_and_no_text_or_type() -> None:
-    assert changes_of("some.py", PYTHON) == ["4 → 5", "not in → in", "not → ", "<= → <", "<= → >", "6 → 7"]
-    assert changes_of("some.lua", LUA) == ["7 → 8", "- → +", "not → ", "~= → ==", "and → or", "true → false"]
+    in_python = "= 5", "if a in b", "if a <= 6", "<= 7", "a < 6", "a > 6"
+    in_lua = "a + b", "-8", "if (a ~=", "a == #b", "return false", "or a.not_false"
+    for file, text, pieces in (("some.py", PYTHON, in_python), ("some.lua", LUA, in_lua)):
+        assert all(piece in line for piece, line in zip(pieces, changes_of(file, text), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -77,19 +79,16 @@ def test_what_is_done_is_changed_and_no_text_or_type() -> None:
         ("x = 1_000", {"x = 1001"}),
         ("x = a is not b", {"x = a is b"}),
         ("x = a < b < c", {"x = a <= b < c", "x = a >= b < c", "x = a < b <= c", "x = a < b >= c"}),
-        ("x = a and b and c", {"x = a or b and c", "x = a and b or c"}),
+        ("x = a and b and c", {"x = a or b or c"}),
         ("x -= a // b", {"x += a // b", "x -= a * b"}),
         ("if a and b: pass", {"if a or b: pass", "if False: pass"}),
         ("await tell(a)", {"pass"}),
         ("self.a = b", {"pass"}),
-        (
-            "x = '\u00e9' if a == b else False",
-            {"x = '\u00e9' if a != b else False", "x = '\u00e9' if a == b else True"},
-        ),
+        ("x = 'é' if (a == b) else False", {"x = 'é' if (a != b) else False", "x = 'é' if (a == b) else True"}),
     ],
 )
 def test_an_operator_or_a_constant_becomes_another(line: str, becomes: set[str]) -> None:
-    assert {change.becomes for change in find_changes("some.py", line + "\n")} == becomes
+    assert {*changes_of("some.py", line + "\n")} == becomes
 
 
 def listing(old: str, new: str, more: str = "") -> str:
@@ -99,16 +98,15 @@ def listing(old: str, new: str, more: str = "") -> str:
 def test_what_changes_nothing_is_told_by_a_line_and_what_it_becomes(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text("if a:\n    x = b + 1\n")
     same = read_equivalents(tmp_path, listing("x = b + 1", "x = b + 2"))
-    assert [(change.row, change.new) for change in same] == [(2, "2")]
-    assert [*same.values()] == ["it is the same"]
+    assert [(change.row, reason) for change, reason in same.items()] == [(2, "it is the same")]
 
 
 def test_an_entry_says_how_many_lines_it_is_for_and_one_that_matches_no_more_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "some.py").write_text("x = 1\n" * 2)
     assert len(read_equivalents(tmp_path, listing("x = 1", "x = 2", "times = 2"))) == 2
-    with pytest.raises(ValueError, match="in 2 lines, not in 1"):
+    with pytest.raises(ValueError, match="possible 2 times, not 1"):
         read_equivalents(tmp_path, listing("x = 1", "x = 2"))
-    with pytest.raises(ValueError, match=r"'y = 1' → 'y = 2' is possible in 0 lines"):
+    with pytest.raises(ValueError, match=r"'y = 1' → 'y = 2' is possible 0 times"):
         read_equivalents(tmp_path, listing("y = 1", "y = 2"))
 
 

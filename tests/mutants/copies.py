@@ -16,21 +16,8 @@ from pathlib import Path
 from threading import Event
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = (
-    "aiodigest",
-    "tests",
-    "examples",
-    "docs",
-    "benchmarks",
-    "chaos",
-    "pyproject.toml",
-    "properdocs.yml",
-    "Makefile",
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "LICENSE",
-)
+FOLDERS = ("aiodigest", "tests", "examples", "docs", "benchmarks", "chaos")
+FILES = ("pyproject.toml", "properdocs.yml", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 UNSHRUNK = "--hypothesis-profile=unshrunk"  # the smallest example takes minutes to find, and any will do
 LOOK = 0.2  # seconds between two looks at whether pytest is to be ended
 PATIENCE = 10  # seconds in which an interrupted pytest ends its servers
@@ -52,24 +39,18 @@ class Run:
 
 def copy(folder: Path, source: Path = ROOT) -> None:
     """Put the project, or a copy of it, into a folder."""
-    for part in PARTS:
-        if (source / part).is_dir():
-            shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source / part, folder / part)
+    for part in FOLDERS:
+        shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in FILES:
+        shutil.copy(source / part, folder)
 
 
 def run_tests(folder: Path, tests: Sequence[str], time_limit: float, stopped: Event | None = None) -> Run:
     """Run pytest until a test fails, the time is over, or it is stopped; nothing that it started goes on after it."""
     # what the tests start must find this copy too, and not what is installed
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "AIODIGEST_TEST_CHANGED": "1",
-    }
-    options = ("-x", "-q", "-p", "no:cacheprovider", UNSHRUNK)
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["AIODIGEST_TEST_CHANGED"] = "1"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", UNSHRUNK, *tests]
     stopped, began = stopped or Event(), time.monotonic()
     with tempfile.TemporaryFile() as output:  # no pipe, which a server that is left behind would hold open
         process = subprocess.Popen(

@@ -112,7 +112,7 @@ def play(trial: Trial, drawn: Sequence[Change], same: Mapping[Change, str]) -> i
         if not by:
             survivors.append(change)
     for change in survivors:
-        print(f"survived: {change.diff}")
+        print(f"survived: {change}")
     return 1 if survivors else 0
 
 
