@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import redis.asyncio
 from redis.crc import key_slot
+from replicas import until
 from servers import Proxy, Server, running_server
 from stores import DAY, LEASE, NOW
 from storestate import check_invariants, redis_state
 
 from aiodigest import DigestEngine, Entry, Stats
-from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
@@ -44,6 +45,24 @@ def closing(lease: Lease, letters: Sequence[NewDeadLetter] = (), cool_ms: int = 
 
 async def claim(backend: RedisBackend, slots: int = 10) -> Claims:
     return await backend.claim(0, slots, LEASE, LIMITS)
+
+
+async def leased(backend: RedisBackend, *record_ids: str) -> Lease:
+    """The digest of a new timeline "k"."""
+    await backend.add(0, [record("k", record_id) for record_id in record_ids or "a"])
+    [lease] = (await claim(backend)).leases
+    return lease
+
+
+async def seen(backend: RedisBackend, key: str) -> StoredTimeline:
+    window = await backend.operations.look(key)
+    assert window is not None
+    return window
+
+
+async def only_letter(backend: RedisBackend) -> str:
+    [name] = (await backend.operations.dead_letters(0, 10)).items
+    return name
 
 
 class Clock:
@@ -84,29 +103,33 @@ class Raw:
 
 
 @pytest.fixture
-def raw(server: Server, namespace: str) -> Iterator[Raw]:
+def client(server: Server) -> Iterator[Any]:
+    """A client that may do all, for looking behind the backend's back."""
     with server.client() as client:
-        yield Raw(client, namespace)
+        yield client
 
 
 @pytest.fixture
-def emptied(server: Server) -> Iterator[None]:
+def raw(client: Any, namespace: str) -> Raw:
+    return Raw(client, namespace)
+
+
+@pytest.fixture
+def emptied(client: Any) -> Iterator[None]:
     """For tests that fill the server, which is slow to search then."""
     yield
-    with server.client() as client:
-        client.flushall()
+    client.flushall()
 
 
 @pytest.fixture
 async def backend(
-    request: pytest.FixtureRequest, server: Server, namespace: str, clock: Clock
+    request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: Clock
 ) -> AsyncIterator[RedisBackend]:
     """A backend whose clock the test moves; what is left is checked, unless the test has been at the keys."""
     async with connected(server.url, namespace, now=clock) as backend:
         yield backend
     if "raw" not in request.fixturenames:
-        with server.client() as client:
-            check_invariants(redis_state(client, namespace))
+        check_invariants(redis_state(client, namespace))
 
 
 # Full and broken
@@ -133,24 +156,34 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
             assert client.info("memory")["used_memory"] < before - 5_000_000
 
 
-@pytest.mark.parametrize("kind", ["log", "open", "meta"])
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("log", ""), ("open", ""), ("meta", ""),
+        ("end", "x"), ("attempts", "nan"), ("cool", "1e300"), ("dropped", "9" * 20), ("own", "x"),
+        ("own", f"1 0 0 {10**20}"),
+    ],
+    ids=str,
+)  # fmt: skip
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
-    backend: RedisBackend, raw: Raw, clock: Clock, kind: str
+    backend: RedisBackend, raw: Raw, clock: Clock, part: str, value: str
 ) -> None:
     broken = [f"broken{number}" for number in range(3)]
     for key in (*broken, "sound"):
         clock.now += 1
         await backend.add(0, [record(key)])
     for key in broken:
-        raw.client.set(raw.key(f"{kind}:{key}"), "not ours", ex=100)
+        if value:
+            raw.client.hset(raw.key(f"meta:{key}"), part, value)
+        else:
+            raw.client.set(raw.key(f"{part}:{key}"), "not ours", ex=100)
     claims = await claim(backend, 3)
     assert [lease.key for lease in claims.leases] == ["sound"]
     assert [key for key, _ in claims.broken] == broken
-    assert all("WRONGTYPE" in problem for _, problem in claims.broken)
-    window = await backend.operations.look("broken0")
-    assert window is not None
+    assert all((f"'{part}'" if value else "WRONGTYPE") in problem for _, problem in claims.broken)
+    window = await seen(backend, "broken0")
     assert (window.state, window.due_ms) == ("waiting", clock.now + LEASE)
-    assert "WRONGTYPE" in window.last_error
+    assert claims.broken[0][1] in window.last_error
     assert await backend.delete("broken0")
     assert await backend.add(0, [record("broken0")]) == [True]
 
@@ -166,34 +199,29 @@ async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, ra
     assert isinstance(broken, InvalidState)
     assert "'bad' is broken" in str(broken)
     assert closed == Closed("closed")
-    window = await backend.operations.look("good")
-    assert window is not None
+    window = await seen(backend, "good")
     assert (window.state, window.logged, window.opened) == ("waiting", 1, 0)
 
 
-async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, server: Server) -> None:
+async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, client: Any) -> None:
     terms = Policy(initial_delay=900, capacity=900, max_size=800).terms
     adds = [
         Add(f"k{number % 5}", pack(f"{number // 5 % 1_000}".encode(), None, b"v"), terms) for number in range(10_000)
     ]
-    with server.client() as client:
-        client.config_resetstat()
-        assert [result for result in await backend.add(0, adds) if result not in (True, False)] == []
-        # 40 batches; each compaction reads some 1,000 entries, after which a call ends
-        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 50
-    for number in range(5):
-        window = await backend.operations.look(f"k{number}")
-        assert window is not None
-        assert window.logged <= 900 * 5 // 4
+    client.config_resetstat()
+    assert [result for result in await backend.add(0, adds) if result not in (True, False)] == []
+    # 40 batches; each compaction reads some 1,000 entries, after which a call ends
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 50
+    assert all([(await seen(backend, f"k{number}")).logged <= 900 * 5 // 4 for number in range(5)])
 
 
 @pytest.mark.parametrize(("size", "distinct"), [(5, 1), (5, 4), (100, 99), (1_000, 999)])
 async def test_an_add_reads_a_few_entries_on_average_however_often_ids_are_added_again(
-    server: Server, backend: RedisBackend, namespace: str, size: int, distinct: int
+    client: Any, backend: RedisBackend, namespace: str, size: int, distinct: int
 ) -> None:
     terms, adds = Policy(initial_delay=900, max_size=size).terms, 4_000
     numbers = (number % distinct for number in range(adds))
-    with server.client() as client, client.monitor() as monitor:
+    with client.monitor() as monitor:
         added = await backend.add(0, [Add("k", pack(b"%d" % number, None, b"v"), terms) for number in numbers])
         client.echo("end")
         commands = [line["command"] for line in takewhile(lambda line: line["command"] != "ECHO end", monitor.listen())]
@@ -281,19 +309,10 @@ async def test_a_lost_reply_leaves_an_add_unknown_and_adding_again_keeps_one_rec
         assert [len(lease.entries) for lease in leases if lease.key == "k"] == [1]
 
 
-class Failing(Proxy):
-    """Answers in place of the server, as proxies do that have lost it."""
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while reply := await reader.read(1 << 20):
-            writer.write(b"-ERR upstream failure\r\n" if self.swallows() else reply)
-        writer.close()
-
-
 async def test_an_error_that_nobody_foresaw_leaves_an_add_unknown(server: Server, namespace: str) -> None:
-    async with Failing(server) as proxy, connected(proxy.url, namespace) as backend:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         await backend.add(0, [record("warm")])
-        proxy.swallow = 1
+        proxy.lie = b"-ERR upstream failure\r\n"  # as proxies say that have lost the server
         with pytest.raises(BackendUnavailable, match="upstream failure") as caught:
             await backend.add(0, [record("k")])
         assert caught.value.stored == "unknown"
@@ -302,8 +321,7 @@ async def test_an_error_that_nobody_foresaw_leaves_an_add_unknown(server: Server
 
 async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(server: Server, namespace: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
+        lease = await leased(backend)
         proxy.swallow = 1
         assert await backend.close(0, [closing(lease)]) == [Closed("closed")]
         assert (await backend.operations.counts())["digests"] == 1
@@ -337,8 +355,7 @@ async def test_after_an_answer_to_another_question_what_may_be_repeated_is_and_a
     if lie in {"open": b"$-1\r\n", "read": NO_ITEM, "look": NO_ITEM}.get(call, b""):
         return  # which it may well be
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
-        await backend.add(0, [record("k")])
-        [lease] = (await claim(backend)).leases
+        lease = await leased(backend)
         proxy.lie, before = lie, proxy.connections
         if call in ("add", "claim", "open") or lie in COUNTED.get(call, ()):
             with pytest.raises(BackendUnavailable) as caught:
@@ -362,52 +379,15 @@ async def test_a_listener_that_hears_what_is_no_ring_listens_on_another_connecti
         assert await backend.wait(0, "0-0") != "0-0"
 
 
-async def test_an_add_that_cannot_connect_is_not_stored(namespace: str) -> None:
-    with running_server() as server:
-        async with connected(server.url, namespace) as backend:
-            await backend.add(0, [record("k")])
-            server.stop()
-            with pytest.raises(BackendUnavailable):
-                await backend.add(0, [record("k")])  # on a connection that seems alive
-            with pytest.raises(BackendUnavailable) as caught:
-                await backend.add(0, [record("k")])
-            assert caught.value.stored == "no"
-            server.start()
-            assert await backend.add(0, [record("k")]) == [True]
-
-
-async def test_a_server_that_does_not_answer_is_unavailable_after_the_timeout(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = asyncio.get_running_loop()
-    time = loop.time
-    async with connected(server.url, namespace, timeout=600) as backend:
-        await backend.add(0, [record("k")])
-        with server.client() as client:
-            client.client_pause(60_000, all=False)
-            try:
-                adding = asyncio.create_task(backend.add(0, [record("k", "b")]))
-                async with asyncio.timeout(60):
-                    while not client.info("clients")["blocked_clients"]:  # noqa: ASYNC110  (no event tells it)
-                        await asyncio.sleep(0)
-                monkeypatch.setattr(loop, "time", lambda: time() + 600)
-                with pytest.raises(BackendUnavailable, match="no answer in time") as caught:
-                    await adding
-            finally:
-                client.client_unpause()
-        assert caught.value.stored == "unknown"
-
-
 async def test_any_number_of_leases_is_renewed_and_given_back_some_hundred_a_call(
-    backend: RedisBackend, server: Server
+    backend: RedisBackend, client: Any
 ) -> None:
     await backend.add(0, [record("k")])
     leases = [Lease(f"k{number}", "token", "digest", 1, 1, 0, 0, 1) for number in range(600)]
-    with server.client() as client:
-        client.config_resetstat()
-        assert await backend.renew(0, leases, LEASE) == [False] * 600
-        assert await backend.release(0, leases, started=True) == [False] * 600
-        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 2 * 3
+    client.config_resetstat()
+    assert await backend.renew(0, leases, LEASE) == [False] * 600
+    assert await backend.release(0, leases, started=True) == [False] * 600
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 2 * 3
 
 
 async def test_200_concurrent_adds_share_a_few_connections(server: Server, namespace: str) -> None:
@@ -428,45 +408,13 @@ async def test_two_processes_that_open_a_timeline_at_once_open_one(server: Serve
         assert sorted(lease.key for each in claims for lease in each.leases) == sorted(f"k{n}" for n in range(20))
 
 
-# The server's moods
+# Scripts, connections and clocks
 
 
-@pytest.mark.parametrize(
-    ("mood", "message"),
-    [
-        (["CONFIG", "SET", "min-replicas-to-write", "1"], "too few replicas"),
-        (["REPLICAOF", "127.0.0.1", "1"], "it is a replica"),
-    ],
-)
-async def test_a_server_that_refuses_writes_is_unavailable(namespace: str, mood: list[str], message: str) -> None:
-    with running_server() as server, server.client() as client:
-        async with connected(server.url, namespace) as backend:
-            await backend.add(0, [record("k")])
-            client.execute_command(*mood)
-            with pytest.raises(BackendUnavailable, match=message):
-                await claim(backend)
-            try:
-                [refused] = await backend.add(0, [record("k", "b")])
-            except BackendUnavailable as error:
-                refused = error
-            assert isinstance(refused, BackendUnavailable)
-            assert (refused.stored, message in str(refused)) == ("no", True)
-
-
-async def test_a_database_that_the_server_does_not_have_is_a_configuration_error(
-    server: Server, namespace: str
-) -> None:
-    backend = RedisBackend(f"unix://{server.socket}?db=99", namespace=namespace)
-    with pytest.raises(ConfigurationError, match="DB index is out of range; how many databases a server has"):
-        await backend.connect()
-    await backend.aclose()
-
-
-async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, server: Server) -> None:
-    with server.client() as client:
-        for is_first in (True, False):
-            client.script_flush()
-            assert await backend.add(0, [record("k")]) == [is_first]
+async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, client: Any) -> None:
+    for is_first in (True, False):
+        client.script_flush()
+        assert await backend.add(0, [record("k")]) == [is_first]
 
 
 @pytest.fixture
@@ -482,8 +430,7 @@ async def test_once_it_is_connected_it_reads_no_script_any_more(
     backend: RedisBackend, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts, "LUA", Path("not there"))
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
     assert all(script.source for script in scripts.load_scripts().values())
 
@@ -515,35 +462,32 @@ async def test_an_emptied_server_gets_its_layout_again(namespace: str) -> None:
                 assert other.shard_map.count == 2
 
 
-async def test_connecting_takes_three_commands_and_a_call_one(server: Server, namespace: str) -> None:
-    with server.client() as client:
-        async with connected(server.url, namespace) as backend:
-            await backend.add(0, [record("k")])
-        client.config_resetstat()
-        async with connected(server.url, namespace) as backend:
-            await backend.add(0, [record("k")])
-            await backend.operations.look("k")
-            calls = {name: facts["calls"] for name, facts in client.info("commandstats").items()}
-            assert calls["cmdstat_info"] == 1
-            # what the user may do, the add and the look; each may be unknown to the server, and then sent whole
-            assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 3
-            assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
+async def test_connecting_takes_three_commands_and_a_call_one(server: Server, namespace: str, client: Any) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+    client.config_resetstat()
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k")])
+        await backend.operations.look("k")
+        calls = {name: facts["calls"] for name, facts in client.info("commandstats").items()}
+        assert calls["cmdstat_info"] == 1
+        # what the user may do, the add and the look; each may be unknown to the server, and then sent whole
+        assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 3
+        assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
 
 
 async def test_a_connection_that_was_closed_while_idle_is_replaced_unnoticed(
-    backend: RedisBackend, server: Server
+    backend: RedisBackend, client: Any
 ) -> None:
     await backend.add(0, [record("k")])
-    with server.client() as client:
-        client.client_kill_filter(_type="normal", skipme=True)
+    client.client_kill_filter(_type="normal", skipme=True)
     for _ in range(50):  # the loop hears that it is closed
         await asyncio.sleep(0)
     assert await backend.add(0, [record("k", "b")]) == [False]
 
 
 async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(backend: RedisBackend, raw: Raw) -> None:
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     month = 30 * DAY
     await backend.close(0, [closing(lease, cool_ms=month)])
     assert month < raw.client.pttl(raw.key("meta:k")) <= month + 3_600_000
@@ -596,10 +540,9 @@ async def test_every_key_of_a_timeline_lives_as_long_as_its_records_may(backend:
 
 
 async def test_the_keys_of_a_dead_letter_end_after_30_days(backend: RedisBackend, raw: Raw) -> None:
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     await backend.close(0, [closing(lease, [NewDeadLetter("no")])])
-    [name] = (await backend.operations.dead_letters(0, 10)).items
+    name = await only_letter(backend)
     for kind in ("letter", "remains"):
         assert 30 * DAY - 60_000 < raw.client.pttl(raw.key(f"{kind}:{name}")) <= 30 * DAY
 
@@ -609,15 +552,15 @@ async def test_the_keys_of_a_dead_letter_end_after_30_days(backend: RedisBackend
 
 @pytest.mark.parametrize("begins", ["an add", "a claim"])
 async def test_whoever_begins_a_namespace_says_how_many_shards_it_has_and_another_count_is_refused_and_stores_nothing(
-    server: Server, namespace: str, raw: Raw, begins: str
+    server: Server, namespace: str, client: Any, begins: str
 ) -> None:
     async with connected(server.url, namespace, shards=4) as backend:
         await (backend.claim(3, 10, LEASE, LIMITS) if begins == "a claim" else backend.add(0, [record("k")]))
-    before = set(raw.client.scan_iter(match=f"*{namespace}*"))
+    before = set(client.scan_iter(match=f"*{namespace}*"))
     with pytest.raises(ConfigurationError, match="has 4 shards, not 3: take shards= out of the engine, or give 4"):
         async with DigestEngine(server.url, namespace=namespace, shards=3) as engine:
             await engine.add("k", 1)
-    assert set(raw.client.scan_iter(match=f"*{namespace}*")) == before
+    assert set(client.scan_iter(match=f"*{namespace}*")) == before
     async with connected(server.url, namespace) as backend:
         assert backend.shard_map.count == 4
 
@@ -634,23 +577,21 @@ async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(back
 
 
 async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_shard_count_can_still_be_had(
-    server: Server, namespace: str
+    server: Server, namespace: str, client: Any
 ) -> None:
-    with server.client() as client:
-        for shards in (None, 2):
-            async with DigestEngine(server.url, namespace=namespace, shards=shards) as engine:
-                assert await engine.stats() == Stats()
-                assert await engine.peek("k") is None
-                assert [timeline async for timeline in engine.timelines()] == []
-                assert [letter async for letter in engine.dead_letters()] == []
-                assert await engine.dead_letter("x") is None
-                assert (await engine.flush("k"), await engine.delete("k"), await engine.discard("x")) == (False,) * 3
-            assert not list(client.scan_iter(match=f"*{namespace}*"))
-        async with DigestEngine(server.url, namespace=namespace, shards=4) as engine:
-            assert await engine.add_many(Entry(f"k{number}", number) for number in range(20)) == [True] * 20
-        async with DigestEngine(server.url, namespace=namespace) as engine:
-            assert (await engine.stats()).ready == 20
-        assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:4:1"
+    for shards in (None, 2):
+        async with DigestEngine(server.url, namespace=namespace, shards=shards) as engine:
+            assert await engine.stats() == Stats()
+            assert await engine.peek("k") is None
+            assert [timeline async for timeline in engine.timelines()] == []
+            assert [letter async for letter in engine.dead_letters()] == []
+            assert await engine.dead_letter("x") is None
+            assert (await engine.flush("k"), await engine.delete("k"), await engine.discard("x")) == (False,) * 3
+        assert not list(client.scan_iter(match=f"*{namespace}*"))
+    async with DigestEngine(server.url, namespace=namespace, shards=4) as engine:
+        assert await engine.add_many(Entry(f"k{number}", number) for number in range(20)) == [True] * 20
+    async with DigestEngine(server.url, namespace=namespace) as engine:
+        assert (await engine.stats()).ready == 20
 
 
 async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_is_refused(
@@ -664,11 +605,10 @@ async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_
 
 
 @pytest.mark.parametrize("layout", ["2:1:1", "1:0:1", "1:1025:1", f"1:{'9' * 5_000}:1", "1:1", "1:1:1:1", "x"])
-async def test_a_layout_that_is_not_known_is_refused(server: Server, namespace: str, layout: str) -> None:
-    with server.client() as client:
-        client.hset(f"{{{namespace}}}:layout", "version", layout)
+async def test_a_layout_that_is_not_known_is_refused(server: Server, raw: Raw, layout: str) -> None:
+    raw.client.hset(raw.key("layout"), "version", layout)
     with pytest.raises(ConfigurationError, match="schema 1"):
-        async with connected(server.url, namespace):
+        async with connected(server.url, raw.namespace):
             pass
 
 
@@ -757,25 +697,22 @@ async def test_an_error_says_why_a_server_of_ones_own_is_down(namespace: str) ->
     await backend.aclose()
 
 
-def test_making_a_backend_does_no_io_and_checks_its_arguments(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="a namespace is 1 to 64"):
-        RedisBackend(EmbeddedServer(folder), namespace="a b")
-    with pytest.raises(ConfigurationError, match="shards must be from 1 to 1024"):
-        RedisBackend("redis://localhost", namespace="mail", shards=0)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        *(({"namespace": name}, "a namespace is 1 to 64") for name in ("", "a:b", "{a}", "a" * 65, "a b", "ä")),
+        *(({"shards": count}, "shards must be from 1 to 1024") for count in (0, -1, 1025)),
+    ],
+)
+def test_making_a_backend_does_no_io_and_checks_its_arguments(options: dict[str, Any], told: str) -> None:
+    settings: dict[str, Any] = {"namespace": "mail", **options}
+    with pytest.raises(ConfigurationError, match=told):
+        RedisBackend("redis://nobody.invalid", **settings)
+
+
+def test_the_shards_of_a_namespace_are_known_once_a_backend_is_connected() -> None:
     with pytest.raises(ConfigurationError, match="known once the backend is connected"):
-        _ = RedisBackend("redis://localhost", namespace="mail").shard_map
-
-
-@pytest.mark.parametrize("namespace", ["", "a:b", "{a}", "a" * 65, "a b", "ä"])
-def test_a_namespace_that_could_collide_is_refused(namespace: str) -> None:
-    with pytest.raises(ConfigurationError, match="a namespace is"):
-        RedisBackend("redis://localhost", namespace=namespace)
-
-
-@pytest.mark.parametrize("shards", [0, -1, 1025])
-def test_a_shard_count_out_of_range_is_refused(shards: int) -> None:
-    with pytest.raises(ConfigurationError, match="from 1 to 1024"):
-        RedisBackend("redis://localhost", namespace="mail", shards=shards)
+        _ = RedisBackend("redis://nobody.invalid", namespace="mail").shard_map
 
 
 # The doorbell
@@ -836,44 +773,21 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
 # Shared connections
 
 
-async def test_backends_given_the_same_client_share_its_connections(server: Server, namespace: str) -> None:
+async def test_backends_given_the_same_client_share_its_connections(
+    server: Server, namespace: str, client: Any
+) -> None:
     async with redis.asyncio.Redis(unix_socket_path=server.socket) as given:
         first, second = (RedisBackend(given, namespace=namespace) for _ in range(2))
         await first.connect()
-        with server.client() as client:
-            before = client.info("clients")["connected_clients"]
-            await second.connect()
-            assert await second.add(0, [record("key")]) == [True]
-            assert client.info("clients")["connected_clients"] == before
+        before = client.info("clients")["connected_clients"]
+        await second.connect()
+        assert await second.add(0, [record("key")]) == [True]
+        assert client.info("clients")["connected_clients"] == before
         await first.aclose()
         assert await second.operations.look("key") is not None
         await second.aclose()
         with pytest.raises(BackendUnavailable, match="not connected"):
             await second.operations.look("key")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("end", "x"),
-        ("attempts", "nan"),
-        ("cool", "1e300"),
-        ("dropped", "9" * 20),
-        ("own", "x"),
-        ("own", f"1 0 0 {10**20}"),
-    ],
-)
-async def test_a_timeline_whose_fields_nobody_can_reckon_with_is_set_aside_and_the_next_one_is_delivered(
-    backend: RedisBackend, raw: Raw, field: str, value: str
-) -> None:
-    await backend.add(0, [record("broken"), record("sound")])
-    raw.client.hset(raw.key("meta:broken"), field, value)
-    claims = await claim(backend)
-    assert [lease.key for lease in claims.leases] == ["sound"]
-    assert [key for key, _ in claims.broken] == ["broken"]
-    assert f"'{field}'" in claims.broken[0][1]
-    assert await backend.delete("broken")
-    assert await backend.operations.look("broken") is None
 
 
 async def test_a_compaction_goes_on_where_the_count_of_what_was_dropped_is_no_number(
@@ -925,11 +839,9 @@ async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_nu
 @pytest.fixture
 async def nameless(backend: RedisBackend, raw: Raw) -> RedisBackend:
     """A ready timeline "k" with an open log of a record "a", whose digest's name is gone; and a dead letter of it."""
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     await backend.close(0, [closing(lease, [NewDeadLetter("no")], 0)])
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     await backend.release(0, [lease], started=False)
     raw.client.hdel(raw.key("meta:k"), "id")
     return backend
@@ -947,8 +859,7 @@ async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_wha
 async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_opened_by_hand(
     nameless: RedisBackend,
 ) -> None:
-    window = await nameless.operations.look("k")
-    assert window is not None
+    window = await seen(nameless, "k")
     assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
     lease = await nameless.open(0, "k", LEASE, LIMITS)
     assert lease is not None
@@ -966,7 +877,7 @@ async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_w
 
 
 async def test_a_replay_waits_until_a_digest_whose_name_is_gone_is_delivered(nameless: RedisBackend) -> None:
-    [letter] = (await nameless.operations.dead_letters(0, 10)).items
+    letter = await only_letter(nameless)
     with pytest.raises(InvalidState, match="under delivery or in a retry wait"):
         await nameless.replay(letter, TERMS, own=False)
     [lease] = (await claim(nameless)).leases
@@ -1005,10 +916,9 @@ async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_int
 async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
     backend: RedisBackend, raw: Raw
 ) -> None:
-    await backend.add(0, [record("k")])
-    [lease] = (await claim(backend)).leases
+    lease = await leased(backend)
     await backend.close(0, [closing(lease, [NewDeadLetter("no")], 0)])
-    [letter] = (await backend.operations.dead_letters(0, 10)).items
+    letter = await only_letter(backend)
     raw.client.hdel(raw.key(f"letter:{letter}"), "reason", "attempt", "digest")
     raw.client.hset(raw.key(f"letter:{letter}"), "buried", "x")
     told = await backend.operations.dead_letter(letter)
@@ -1018,23 +928,18 @@ async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
     assert len(await backend.operations.entries("k")) == 1
 
 
-async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behind(
-    server: Server, namespace: str
-) -> None:
-    client = redis.asyncio.Redis(unix_socket_path=server.socket)
-    backends = [RedisBackend(client, namespace=namespace) for _ in range(2)]
+async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behind(server: Server, raw: Raw) -> None:
+    given, client = redis.asyncio.Redis(unix_socket_path=server.socket), raw.client
+    backends = [RedisBackend(given, namespace=raw.namespace) for _ in range(2)]
     for backend in backends:
         await backend.connect()
-    with server.client() as behind:
-        before = {each["id"] for each in behind.client_list()}
-        for number in range(5):
-            ears = [asyncio.create_task(backend.wait(0, "0-0" if not number else "$")) for backend in backends]
-            async with asyncio.timeout(60):
-                while behind.info("clients")["blocked_clients"] < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-            behind.xadd(f"{{{namespace}}}:wake", {"at": number})
-            await asyncio.gather(*ears)
-        assert len({each["id"] for each in behind.client_list()} - before) <= 2
-        for backend in backends:
-            await backend.aclose()
-    await client.aclose()
+    before = {each["id"] for each in client.client_list()}
+    for number in range(5):
+        ears = [asyncio.create_task(backend.wait(0, "0-0" if not number else "$")) for backend in backends]
+        await until(lambda: client.info("clients")["blocked_clients"] >= 2)
+        client.xadd(raw.key("wake"), {"at": number})
+        await asyncio.gather(*ears)
+    assert len({each["id"] for each in client.client_list()} - before) <= 2
+    for backend in backends:
+        await backend.aclose()
+    await given.aclose()
