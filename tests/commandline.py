@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import IO, Any, TypeAlias, TypedDict
+from typing import IO, Any, TypeAlias
 
 import pytest
 
@@ -24,20 +24,6 @@ from aiodigest.cli import app
 ROOT = Path(__file__).parents[1]
 Command: TypeAlias = Callable[..., tuple[int, str, str]]
 DEADLINE = 60.0
-
-
-class Record(TypedDict):
-    id: str
-    timestamp: str
-    value: dict[str, Any]
-
-
-class Digest(TypedDict):
-    id: str
-    key: str
-    attempt: int
-    dropped: int
-    records: list[Record]
 
 
 def environment(data: Path) -> dict[str, str]:
@@ -50,12 +36,11 @@ def aiodigest(
     data: Path, *arguments: str, input: bytes = b"", cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[bytes]:
     """The command, run to its end."""
-    command = [sys.executable, "-m", "aiodigest", *arguments]
-    settings = {**environment(data), **variables}
+    command, settings = [sys.executable, "-m", "aiodigest", *arguments], {**environment(data), **variables}
     return subprocess.run(command, input=input, env=settings, cwd=cwd, capture_output=True, timeout=DEADLINE)
 
 
-def digests(output: bytes) -> list[Digest]:
+def digests(output: bytes) -> list[dict[str, Any]]:
     """The complete lines of an output of ``pipe --output json``."""
     return [json.loads(line) for line in output.split(b"\n")[:-1]]
 
@@ -90,15 +75,13 @@ class Running:
     """The command while it runs. What it prints is collected, line by line."""
 
     def __init__(self, data: Path, *arguments: str, cwd: Path | None = None, read: bool = True) -> None:
-        self.data = data
         self.process = subprocess.Popen(
             [sys.executable, "-m", "aiodigest", *arguments],
             env=environment(data), cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.output, self.errors = b"", b""
         self._lines: dict[str, Queue[bytes]] = {"stdout": Queue(), "stderr": Queue()}
-        streams = ["stdout", "stderr"] if read else ["stderr"]
-        self._readers = [self._collect(name) for name in streams]
+        self._readers = [self._collect(name) for name in (["stdout"] if read else []) + ["stderr"]]
 
     def _collect(self, name: str) -> threading.Thread:
         stream: IO[bytes] = getattr(self.process, name)
@@ -130,11 +113,6 @@ class Running:
         self.errors += line
         return line
 
-    def kill(self) -> None:
-        """Give it no chance to tidy up."""
-        self.process.kill()
-        self.end()
-
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
         """Ask it to end, and wait until it has: its exit code."""
         self.process.send_signal(number)
@@ -147,18 +125,17 @@ class Running:
         code = self.process.wait(DEADLINE)
         for reader in self._readers:
             reader.join(DEADLINE)
-        self.output += b"".join(_rest(self._lines["stdout"]))
-        self.errors += b"".join(_rest(self._lines["stderr"]))
+        self.output += b"".join(self._rest("stdout"))
+        self.errors += b"".join(self._rest("stderr"))
         return code
 
-
-def _rest(lines: Queue[bytes]) -> Generator[bytes, None, None]:
-    while not lines.empty():
-        yield lines.get()
+    def _rest(self, name: str) -> Generator[bytes]:
+        while not self._lines[name].empty():
+            yield self._lines[name].get()
 
 
 @contextmanager
-def running(data: Path, *arguments: str, cwd: Path | None = None, read: bool = True) -> Generator[Running, None, None]:
+def running(data: Path, *arguments: str, cwd: Path | None = None, read: bool = True) -> Generator[Running]:
     """The command, started, and gone when the test is over."""
     command = Running(data, *arguments, cwd=cwd, read=read)
     try:

@@ -9,25 +9,14 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Protocol
+from subprocess import CompletedProcess
+from typing import Any, TypeAlias
 
 import pytest
 from clusters import until
-from commandline import (
-    DEADLINE,
-    ROOT,
-    Running,
-    aiodigest,
-    digests,
-    ids,
-    in_process,
-    ndjson,
-    no_process_is_left,
-    running,
-)
+from commandline import DEADLINE, Command, aiodigest, digests, ids, ndjson, no_process_is_left, running
 from embedded_users import status
 from servers import Server
 
@@ -36,7 +25,7 @@ from aiodigest import DigestEngine, Entry, Policy
 JSON_OUT = ("--output", "json")
 BY_KEY = ("--group-by", "key", "--id", "id", *JSON_OUT)
 GITHUB = ("--group-by", "repository", "--id", "id", "--timestamp", "occurred_at", *JSON_OUT)
-REAL_EVENTS = ROOT.parent / "shared" / "data" / "github-events.ndjson"
+Pipe: TypeAlias = Callable[..., CompletedProcess[bytes]]
 
 
 def made_up_events() -> bytes:
@@ -49,9 +38,7 @@ def made_up_events() -> bytes:
             "id": f"event-{number:03}",
             "event": ("push", "issues", "release")[number % 3],
             "action": None if number % 7 else "created",
-            "repository": ("octo/hello-world", "octo/npm", "unknown", "electron/electron", "Octocoders")[
-                number % 13 % 5
-            ],
+            "repository": ("octo/hello-world", "octo/npm", "unknown", "electron", "Octocoders")[number % 13 % 5],
             "sender": "octo",
             "occurred_at": time,
             "payload": {"commits": [{"message": f"näher {number} {index}"} for index in range(8 + number * 7 % 700)]},
@@ -60,39 +47,18 @@ def made_up_events() -> bytes:
     return ndjson(event(number) for number in range(187))
 
 
-def event_streams() -> list[Any]:
-    streams = [pytest.param(made_up_events(), id="made-up")]
-    if REAL_EVENTS.exists():
-        streams.append(pytest.param(REAL_EVENTS.read_bytes(), id="real"))
-    return streams
-
-
 def item(number: int, key: str = "k") -> dict[str, object]:
     return {"key": key, "id": f"{key}{number}"}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A pipe that has ended."""
-
-    returncode: int
-    stdout: bytes
-    stderr: bytes
-
-
-class Pipe(Protocol):
-    def __call__(self, *arguments: str, input: bytes = b"") -> Ended: ...
-
-
 @pytest.fixture
 def pipe(
-    server: Server, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Generator[Pipe, None, None]:
+    server: Server, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> Generator[Pipe]:
     """Runs a pipe in this process, to its end, on the server that all share."""
     monkeypatch.setenv("AIODIGEST_DATA", str(tmp_path))
-    command = in_process(monkeypatch, capfd)
 
-    def run(*arguments: str, input: bytes = b"") -> Ended:
+    def run(*arguments: str, input: bytes = b"") -> CompletedProcess[bytes]:
         (tmp_path / "given").write_bytes(input)
         before, given = os.dup(0), os.open(tmp_path / "given", os.O_RDONLY)
         os.dup2(given, 0)
@@ -102,7 +68,7 @@ def pipe(
             os.dup2(before, 0)
             os.close(before)
             os.close(given)
-        return Ended(code, output.encode(), errors.encode())
+        return CompletedProcess(arguments, code, output.encode(), errors.encode())
 
     logger = logging.getLogger("aiodigest")
     handlers = [*logger.handlers]
@@ -111,23 +77,8 @@ def pipe(
     gc.unfreeze()
 
 
-@pytest.fixture
-def killed(tmp_path: Path) -> Generator[tuple[bytes, Running], None, None]:
-    """What a pipe printed that was killed at its work, and the same command after it, without new input."""
-    with running(tmp_path, "pipe", *GITHUB, read=False) as first:
-        assert first.process.stdin is not None
-        assert first.process.stdout is not None
-        first.feed(made_up_events())
-        first.process.stdin.close()
-        output = first.process.stdout.read(200_000)  # in the middle of what the end of the input has flushed
-        first.kill()
-        output += first.process.stdout.read()
-    with running(tmp_path, "pipe", *GITHUB) as again:
-        yield output, again
-
-
-@pytest.mark.parametrize("events", event_streams())
-def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(events: bytes, pipe: Pipe) -> None:
+def test_every_event_is_printed_once_in_digests_of_one_group_in_order_of_time(pipe: Pipe) -> None:
+    events = made_up_events()
     result = pipe(*GITHUB, input=events)
     given = {one["id"]: one for one in map(json.loads, events.splitlines())}
     assert (result.returncode, result.stderr) == (0, b"")
@@ -158,15 +109,11 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
     lines = [
         ndjson([item(1)]).rstrip(),
         b"{nonsense",
-        b"[1]",
         b"",
-        b'{"id": "no key"}',
         b'{"key": "k", "id": {}}',
-        b'{"key": "", "id": "no name"}',
         b'{"key": "' + b"k" * 1025 + b'", "id": "long"}',
         b'{"key": "k", "id": "large", "text": "' + b"x" * 1_048_577 + b'"}',
-        b'{"key": "k", "id": "\xff"}',
-        b'{"key": "k", "id": "nan", "x": NaN}',
+        b'{"key": "", "id": "no name"}',
         b'{"key": "\\ud800\\u001b[31m", "id": "half"}',
         b'{"key": "k", "id": "last"}',
     ]
@@ -176,9 +123,9 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
     assert sorted(ids(result.stdout)) == ["k1", "last"]
     errors = result.stderr.decode().splitlines()
     places = [error.removeprefix(f"aiodigest: {file}:").partition(":")[0] for error in errors[:-1]]
-    assert sorted(map(int, places)) == [2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert sorted(map(int, places)) == [2, 4, 5, 6, 7, 8]
     assert "not JSON" in errors[0]
-    assert errors[-1] == "aiodigest: 10 malformed lines: skipped"
+    assert errors[-1] == "aiodigest: 6 malformed lines: skipped"
     assert b"\x1b" not in result.stderr
 
 
@@ -244,9 +191,8 @@ def test_ctrl_c_prints_what_waits_and_is_quiet(tmp_path: Path) -> None:
 
 
 def test_records_dropped_by_capacity_are_counted_and_exit_1(pipe: Pipe) -> None:
-    result = pipe(
-        *BY_KEY, "--capacity", "10", "--initial-delay", "20m", input=ndjson(item(number) for number in range(25))
-    )
+    lines = ndjson(item(number) for number in range(25))
+    result = pipe(*BY_KEY, "--capacity", "10", "--initial-delay", "20m", input=lines)
     assert result.returncode == 1
     assert ids(result.stdout) == [f"k{number}" for number in range(15, 25)]
     assert [digest["dropped"] for digest in digests(result.stdout)] == [15]
@@ -295,15 +241,11 @@ def test_what_an_earlier_run_has_left_takes_room(server: Server, namespace: str,
 def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(
     server: Server, namespace: str, pipe: Pipe
 ) -> None:
-    async def held() -> list[str]:
-        async with DigestEngine(server.url, namespace=namespace) as engine:
-            timeline = await engine.peek("k")
-            return [record.id for record in timeline.records] if timeline is not None else []
-
     asyncio.run(leave(server, namespace, 1))
     result = pipe(*BY_KEY, input=ndjson([item(1)]))
     assert ids(result.stdout) == ["k1"]
-    assert asyncio.run(held()) == ["left0"]
+    with server.client() as client:
+        assert client.llen(f"{{{namespace}}}:log:k") == 1
 
 
 @pytest.mark.processes
@@ -360,11 +302,6 @@ def test_readable_text_shows_keys_and_fields_and_no_control_characters(pipe: Pip
     assert "\x1b" not in text
 
 
-def awaits(pid: int, number: signal.Signals) -> bool:
-    """Whether a signal has been sent to a process, and has not come to it."""
-    return bool(int(status(pid)["ShdPnd"], 16) >> (number - 1) & 1)
-
-
 @pytest.mark.processes
 def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Path) -> None:
     with running(tmp_path, "pipe", "--group-by", "key", *JSON_OUT, read=False) as pipe:
@@ -372,17 +309,26 @@ def test_a_second_ctrl_c_does_not_wait_for_a_reader_that_is_asleep(tmp_path: Pat
         pipe.feed(ndjson({"key": f"k{number}", "text": "x" * 50_000} for number in range(10)))
         assert pipe.process.stdout.read(1) == b"{"
         pipe.process.send_signal(signal.SIGINT)
-        until(lambda: not awaits(pipe.process.pid, signal.SIGINT), "it has the first: two that wait are one")
+        bit = 1 << (signal.SIGINT - 1)
+        until(lambda: not int(status(pipe.process.pid)["ShdPnd"], 16) & bit, "it has the first: two are one, waiting")
         assert pipe.process.poll() is None
         assert pipe.interrupt() == 130
     assert b"Traceback" not in pipe.errors
 
 
 @pytest.mark.processes
-def test_what_was_taken_before_a_kill_is_printed_after_a_restart(killed: tuple[bytes, Running]) -> None:
-    output, again = killed
+def test_what_was_taken_before_a_kill_is_printed_after_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *GITHUB, read=False) as killed:
+        stdin, stdout = killed.process.stdin, killed.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        killed.feed(made_up_events())
+        stdin.close()
+        output = stdout.read(200_000)  # in the middle of what the end of the input has flushed
+        killed.process.kill()
+        output += stdout.read()
+    again = aiodigest(tmp_path, "pipe", *GITHUB)
     given = {one["id"] for one in map(json.loads, made_up_events().splitlines())}
     assert set(ids(output)) < given
-    assert again.end() == 0
-    assert set(ids(output) + ids(again.output)) == given
-    assert again.errors == b""
+    assert set(ids(output) + ids(again.stdout)) == given
+    assert (again.returncode, again.stderr) == (0, b"")
