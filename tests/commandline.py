@@ -55,15 +55,17 @@ def ndjson(objects: Iterable[object]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in objects)
 
 
-async def attempt(url: str, *entries: Entry[Any], error: Exception | None = None, **options: Any) -> None:
-    """Add entries to the namespace ``mail``, and try once to deliver each timeline, to a callback that may fail."""
+async def attempt(
+    url: str, *entries: Entry[Any], error: Exception | None = None, namespace: str = "mail", **options: Any
+) -> None:
+    """Add entries, and try once to deliver each timeline, to a callback that may fail."""
     attempts: asyncio.Queue[Delivery] = asyncio.Queue()
 
     async def deliver(digest: object) -> None:
         if error is not None:
             raise error
 
-    engine: DigestEngine[Any] = DigestEngine(url, namespace="mail", **options)
+    engine: DigestEngine[Any] = DigestEngine(url, namespace=namespace, **options)
     engine.observe(attempts.put_nowait)
     async with engine.delivering(deliver):
         await engine.add_many(entries)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commandline import DEADLINE, Command, attempt, environment, no_process_is_left, running
@@ -38,10 +39,10 @@ def command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 async def fill(data: Path) -> None:
     """One timeline that waits, under a name that plays with terminals; the second of its values is no JSON."""
-    url, policy = f"embedded://{data}", Policy(initial_delay=600)
-    async with DigestEngine(url, namespace="mail", policy=policy) as engine:
+    settings: dict[str, Any] = {"namespace": "mail", "policy": Policy(initial_delay=600)}
+    async with DigestEngine(f"embedded://{data}", **settings) as engine:
         await engine.add(HOSTILE, {"text": HOSTILE}, record_id=HOSTILE, timestamp=0)
-    async with DigestEngine(url, namespace="mail", value_type=bytes, codec=RawCodec(), policy=policy) as raw:
+    async with DigestEngine(f"embedded://{data}", value_type=bytes, codec=RawCodec(), **settings) as raw:
         await raw.add(HOSTILE, b"\x00\x1b", record_id="raw", timestamp=1)
 
 
@@ -52,11 +53,8 @@ async def bury(data: Path, reason: str = "no such address", key: str = "user:1")
 
 def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_path: Path, command: Command) -> None:
     asyncio.run(fill(tmp_path))
-
     code, listed, _ = command("timelines")
-    assert code == 0
-    assert ESCAPED in listed
-
+    assert (code, ESCAPED in listed) == (0, True)
     code, shown, _ = command("show", HOSTILE)
     assert code == 0
     assert f"{ESCAPED}: waiting" in shown
@@ -64,40 +62,32 @@ def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_
     assert "raw: b'\\x00\\x1b'" in shown
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(listed + shown)
 
-    code, shown, _ = command("show", HOSTILE, "--json")
-    timeline = json.loads(shown)
-    assert (code, timeline["key"], timeline["state"], timeline["size"]) == (0, HOSTILE, "waiting", 2)
+    timeline = json.loads(command("show", HOSTILE, "--json")[1])
+    assert (timeline["key"], timeline["state"], timeline["size"]) == (HOSTILE, "waiting", 2)
     assert {"id": HOSTILE, "timestamp": "1970-01-01T00:00:00Z", "value": {"text": HOSTILE}} in timeline["records"]
     assert [record["raw"] for record in timeline["records"] if record["id"] == "raw"] == ["ABs="]
 
     assert command("flush", HOSTILE)[:2] == (0, f"{ESCAPED} is due now\n")
-    _, listed, _ = command("timelines", "--state", "ready", "--json")
-    assert [json.loads(line)["key"] for line in listed.splitlines()] == [HOSTILE]
+    assert json.loads(command("timelines", "--state", "ready", "--json")[1])["key"] == HOSTILE
     assert command("delete", HOSTILE)[:2] == (0, f"{ESCAPED} is deleted\n")
     code, shown, error = command("show", HOSTILE)
-    assert (code, shown) == (1, "")
-    assert "holds no records" in error
+    assert (code, shown, "holds no records" in error) == (1, "", True)
     assert no_process_is_left(tmp_path)
 
 
 def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
     asyncio.run(bury(tmp_path))
-    _, listed, _ = command("dead", "list", "--json")
-    letter = json.loads(listed)
+    letter = json.loads(command("dead", "list", "--json")[1])
     assert (letter["key"], letter["reason"], letter["size"]) == ("user:1", "no such address", 1)
-
-    code, shown, _ = command("dead", "show", letter["id"])
-    assert code == 0
-    assert "text=hello" in shown
-    _, shown, _ = command("dead", "show", letter["id"], "--json")
-    assert [record["value"] for record in json.loads(shown)["records"]] == [{"text": "hello"}]
-    code, listed, _ = command("dead", "list")
-    assert "no such address" in listed
-
-    code, replayed, _ = command("dead", "replay", letter["id"][:8])
-    assert (code, replayed) == (0, "1 record put back into user:1, which waits\n")
+    assert "no such address" in command("dead", "list")[1]
+    assert "text=hello" in command("dead", "show", letter["id"])[1]
+    shown = json.loads(command("dead", "show", letter["id"], "--json")[1])
+    assert [record["value"] for record in shown["records"]] == [{"text": "hello"}]
+    told = "1 record put back into user:1, which waits\n"
+    assert command("dead", "replay", letter["id"][:8])[:2] == (0, told)
     assert '"dead":0' in command("stats", "--json")[1]
     assert "has no dead letters" in command("dead", "list")[2]
+
     asyncio.run(bury(tmp_path, key="user:2"))
     letter = json.loads(command("dead", "list", "--json")[1])
     assert command("dead", "discard", letter["id"])[:2] == (0, f"{letter['id']} is discarded\n")
@@ -126,19 +116,15 @@ def test_the_beginning_of_an_id_must_mean_one_dead_letter(tmp_path: Path, comman
     async def bury_two() -> None:
         async with DigestEngine(f"embedded://{tmp_path}", namespace="mail", value_type=bytes, codec=RawCodec()) as raw:
             await raw.add_many([Entry("user:1", b"{", "one"), Entry("user:1", b"\xff", "two")])
-        buried = asyncio.Event()
-        engine = DigestEngine(f"embedded://{tmp_path}", namespace="mail")
-        engine.observe(lambda delivery: buried.set())
-        async with engine.delivering(lambda digest: asyncio.sleep(0)):
-            await buried.wait()
+        await attempt(f"embedded://{tmp_path}", Entry("user:1", 1))
 
     def listed() -> list[str]:
         return [json.loads(line)["id"] for line in command("dead", "list", "--json")[1].splitlines()]
 
     asyncio.run(bury_two())
     one, two = listed()
-    code, _, error = command("dead", "discard", one[:-1])
     assert one[:-1] == two[:-1]
+    code, _, error = command("dead", "discard", one[:-1])
     assert code == 1
     assert f"2 dead letters begin with '{one[:-1]}'" in error
     assert command("dead", "discard", one)[0] == 0
@@ -182,40 +168,35 @@ def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monke
     assert command("delete", HOSTILE)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["pipe", "--group-by", "key"], ["reshard", "--to", "4"], *([name] for name in ("stats", "doctor", "top"))],
-)
-def test_an_unreachable_server_is_one_line_and_exit_69(arguments: list[str], command: Command) -> None:
-    code, output, error = command(*arguments, "--url", "redis://user:secret@127.0.0.1:1/0")
+@pytest.mark.parametrize("line", ["pipe --group-by key", "reshard --to 4", "stats", "doctor", "top", "bench"])
+def test_an_unreachable_server_is_one_line_and_exit_69(line: str, command: Command) -> None:
+    code, output, error = command(*line.split(), "--url", "redis://user:secret@127.0.0.1:1/0")
     assert (code, output) == (69, "")
     assert len(error.splitlines()) == 1
     assert "127.0.0.1:1" in error
     assert "secret" not in error
 
 
-CLOSED = "standard output is closed"
-FULL = "standard output cannot be written: [Errno 28] No space left on device"
+OUTPUTS = {
+    ">&-": "standard output is closed",
+    ">/dev/full": "standard output cannot be written: [Errno 28] No space left on device",
+}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "output"),
     [
-        ("timelines >&-", CLOSED),
-        ("top >&-", CLOSED),
-        ("stats >/dev/full", FULL),
-        ("doctor --json >/dev/full", FULL),
-        ("top >/dev/full", FULL),
-        ("--help >/dev/full", FULL),
+        ("timelines", ">&-"), ("top", ">&-"), ("stats", ">/dev/full"), ("doctor --json", ">/dev/full"),
+        ("top", ">/dev/full"), ("--help", ">/dev/full"),
     ],
-)
-def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(arguments: str, told: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(arguments: str, output: str, tmp_path: Path) -> None:
     settings = {**environment(tmp_path), "AIODIGEST_NAMESPACE": "mail"}
-    shell = f'exec "{sys.executable}" -m aiodigest {arguments}'
+    shell = f'exec "{sys.executable}" -m aiodigest {arguments} {output}'
     done = subprocess.run(["sh", "-c", shell], env=settings, capture_output=True, timeout=DEADLINE, check=False)
     assert done.returncode == 1
-    assert done.stderr.decode().endswith(f"aiodigest: {told}\n")
+    assert done.stderr.decode().endswith(f"aiodigest: {OUTPUTS[output]}\n")
     assert b"Traceback" not in done.stderr
 
 

@@ -236,6 +236,7 @@ def test_the_lock_of_a_pipe_is_in_the_data_folder_under_the_name_of_its_namespac
         (["pipe", "--group-by", "a", "/"], "/: Is a directory"),
         (["pipe", "--group-by", "a", "--capacity", "10", "--max-size", "11"], "max_size must be"),
         (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"),
+        *((["bench", "--seconds", seconds], "--seconds") for seconds in ("0", "601", "long")),
         (["run"], "MODULE:ENGINE"),
         (["stats"], "--namespace"),
         (["top", "--namespace", "n", "--interval", "10ms"], "at least 100ms"),

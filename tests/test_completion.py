@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import pytest
 import typer.main
-from commandline import in_process
+from commandline import Command
 from terminals import OnTerminal, plain
 from userland import DEADLINE, environment
 
@@ -21,12 +21,6 @@ Completed: TypeAlias = Callable[[str, str], list[str]]
 
 BASH = shutil.which("bash") or "bash"
 COMMANDS: dict[str, object] = vars(typer.main.get_command(app.app))["commands"]
-
-
-def run(data: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command of a user whose home is there."""
-    settings = {**environment(data), "HOME": str(data), **variables}
-    return subprocess.run(command, env=settings, cwd=data, capture_output=True, text=True, timeout=DEADLINE)
 
 
 @pytest.fixture
@@ -104,16 +98,15 @@ def test_a_shell_that_shows_its_script_completes_by_the_tab_key(data: Path) -> N
 
 @pytest.mark.processes
 def test_it_is_installed_for_the_shell_that_asks(data: Path) -> None:
-    done = run(data, BASH, "-c", "aiodigest --install-completion; echo $?")
-    assert done.stdout.splitlines()[-1] == "0", done
+    def run(script: str) -> str:
+        settings = {**environment(data), "HOME": str(data)}
+        return subprocess.check_output([BASH, "-ec", script], env=settings, cwd=data, text=True, timeout=DEADLINE)
+
+    run("aiodigest --install-completion; exit $?")  # so that it is a child of this shell
     [line] = [line for line in (data / ".bashrc").read_text().splitlines() if line]
-    words = run(data, BASH, "-c", f"{line}; complete -p aiodigest").stdout
-    assert words == "complete -o default -F _aiodigest_completion aiodigest\n"
+    assert run(f"{line}; complete -p aiodigest") == "complete -o default -F _aiodigest_completion aiodigest\n"
 
 
-def test_the_help_of_a_command_is_not_longer_for_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = in_process(monkeypatch, capfd)
+def test_the_help_of_a_command_is_not_longer_for_it(command: Command) -> None:
     assert "completion" in command("--help")[1]
     assert "completion" not in command("stats", "--help")[1]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commandline import in_process, no_process_is_left, running
+from commandline import Command, no_process_is_left, running
 from engines import WatchedBackend, virtual_time
 from rich.console import Console
 
@@ -62,11 +62,11 @@ async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers
 
 @pytest.mark.processes
 def test_a_demo_that_has_come_to_its_end_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("aiodigest.cli.demo.story", lambda: [Event(0, "#builds", "build 1")])
-    code, output, errors = in_process(monkeypatch, capfd)("demo")
+    code, output, errors = command("demo")
     assert (code, errors) == (0, "")
     assert re.search(r"records in +1\n +digests out +1, with 1 record\n", output)
     assert list(tmp_path.iterdir()) == []
