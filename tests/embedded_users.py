@@ -54,19 +54,21 @@ asyncio.run(main())
 class User:
     """Another process that uses the server of a folder: until its standard input ends, or it is killed."""
 
-    def __init__(self, folder: Path, then: str = "", before: str = "", imports: str = "", **environment: str) -> None:
+    def __init__(self, folder: Path, then: str = "pass", before: str = "", imports: str = "", **variables: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", USER.format(then=then or "pass", before=before, imports=imports), str(folder)],
+            [sys.executable, "-c", USER.format(then=then, before=before, imports=imports), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parents[2]), **environment},
+            env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parents[2]), **variables},
             start_new_session=True,
             text=True,
         )
+        assert self.process.stdin
+        assert self.process.stdout
+        self._input, self._output = self.process.stdin, self.process.stdout
 
     async def says(self) -> str:
-        assert self.process.stdout
-        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+        return (await asyncio.to_thread(self._output.readline)).strip()
 
     async def server(self) -> int:
         said = await self.says()
@@ -74,18 +76,13 @@ class User:
         return int(said)
 
     def leave(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-
-    def kill(self) -> None:
-        self.process.kill()
+        self._input.close()
 
     def end(self) -> None:
-        if self.process.stdin and self.process.stdout:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+        self._input.close()
+        self._output.close()
 
 
 NewUser = Callable[..., User]
