@@ -12,18 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from engines import (
-    Inbox,
-    VirtualLoop,
-    WatchedBackend,
-    delivering,
-    engine_on,
-    forever,
-    now,
-    policy,
-    settle,
-    virtual_time,
-)
+from engines import Inbox, VirtualLoop, WatchedBackend, engine_on, now, policy, settle
 from userland import DEADLINE
 
 from aiodigest import (
@@ -36,7 +25,7 @@ from aiodigest import (
     Entry,
     PartialAdd,
 )
-from aiodigest.backend import Add, Claims, Retired, ShardMap
+from aiodigest.backend import Add
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.testing import TestEngine
@@ -114,43 +103,6 @@ def test_what_the_bridge_does_by_itself_runs_in_no_thread_s_context() -> None:
     WHERE.set("a thread")
     engine.sync.add("key", 1)
     assert backend.seen == ["nowhere"] * 2
-
-
-class Moving(WatchedBackend):
-    """Has two shards, the second of which takes the place of the first."""
-
-    def __init__(self) -> None:
-        super().__init__(shards=2)
-        self._shard_map = ShardMap(1, range(1))
-        self.has_moved = False
-
-    async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
-        await self._check(shard)
-        return await super().claim(shard, *arguments, **named)
-
-    async def renew(self, shard: int, *arguments: Any, **named: Any) -> list[bool]:
-        await self._check(shard)
-        return await super().renew(shard, *arguments, **named)
-
-    async def _check(self, shard: int) -> None:
-        if self.has_moved and shard == 0:
-            self._shard_map = self._shard_map if self._shard_map.count == 2 else ShardMap(2, range(1, 2))
-            raise Retired("shard 0 is used no more")
-
-
-@virtual_time
-async def test_new_shards_are_served_while_deliveries_of_a_retired_one_go_on() -> None:
-    backend, inbox = Moving(), Inbox(forever)
-    async with delivering(inbox, backend, lease_timeout=60, delivery_timeout=1000, drain_timeout=0) as (engine, _):
-        await engine.add("old", 1)
-        await inbox.digest()
-        backend.has_moved = True
-        began = now()
-        await asyncio.sleep(25)  # the next claim or renewal tells
-        assert engine.backend.shard_map.count == 2
-        await engine.add("new", 2)
-        await inbox.digest(2)
-        assert now() - began < 40, "the lease of the old shard has not ended by then"
 
 
 # Replaced by a test

@@ -741,19 +741,6 @@ async def test_a_ring_between_claim_and_sleep_is_not_missed(backend: RedisBacken
     await backend.wait(0, bell)
 
 
-async def test_a_cancelled_sleep_can_be_slept_again(backend: RedisBackend) -> None:
-    bell = (await claim(backend)).wake_up
-    for steps in range(30):
-        sleeper = asyncio.create_task(backend.wait(0, bell))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        sleeper.cancel()
-        await asyncio.wait([sleeper])
-    sleeper = asyncio.create_task(backend.wait(0, bell))
-    await backend.add(0, [record("k")])
-    await sleeper
-
-
 async def test_a_backend_may_be_connected_again_from_another_loop(server: Server, namespace: str) -> None:
     backend = RedisBackend(server.url, namespace=namespace)
 

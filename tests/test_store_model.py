@@ -19,6 +19,7 @@ from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from branches import Branches
@@ -77,23 +78,9 @@ POLICIES = (
     Policy(capacity=1, max_size=1, initial_delay=1200),
 )
 STEPS = (
-    0,
-    1,
-    10,
-    1_000,
-    7_000,
-    29_999,
-    30_000,
-    31_000,
-    60_000,
-    300_000,
-    1_900_000,
-    90_000_000,
-    31 * 86_400_000,
-    -1,
-    -40_000,
-    -400_000,
-)
+    0, 1, 10, 1_000, 7_000, 29_999, 30_000, 31_000, 60_000, 300_000, 1_900_000, 90_000_000, 31 * DAY,
+    -1, -40_000, -400_000,
+)  # fmt: skip
 PARTS = ("log", "open", "meta")  # the keys of a timeline
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
 
@@ -113,12 +100,19 @@ small = st.integers(0, 4)
 numbers = st.integers(0, 49)  # which of what is there, see pick()
 picks = st.lists(st.integers(0, 9), min_size=1, max_size=3)  # which records of a digest
 known_for = st.sampled_from((None, None, 0, LEASE // 2, 10 * LEASE))  # ms since a worker was first answered
-delays = st.sampled_from((0, 1, 5_000, 300_000, 86_400_000))
+delays = st.sampled_from((0, 1, 5_000, 300_000, DAY))
+seldom = st.sampled_from((False, False, False, True))
+set_aside = st.sampled_from((None, None, "all", "none"))
 
 LOOKS = ("look", "entries", "page", "counts", "dead_letters", "dead_letter")
 READS = ("read", *LOOKS)
 SETTLED = ("close", "retry", "release", "flush", "read")  # what answers the same however late it is repeated
 REPEATABLE = (*SETTLED, "renew", "schedule", "maintenance", "delete", "remove", "reschedule", "replay", "discard")
+
+
+def some(*each: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    """One to three tuples of what these draw."""
+    return st.lists(st.tuples(*each), min_size=1, max_size=3)
 
 
 def pick(number: int, there: Sequence[T], anything: Sequence[T]) -> T:
@@ -128,32 +122,22 @@ def pick(number: int, there: Sequence[T], anything: Sequence[T]) -> T:
     return chosen[index % len(chosen)]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> int:
-        return self.now
-
-
 class Pair:
     """The reference and a real store as one: each call goes to both, which must answer the same and keep the same."""
 
     def __init__(self, source: Source, place: Place, namespace: str) -> None:
         self._calls = 0
-        self.clock = Clock()
-        self.reference = ReferenceBackend(now=self.clock, nonce=self._nonce, draw=self._draw_again)
+        self.clock = SimpleNamespace(now=NOW)
+        times: dict[str, Any] = {"now": lambda: self.clock.now, "nonce": lambda: f"n{self._calls}"}
+        self.reference = ReferenceBackend(**times, draw=self._draw_again)
         self._drawn: list[str] = []
-        self.redis = RedisBackend(source, namespace=namespace, now=self.clock, nonce=self._nonce)
+        self.redis = RedisBackend(source, namespace=namespace, **times)
         self.kept: State = {}
         self._namespace = namespace
         self._client = place.client_of(namespace)
         self._rung: tuple[int, Any] = (0, None)
         self._entries: set[bytes] = set()
         self._digests: dict[str, tuple[bytes, list[bytes]]] = {}  # all that there ever were
-
-    def _nonce(self) -> str:
-        return f"n{self._calls}"
 
     def _draw_again(self, ready: Sequence[str], count: int) -> list[str]:
         """Draw what the real store has just drawn, then the rest."""
@@ -511,33 +495,26 @@ class Stores(RuleBasedStateMachine):
         adds=st.lists(st.tuples(numbers, kinds, ids, policies, st.booleans(), st.sampled_from(STAMPS)), max_size=8),
         shape=st.sampled_from((0, 0, 1, 2)),
     )
-    def add(self, adds: Sequence[tuple[int, str, bytes, Policy, bool, int | None]], shape: int) -> None:
-        self.adds = [
-            Add(
-                self.key(number, kind, policy), self.entry(record_id, stamp, 0 if index else shape), policy.terms, own
-            )
-            for index, (number, kind, record_id, policy, own, stamp) in enumerate(adds)
-        ]  # fmt: skip
+    def add(self, adds: Sequence[Any], shape: int) -> None:
+        self.adds = []
+        for number, kind, record_id, policy, own, when in adds:
+            entry = self.entry(record_id, when, 0 if self.adds else shape)
+            self.adds.append(Add(self.key(number, kind, policy), entry, policy.terms, own))
         self.call("add", 0, self.adds)
 
     @rule(
         number=numbers,
         kind=st.sampled_from((*MOVABLE, *KINDS)),
-        record_id=ids,
+        first=small,
         policy=sized,
         own=st.booleans(),
         times=st.integers(1, 12),
         several=small,
     )
-    def add_many(
-        self, number: int, kind: str, record_id: bytes, policy: Policy, own: bool, times: int, several: int
-    ) -> None:
+    def add_many(self, number: int, kind: str, first: int, policy: Policy, own: bool, times: int, several: int) -> None:
         key = self.key(number, kind, policy)
-        first = IDS.index(record_id)
-        self.adds = [
-            Add(key, self.entry(IDS[(first + number % (several + 1)) % 5], None), policy.terms, own)
-            for number in range(times)
-        ]
+        names = [IDS[(first + each % (several + 1)) % 5] for each in range(times)]
+        self.adds = [Add(key, self.entry(name, None), policy.terms, own) for name in names]
         self.call("add", 0, self.adds)
 
     @rule(number=numbers, policy=sized, times=st.integers(3, 8))
@@ -643,28 +620,12 @@ class Stores(RuleBasedStateMachine):
         for first, length in ((0, 1), (start, size + 1)):
             self.call("read", 0, lease, first, length)
 
-    @rule(picked=st.lists(st.tuples(holds, numbers), min_size=1, max_size=3), known_for=known_for)
+    @rule(picked=some(holds, numbers), known_for=known_for)
     def renew(self, picked: Sequence[tuple[str, int]], known_for: int | None) -> None:
         self.call("renew", 0, [self.lease(*each) for each in picked], LEASE, since_ms=self.since(known_for))
 
-    @rule(
-        picked=st.lists(
-            st.tuples(
-                holds,
-                numbers,
-                st.one_of(st.none(), small),
-                st.booleans(),
-                policies,
-                st.sampled_from((None, None, "all", "none")) | picks,
-                delays,
-            ),
-            min_size=1,
-            max_size=3,
-        ),
-    )
-    def close(
-        self, picked: Sequence[tuple[str, int, int | None, bool, Policy, Sequence[int] | str | None, int]]
-    ) -> None:
+    @rule(picked=some(holds, numbers, st.none() | small, st.booleans(), policies, set_aside | picks, delays))
+    def close(self, picked: Sequence[Any]) -> None:
         closes: list[Close] = []
         for hold, number, taken, counts, policy, buried, cool in picked:
             lease = self.lease(hold, number)
@@ -685,24 +646,12 @@ class Stores(RuleBasedStateMachine):
                 self.given.append(replace(close.lease, digest_id=answer.digest_id, size=answer.left, entries=rest))
 
     @rule(
-        picked=st.lists(
-            st.tuples(
-                holds, numbers, delays, st.one_of(st.none(), st.none(), small), st.one_of(st.none(), picks, picks)
-            ),
-            min_size=1,
-            max_size=3,
-        ),
+        picked=some(holds, numbers, delays, st.none() | st.none() | small, st.none() | picks | picks),
         give_back=st.booleans(),
-        unknown=st.sampled_from((False, False, False, True)),
+        unknown=seldom,
         policy=policies,
     )
-    def retry(
-        self,
-        picked: Sequence[tuple[str, int, int, int | None, Sequence[int] | None]],
-        give_back: bool,
-        unknown: bool,
-        policy: Policy,
-    ) -> None:
+    def retry(self, picked: Sequence[Any], give_back: bool, unknown: bool, policy: Policy) -> None:
         retries: list[Retry] = []
         for hold, number, delay, taken, failed in picked:
             lease = self.lease(hold, number)
@@ -715,16 +664,7 @@ class Stores(RuleBasedStateMachine):
             retries.append(Retry(lease, delay, error, limits, size, ids, delivered, give_back, unknown, old))
         self.call("retry", 0, retries)
 
-    @rule(number=numbers, chosen=small, policy=policies)
-    def some_records_of_a_digest_fail(self, number: int, chosen: int, policy: Policy) -> None:
-        lease = self.lease("held", 5 * number)
-        failed = self.ids_of(lease, [chosen])
-        delivered, old = self.ended(lease, lease.size, failed)
-        old -= sum(aged(entry, lease.cut_ms) for entry in only(latest(lease.entries), failed))
-        limits = policy.terms.limits
-        self.call("retry", 0, [Retry(lease, 300_000, "boo", limits, lease.size, failed, delivered, aged=old)])
-
-    @rule(picked=st.lists(st.tuples(holds, numbers), min_size=1, max_size=3), started=st.booleans())
+    @rule(picked=some(holds, numbers), started=st.booleans())
     def release(self, picked: Sequence[tuple[str, int]], started: bool) -> None:
         self.call("release", 0, [self.lease(*each) for each in picked], started)
 
@@ -732,7 +672,7 @@ class Stores(RuleBasedStateMachine):
     def flush(self, number: int, kind: str) -> None:
         self.call("flush", self.key(number, kind))
 
-    @rule(number=numbers, kind=kinds, others=st.sampled_from((False, False, False, True)))
+    @rule(number=numbers, kind=kinds, others=seldom)
     def delete(self, number: int, kind: str, others: bool) -> None:
         self.call("delete", self.key(number, kind))
         for key in self.found("any", POLICIES[0]) if others else ():
@@ -755,11 +695,7 @@ class Stores(RuleBasedStateMachine):
     @rule(
         number=numbers,
         kind=st.sampled_from((*MOVABLE * 2, "any")),
-        moves=st.lists(
-            st.tuples(st.sampled_from(("policy", "at", "delay")), st.sampled_from(STEPS), delays, st.integers(0, 1)),
-            min_size=1,
-            max_size=3,
-        ),
+        moves=some(st.sampled_from(("policy", "at", "delay")), st.sampled_from(STEPS), delays, st.integers(0, 1)),
         policy=policies,
     )
     def reschedule(self, number: int, kind: str, moves: Sequence[tuple[str, int, int, int]], policy: Policy) -> None:
@@ -825,7 +761,7 @@ class Stores(RuleBasedStateMachine):
         since=st.just([]) | st.lists(ids, max_size=4),
         other=sized,
         lost=st.booleans(),
-        step=st.sampled_from((0, 0, 31 * 86_400_000)),
+        step=st.sampled_from((0, 0, 31 * DAY)),
     )
     def a_dead_letter_comes_back(
         self,
@@ -922,28 +858,25 @@ def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
                     deadline=None,
                     database=settings.default.database if GIVEN and settings.default else None,
                     suppress_health_check=[
-                        HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much,
-                    ],
+                        HealthCheck.too_slow,
+                        HealthCheck.data_too_large,
+                        HealthCheck.filter_too_much,
+                    ],  # fmt: skip
                 ),
-            )  # fmt: skip
+            )
     if branches:
         check_met(branches)
 
 
-# Outcomes of conditions that no rule leads to, with the test that does; '' where a script makes sure of it itself.
+# Outcomes of conditions that no rule leads to, with the test of test_redisbackend.py that does; '' where a script makes
+# sure of it itself.
 ELSEWHERE = {
-    "shared/clock.lua not now: yes": "test_redisbackend.py::test_200_concurrent_adds_share_a_few_connections",
-    "shared/lease.lua room_bytes < 0: yes": "test_redisbackend.py::test_large_values_do_not_swell_an_answer",
+    "shared/clock.lua not now: yes": "test_200_concurrent_adds_share_a_few_connections",
+    "shared/lease.lua room_bytes < 0: yes": "test_large_values_do_not_swell_an_answer",
     "shared/lease.lua #page == 0: yes": "",  # it reads no more entries than it has counted
-    "claim.lua #records > 0: no": (
-        "test_redisbackend.py::test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest"
-    ),
-    "claim.lua scanned >= SLICE: yes": (
-        "test_redisbackend.py::test_a_claim_that_has_read_much_leaves_the_rest_to_the_next"
-    ),
-    "delete.lua leave(key): yes": (
-        "test_redisbackend.py::test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into"
-    ),
+    "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest",
+    "claim.lua scanned >= SLICE: yes": "test_a_claim_that_has_read_much_leaves_the_rest_to_the_next",
+    "delete.lua leave(key): yes": "test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into",
 }
 
 
@@ -957,10 +890,8 @@ def check_met(branches: Branches) -> None:
     """See that the examples met every outcome, but for those that only another test can, which is there."""
     names = {re.sub(r":\d+ ", " ", name, count=1): name for name in branches.names}
     assert ELSEWHERE.keys() <= names.keys(), f"no such outcomes: {sorted(ELSEWHERE.keys() - names.keys())}"
-    for test in filter(None, ELSEWHERE.values()):
-        file, _, function = test.partition("::")
-        source = (Path(__file__).parent / file).read_text(encoding="utf-8")
-        assert f"def {function}(" in source, f"there is no test {test}"
+    tests = Path(__file__).with_name("test_redisbackend.py").read_text(encoding="utf-8")
+    assert all(f"def {test}(" in tests for test in filter(None, ELSEWHERE.values()))
     assert not unmet(branches), f"no example met {sorted(unmet(branches))}"
     here = {name for name in ELSEWHERE if Stores.met[names[name]]}
     assert not here, f"met here, and not only elsewhere: {sorted(here)}"
