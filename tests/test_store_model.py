@@ -62,6 +62,7 @@ COUNTS = not GIVEN and "AIODIGEST_TEST_CHANGED" not in os.environ  # of a change
 SEEDS = range(5)  # the same examples each time, if none are GIVEN; those of one seed are much alike
 MORE_SEEDS = range(5, 20)  # until each branch is met: which examples a seed gives, all modules that are loaded decide
 EXAMPLES = {"redis": 200, "sentinel": 30, "cluster": 50}  # the scripts are the same everywhere, the way to them is not
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]  # which these examples are
 SCRIPTS = (
     "add", "claim", "open", "read", "renew", "close", "retry", "release", "schedule", "maintenance", "flush", "delete",
     "remove", "reschedule", "replay", "discard", "look", "counts", "letter", "letters",
@@ -857,11 +858,7 @@ def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
                     stateful_step_count=40 if GIVEN else 25,
                     deadline=None,
                     database=settings.default.database if GIVEN and settings.default else None,
-                    suppress_health_check=[
-                        HealthCheck.too_slow,
-                        HealthCheck.data_too_large,
-                        HealthCheck.filter_too_much,
-                    ],  # fmt: skip
+                    suppress_health_check=SLOW,
                 ),
             )
     if branches:

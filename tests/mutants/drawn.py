@@ -24,21 +24,19 @@ QUICK = (*ALL, "--quick")
 
 ONE_SERVER = ("-k", "not (sentinel or cluster)")  # what fails there alone is found by the other tiers
 STORE = ("store", "redisbackend", "management", "store_model")
-RESHARDING = ("reshard", "shards")
 WORKING = ("scheduler", "engine", "simulation")
-LINKING = ("connection", "redisbackend", "cancellation", "unavailable")
-# The tests of a module, in the order in which they are run; those of others are its own, if it has some, and WORKING.
+# The tests of a module or else of a folder, in the order in which they are run; those of others are STORE for scripts,
+# and for modules their own, if they have some, and WORKING.
 TESTS: Mapping[str, Sequence[str]] = {
-    "delivery": ("dispatch", *WORKING, "opentelemetry"),
-    "batcher": ("coalesce", "cancellation", *WORKING),
-    "availability": (*WORKING, "unavailable"),
-    "lease": (*STORE, "overload"),
+    **dict.fromkeys(("carry", "drain", "keep", "layout", "reshard", "resharding", "retire"), ("reshard", "shards")),
     "permits": ("security",),
-    **dict.fromkeys(("carry", "drain.lua", "keep", "layout", "reshard", "resharding", "retire"), RESHARDING),
-    **dict.fromkeys(("timelines", "backend", "items", "namespace", "scripts"), (*STORE, *WORKING)),
-    **dict.fromkeys(("entries", "validation", "hooks"), ("arguments", *WORKING)),
-    **dict.fromkeys(("diagnosis", "interview", "servers", "shards.py"), ("doctor",)),
-    **dict.fromkeys(("url", "server", "shared", "transport", "errors"), LINKING),
+    "lease": (*STORE, "overload"),
+    "availability": (*WORKING, "unavailable"),
+    "batcher": ("batcher", "cancellation", *WORKING),
+    **dict.fromkeys(("memory", "redis"), (*STORE, *WORKING)),
+    "diagnostics": ("doctor",),
+    "connections": ("connection", "redisbackend", "cancellation", "unavailable"),
+    "records": ("arguments", *WORKING),
 }
 
 
@@ -51,7 +49,7 @@ def tests_of(file: str) -> tuple[str, ...]:
     path = Path(file)
     is_script = path.suffix == ".lua"
     own = STORE if is_script else (path.stem, *WORKING)
-    names = TESTS.get(path.name) or TESTS.get(path.stem) or own
+    names = TESTS.get(path.stem) or TESTS.get(path.parent.name) or own
     tests = [f"tests/test_{name}.py" for name in dict.fromkeys(names) if (ROOT / f"tests/test_{name}.py").exists()]
     return (*tests, *(ONE_SERVER if is_script else ()))
 
