@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from storestate import check_invariants, redis_state
 
 from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
-from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
@@ -168,7 +168,7 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
     backend: RedisBackend, raw: Raw, clock: Clock, part: str, value: str
 ) -> None:
-    broken = [f"broken{number}" for number in range(3)]
+    broken, told = [f"broken{number}" for number in range(3)], f"'{part}'" if value else "WRONGTYPE"
     for key in (*broken, "sound"):
         clock.now += 1
         await backend.add(0, [record(key)])
@@ -179,28 +179,18 @@ async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_
             raw.client.set(raw.key(f"{part}:{key}"), "not ours", ex=100)
     claims = await claim(backend, 3)
     assert [lease.key for lease in claims.leases] == ["sound"]
-    assert [key for key, _ in claims.broken] == broken
-    assert all((f"'{part}'" if value else "WRONGTYPE") in problem for _, problem in claims.broken)
+    assert [(key, told in problem) for key, problem in claims.broken] == [(key, True) for key in broken]
     window = await seen(backend, "broken0")
     assert (window.state, window.due_ms) == ("waiting", clock.now + LEASE)
     assert claims.broken[0][1] in window.last_error
-    assert await backend.delete("broken0")
-    assert await backend.add(0, [record("broken0")]) == [True]
-
-
-async def test_a_broken_timeline_fails_alone_in_a_call(backend: RedisBackend, raw: Raw) -> None:
-    await backend.add(0, [record("good"), record("bad")])
-    leases = {lease.key: lease for lease in (await claim(backend)).leases}
-    raw.client.set(raw.key("meta:bad"), "not ours", ex=100)
-    failed, stored = await backend.add(0, [record("bad", "b"), record("good", "b")])
-    assert isinstance(failed, InvalidState)
-    assert stored is False
-    broken, closed = await backend.close(0, [closing(leases[key]) for key in ("bad", "good")])
-    assert isinstance(broken, InvalidState)
-    assert "'bad' is broken" in str(broken)
+    bad = Lease("broken0", "token", "digest", 1, 1, 0, 0, 1)
+    failed, closed = await backend.close(0, [closing(bad), closing(claims.leases[0])])
+    assert isinstance(failed, InvalidState)  # it fails alone
+    assert "'broken0' is broken" in str(failed)
     assert closed == Closed("closed")
-    window = await seen(backend, "good")
-    assert (window.state, window.logged, window.opened) == ("waiting", 1, 0)
+    assert await backend.delete("broken0")
+    failed, stored = await backend.add(0, [record("broken1", "b"), record("broken0")])
+    assert (isinstance(failed, InvalidState), stored) == (part in ("log", "meta", "end", "cool", "own"), True)
 
 
 async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, client: Any) -> None:
@@ -293,30 +283,21 @@ async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: Redis
 # Replies that are lost
 
 
+@pytest.mark.parametrize("error", ["", "upstream failure"])  # which proxies answer that have lost the server
 async def test_a_lost_reply_leaves_an_add_unknown_and_adding_again_keeps_one_record(
-    server: Server, namespace: str
+    server: Server, namespace: str, error: str
 ) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         await backend.add(0, [record("warm")])
         requests = proxy.requests
-        proxy.swallow = 1
-        with pytest.raises(BackendUnavailable) as caught:
+        proxy.swallow, proxy.lie = (0, f"-ERR {error}\r\n".encode()) if error else (1, b"")
+        with pytest.raises(BackendUnavailable, match=error or "unavailable") as caught:
             await backend.add(0, [record("k")])
         assert (caught.value.stored, proxy.requests) == ("unknown", requests + 1)
         assert await backend.add(0, [record("k")]) == [False]
         limits = Policy(capacity=1).terms.limits  # a digest over its capacity is compacted
         leases = (await backend.claim(0, 10, LEASE, limits)).leases
         assert [len(lease.entries) for lease in leases if lease.key == "k"] == [1]
-
-
-async def test_an_error_that_nobody_foresaw_leaves_an_add_unknown(server: Server, namespace: str) -> None:
-    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
-        await backend.add(0, [record("warm")])
-        proxy.lie = b"-ERR upstream failure\r\n"  # as proxies say that have lost the server
-        with pytest.raises(BackendUnavailable, match="upstream failure") as caught:
-            await backend.add(0, [record("k")])
-        assert caught.value.stored == "unknown"
-        assert await backend.add(0, [record("k")]) == [False]
 
 
 async def test_a_close_whose_reply_is_lost_is_said_again_and_a_claim_is_not(server: Server, namespace: str) -> None:
@@ -417,37 +398,25 @@ async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, clie
         assert await backend.add(0, [record("k")]) == [is_first]
 
 
-@pytest.fixture
-def unread() -> Iterator[None]:
-    """As in a process that has read no script yet."""
-    scripts.load_scripts.cache_clear()
-    yield
-    scripts.load_scripts.cache_clear()
-
-
-@pytest.mark.usefixtures("unread")
-async def test_once_it_is_connected_it_reads_no_script_any_more(
-    backend: RedisBackend, raw: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scripts, "LUA", Path("not there"))
-    lease = await leased(backend)
-    assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
-    assert all(script.source for script in scripts.load_scripts().values())
-
-
-@pytest.mark.usefixtures("unread")
-async def test_without_a_descriptor_to_read_its_scripts_with_a_backend_is_unavailable_until_there_is_one(
+async def test_a_backend_needs_a_descriptor_to_read_its_scripts_with_until_it_is_connected_and_then_no_more(
     server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 
+    scripts.load_scripts.cache_clear()
     backend = RedisBackend(server.url, namespace=namespace)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", full)
-        with pytest.raises(BackendUnavailable, match=r"scripts of aiodigest cannot be read: .*Too many open files"):
-            await backend.connect()
-    assert await backend.add(0, [record("k")]) == [True]
+    for is_connected in (False, True):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_text", full)
+            if is_connected:
+                lease = await leased(backend)
+                assert await backend.retry(0, [Retry(lease, 0, "x", LIMITS)]) == [True]
+            else:
+                told = r"scripts of aiodigest cannot be read: .*Too many open files"
+                with pytest.raises(BackendUnavailable, match=told):
+                    await backend.connect()
+        await backend.connect()
     await backend.aclose()
 
 
@@ -653,44 +622,13 @@ async def test_a_backend_that_is_connected_again_has_learnt_nothing(server: Serv
         await backend.aclose()
 
 
-async def test_a_server_of_ones_own_lives_as_long_as_backends_are_connected(folder: Path, namespace: str) -> None:
-    server = EmbeddedServer(folder)
-    backend = RedisBackend(server, namespace=namespace)
-    other = backend.clone()
-    assert not folder.exists()
-    assert backend.url == other.url == f"embedded://{folder}"
-    try:
-        await backend.connect()
-        await other.connect()
-        assert await backend.add(0, [record("k")]) == [True]
-        await backend.aclose()
-        assert await other.operations.look("k") is not None
-        await backend.connect()  # again
-        assert await backend.operations.look("k") is not None
-    finally:
-        await other.aclose()
-        await backend.aclose()
-
-
-class Broken:
-    """A server that was started, and is gone."""
-
-    url = "embedded:///gone"
-
-    async def start(self) -> str:
+async def test_an_error_says_why_a_server_of_ones_own_is_down(namespace: str) -> None:
+    async def start() -> str:
         return "unix:///nobody/is/here"
 
-    async def stop(self) -> None: ...
-
-    def why_down(self) -> str:
-        return "its disk is full"
-
-    def clone(self) -> Broken:
-        return Broken()
-
-
-async def test_an_error_says_why_a_server_of_ones_own_is_down(namespace: str) -> None:
-    backend = RedisBackend(Broken(), namespace=namespace)
+    down: Any = SimpleNamespace(url="embedded:///gone", start=start, stop=start, clone=start)
+    down.why_down = lambda: "its disk is full"
+    backend = RedisBackend(down, namespace=namespace)
     for call in (backend.connect, lambda: backend.add(0, [record("k")]), lambda: backend.flush("k")):
         with pytest.raises(BackendUnavailable, match=r"^unix:///nobody/is/here is unavailable.* \(its disk is full\)$"):
             await call()
@@ -702,17 +640,13 @@ async def test_an_error_says_why_a_server_of_ones_own_is_down(namespace: str) ->
     [
         *(({"namespace": name}, "a namespace is 1 to 64") for name in ("", "a:b", "{a}", "a" * 65, "a b", "ä")),
         *(({"shards": count}, "shards must be from 1 to 1024") for count in (0, -1, 1025)),
+        ({}, "known once the backend is connected"),
     ],
 )
 def test_making_a_backend_does_no_io_and_checks_its_arguments(options: dict[str, Any], told: str) -> None:
     settings: dict[str, Any] = {"namespace": "mail", **options}
     with pytest.raises(ConfigurationError, match=told):
-        RedisBackend("redis://nobody.invalid", **settings)
-
-
-def test_the_shards_of_a_namespace_are_known_once_a_backend_is_connected() -> None:
-    with pytest.raises(ConfigurationError, match="known once the backend is connected"):
-        _ = RedisBackend("redis://nobody.invalid", namespace="mail").shard_map
+        _ = RedisBackend("redis://nobody.invalid", **settings).shard_map
 
 
 # The doorbell
@@ -726,6 +660,7 @@ async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_for_noth
     later = Add("k", pack(b"a", None, b"v"), Policy(initial_delay=60).terms)
     await backend.add(0, [later])
     await sleeper
+    await backend.wait(0, bell)  # it has rung since that claim
     bell = (await claim(backend)).wake_up
     sleeper = asyncio.create_task(backend.wait(0, bell))
     await backend.add(0, [later, Add("last", pack(b"a", None, b"v"), Policy(initial_delay=90).terms)])
@@ -733,12 +668,6 @@ async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_for_noth
     await backend.add(0, [record("now"), record("too")])
     await sleeper
     assert (await claim(backend)).wake_up != bell
-
-
-async def test_a_ring_between_claim_and_sleep_is_not_missed(backend: RedisBackend) -> None:
-    bell = (await claim(backend)).wake_up
-    await backend.add(0, [record("k")])
-    await backend.wait(0, bell)
 
 
 async def test_a_backend_may_be_connected_again_from_another_loop(server: Server, namespace: str) -> None:
