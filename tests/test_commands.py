@@ -21,7 +21,7 @@ from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import duration
 from aiodigest.cli.output import JSONLines, log_everything
 from aiodigest.cli.pipe.command import lock_path
-from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, Unusable, time_of
+from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
 from aiodigest.cli.rendering import digest_json, digest_text, printable
 
@@ -35,28 +35,16 @@ DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "
 @pytest.mark.parametrize(
     ("template", "key"),
     [
-        ("repository", "octo/hello"),
-        ("sender.login", "mona"),
-        ("{event}:{repository}", "push:octo/hello"),
-        ("{{{event}}}", "{push}"),
-        ("commits.1.id", "2"),
-        ("host.name", "web"),
-        ("host.name.short", "w"),
-        ("ratio", "0.5"),
-        ("done", "true"),
+        ("repository", "octo/hello"), ("sender.login", "mona"), ("{event}:{repository}", "push:octo/hello"),
+        ("{{{event}}}", "{push}"), ("commits.1.id", "2"), ("host.name", "web"), ("host.name.short", "w"),
+        ("ratio", "0.5"), ("done", "true"),
     ],
-)
+)  # fmt: skip
 def test_a_group_is_named_by_a_path_or_a_template(template: str, key: str) -> None:
     value: JSON = {
-        "repository": "octo/hello",
-        "event": "push",
-        "sender": {"login": "mona"},
-        "commits": [{"id": 1}, {"id": 2}],
-        "host.name": "web",
-        "host": {"name.short": "w"},
-        "ratio": 0.5,
-        "done": True,
-    }
+        "repository": "octo/hello", "event": "push", "sender": {"login": "mona"}, "commits": [{"id": 1}, {"id": 2}],
+        "host.name": "web", "host": {"name.short": "w"}, "ratio": 0.5, "done": True,
+    }  # fmt: skip
     assert Template.parse(template).fill(value) == key
 
 
@@ -67,40 +55,22 @@ def test_a_template_that_is_none_is_refused(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "told"),
     [
-        b"{}",
-        b'{"key": null}',
-        b"[]",
-        b"3",
-        b"{",
-        b"\xff",
-        b"{}{}",
-        b'{"key": NaN}',
-        b'{"key": "k", "n": ' + b"9" * 5000 + b"}",
-        b'{"key":' + b"[" * 100_000,
-        b" " * (LONGEST_LINE + 1),
+        (b"{}", "field key is missing or null"),
+        (b'{"key": null}', "field key is missing or null"),
+        (b'{"key": {}}', "field key is an object: it must be text, a number, true or false"),
+        (b'{"key": []}', "field key is a list: it must be text, a number, true or false"),
+        *((line, "") for line in (b"[]", b"3", b"{", b"\xff", b"{}{}", b'{"key": NaN}', b" " * (LONGEST_LINE + 1))),
+        (b'{"key": "k", "n": ' + b"9" * 5000 + b"}", ""),
+        (b'{"key":' + b"[" * 100_000, ""),
     ],
-    ids=lambda line: line[:20],
+    ids=lambda given: given[:20],
 )
-def test_a_line_without_a_key_or_that_is_no_json_is_malformed(line: bytes) -> None:
-    with pytest.raises(Malformed):
+def test_a_line_without_a_key_or_that_is_no_json_is_malformed(line: bytes, told: str) -> None:
+    with pytest.raises(Malformed) as caught:
         Shape(Template.parse("key")).entry(line)
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ({}, "field key is missing or null"),
-        ({"key": None}, "field key is missing or null"),
-        ({"key": {}}, "field key is an object: it must be text, a number, true or false"),
-        ({"key": []}, "field key is a list: it must be text, a number, true or false"),
-    ],
-)
-def test_a_field_that_is_of_no_use_is_told_with_what_it_is(value: JSON, told: str) -> None:
-    with pytest.raises(Unusable) as caught:
-        Template.parse("key").fill(value)
-    assert str(caught.value) == told
+    assert told in str(caught.value)
 
 
 def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_under() -> None:
@@ -168,28 +138,17 @@ async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -
     await out.deliver(DIGEST)
     line = os.read(reader, 100_000)
     assert line.isascii()
-    assert json.loads(line) == {
-        "id": "d",
-        "key": "k",
-        "attempt": 1,
-        "dropped": 0,
-        "records": [{"id": "r", "timestamp": "1970-01-01T00:00:00Z", "value": {"text": "é\u2028"}}],
-    }
+    records = [{"id": "r", "timestamp": "1970-01-01T00:00:00Z", "value": {"text": "é\u2028"}}]
+    assert json.loads(line) == {"id": "d", "key": "k", "attempt": 1, "dropped": 0, "records": records}
     os.close(reader)
     with pytest.raises(RetryAfter):
         await out.deliver(DIGEST)
     assert out.failed.is_set()
     assert isinstance(out.error, BrokenPipeError)
     os.close(writer)
-
-
-async def test_after_a_write_that_failed_nothing_is_written() -> None:
-    with open("/dev/full", "wb") as full:
-        out = Writer(digest_json, full.fileno())
-        for _ in range(2):
-            with pytest.raises(RetryAfter):
-                await out.deliver(DIGEST)
-    assert "No space left" in str(out.error)
+    with pytest.raises(RetryAfter):  # after a write that failed nothing is written
+        await out.deliver(DIGEST)
+    assert isinstance(out.error, BrokenPipeError)
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"line\n", b"line\n"), (b'{"id":"hal', b'{"id":"hal\n')])
@@ -333,18 +292,9 @@ def logged(message: str, *arguments: object, error: BaseException | None = None,
 
 
 def test_a_line_of_the_log_is_an_object_with_the_fields_that_it_was_given() -> None:
-    assert logged("attempt %d failed", 3, timeline="user:1\n", attempt=3, reason="503") == {
-        "time": "1970-01-01T00:00:00.250000Z",
-        "level": "warning",
-        "logger": "shop.mail",
-        "message": "attempt 3 failed",
-        "timeline": "user:1\n",
-        "attempt": 3,
-        "reason": "503",
-    }
-
-
-def test_an_exception_in_the_log_is_two_fields() -> None:
+    given: dict[str, Any] = {"timeline": "user:1\n", "attempt": 3, "reason": "503"}
+    every = {"time": "1970-01-01T00:00:00.250000Z", "level": "warning", "logger": "shop.mail"}
+    assert logged("attempt %d failed", 3, **given) == {**every, "message": "attempt 3 failed", **given}
     try:
         raise ConnectionError("no route\n")
     except ConnectionError as raised:

@@ -50,11 +50,6 @@ def dead(server: Server) -> int:
     return manage(server, lambda engine: engine.stats()).dead
 
 
-def many(server: Server) -> None:
-    """Two hundred dead letters, of which JSON tells more than a pipe takes: so it waits for who reads it."""
-    bury(server, *(Entry(f"{number:03}{'k' * 900}", 1) for number in range(200)))
-
-
 def test_all_dead_letters_are_replayed_and_of_a_record_in_several_the_newest_value_wins(
     own: Server, command: Command
 ) -> None:
@@ -140,17 +135,9 @@ def test_a_letter_whose_timeline_cannot_take_it_stays_and_is_told(
     assert dead(own) == 1
 
 
-def interrupted(process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
-    """Ctrl-C while the command waits for its reader: what it tells of letters, and its errors."""
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=DEADLINE)
-    return [json.loads(line) for line in (first + rest).splitlines()], errors.decode()
-
-
 def started(server: Server, folder: Path) -> subprocess.Popen[bytes]:
-    """The command on many letters, its output unread."""
+    """The command on 200 letters, of which JSON tells more than a pipe takes: so it waits for who reads it."""
+    bury(server, *(Entry(f"{number:03}{'k' * 900}", 1) for number in range(200)))
     arguments = "dead", "replay", "--all", "--yes", "--json", *OPTIONS, "--url", server.url, "--timeout", "2s"
     command = sys.executable, "-m", "aiodigest", *arguments
     settings, pipe = environment(folder), subprocess.PIPE
@@ -160,20 +147,21 @@ def started(server: Server, folder: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.processes
 def test_ctrl_c_comes_between_two_letters_and_what_was_done_is_told(own: Server, tmp_path: Path) -> None:
-    many(own)
     with started(own, tmp_path) as process:
-        told, errors = interrupted(process)
+        assert process.stdout is not None
+        output = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=DEADLINE)
+    done = len((output + rest).splitlines())
     assert process.returncode == 130
-    assert 0 < len(told) < 200
-    assert dead(own) == 200 - len(told)
-    assert errors == (
-        f"aiodigest: interrupted: {len(told)} of 200 dead letters were replayed, the others are unchanged\n"
-    )
+    assert 0 < done < 200
+    assert dead(own) == 200 - done
+    told = f"aiodigest: interrupted: {done} of 200 dead letters were replayed, the others are unchanged\n"
+    assert errors.decode() == told
 
 
 @pytest.mark.processes
 def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(own: Server, tmp_path: Path) -> None:
-    many(own)
     with started(own, tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -187,13 +175,10 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(o
 # The order in which it goes about it
 
 
-def buried(number: int, key: str) -> Summary:
-    return Summary(f"letter-{number}", key, EPOCH, 1)
-
-
-async def swept(act: Act, *letters: Summary) -> BulkWork:
-    """A sweep that has no engine, and so needs none."""
-    work = BulkWork([*letters], act, in_json=False)
+async def swept(act: Act, *keys: str) -> BulkWork:
+    """A sweep of letters of these timelines, which has no engine, and so needs none."""
+    letters = [Summary(f"letter-{number}", key, EPOCH, 1) for number, key in enumerate(keys, 1)]
+    work = BulkWork(letters, act, in_json=False)
     await work.run(DigestEngine(namespace="unused"))
     return work
 
@@ -210,7 +195,7 @@ async def test_a_timeline_that_takes_no_letter_yet_is_asked_again_and_its_letter
             raise InvalidState("a digest is under delivery")
         return {}
 
-    work = await swept(act, buried(1, "busy"), buried(2, "busy"), buried(3, "free"))
+    work = await swept(act, "busy", "busy", "free")
     assert (work.done, work.left, work.is_interrupted) == (3, [], False)
     assert asked == ["letter-1", "letter-3", "letter-1", "letter-1", "letter-2", "letter-2", "letter-2"]
 
@@ -219,7 +204,7 @@ async def test_a_letter_that_somebody_else_has_done_away_with_does_not_count() -
     async def act(engine: DigestEngine, letter: Summary) -> dict[str, Any] | None:
         return None if letter.id == "letter-1" else {}
 
-    work = await swept(act, buried(1, "k"), buried(2, "k"))
+    work = await swept(act, "k", "k")
     assert (work.done, work.records, work.left) == (1, 1, [])
 
 
@@ -230,5 +215,5 @@ async def test_what_was_begun_when_ctrl_c_came_is_ended() -> None:
             await asyncio.sleep(0)
         return {}
 
-    work = await swept(act, buried(1, "a"), buried(2, "b"))
+    work = await swept(act, "a", "b")
     assert (work.done, [letter.id for letter in work.left], work.is_interrupted) == (1, ["letter-2"], True)
