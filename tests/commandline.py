@@ -35,7 +35,6 @@ def environment(data: Path) -> dict[str, str]:
 def aiodigest(
     data: Path, *arguments: str, input: bytes = b"", cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """The command, run to its end."""
     command, settings = [sys.executable, "-m", "aiodigest", *arguments], {**environment(data), **variables}
     return subprocess.run(command, input=input, env=settings, cwd=cwd, capture_output=True, timeout=DEADLINE)
 
@@ -51,7 +50,6 @@ def ids(output: bytes) -> list[str]:
 
 
 def ndjson(objects: Iterable[object]) -> bytes:
-    """Objects as lines."""
     return b"".join(json.dumps(one).encode() + b"\n" for one in objects)
 
 
@@ -104,13 +102,11 @@ class Running:
         self.process.stdin.flush()
 
     def read_line(self) -> bytes:
-        """The next line of its output."""
         line = self._lines["stdout"].get(timeout=DEADLINE)
         self.output += line
         return line
 
     def error_line(self) -> bytes:
-        """The next line of its errors."""
         line = self._lines["stderr"].get(timeout=DEADLINE)
         self.errors += line
         return line

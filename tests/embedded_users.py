@@ -128,7 +128,6 @@ def waits(pid: int) -> int:
 
 
 def seconds_used(pid: int) -> float:
-    """Of processor time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -166,7 +165,6 @@ def serve_by(monkeypatch: pytest.MonkeyPatch, program: Path, script: str | None)
 
 
 async def works(client: redis.asyncio.Redis) -> bool:
-    """Whether the server answers."""
     with suppress(redis.exceptions.RedisError, OSError):
         return bool(await client.ping())
     return False

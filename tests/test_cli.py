@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -47,7 +48,6 @@ async def fill(data: Path) -> None:
 
 
 async def bury(data: Path, reason: str = "no such address", key: str = "user:1") -> None:
-    """One dead letter."""
     await attempt(f"embedded://{data}", Entry(key, {"text": "hello"}, "one", 0), error=Reject(reason))
 
 
@@ -150,17 +150,9 @@ def test_a_namespace_that_holds_nothing_is_told(command: Command) -> None:
 
 def test_on_a_terminal_delete_asks_first(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(fill(tmp_path))
-
-    class Terminal:
-        answers = iter(["n\n", "y\n"])
-
-        def isatty(self) -> bool:
-            return True
-
-        def readline(self, *_: int) -> str:
-            return next(self.answers)
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
+    terminal = io.StringIO("n\ny\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
     code, _, error = command("delete", HOSTILE)
     assert code == 1
     assert f"Delete timeline {ESCAPED} of mail" in error

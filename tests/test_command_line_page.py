@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from commandline import Command, aiodigest
+from commandline import Command, aiodigest, attempt
 from pages import blocks_of, commands_of, matches
 from servers import Server
 from userland import DEADLINE, ROOT, environment
 
-from aiodigest import Delivery, Digest, DigestEngine, Policy, Reject
+from aiodigest import DigestEngine, Entry, Policy, Reject
 
 pytestmark = pytest.mark.docs
 
@@ -52,19 +52,9 @@ def fields_of(command: str) -> list[str]:
 
 async def fill(url: str, namespace: str) -> list[str]:
     """Make one timeline that waits, and two dead letters; return their ids."""
-
-    async def refuse(digest: Digest) -> None:
-        raise Reject("no")
-
-    later = Policy(initial_delay=600)
-    engine = DigestEngine(url, namespace=namespace, policy=lambda key: later if key == "k" else Policy())
-    attempts: asyncio.Queue[Delivery] = asyncio.Queue()
-    engine.observe(attempts.put_nowait)
-    async with engine.delivering(refuse):
-        for key in ("k", "a", "b"):
-            await engine.add(key, 1)
-        for _ in range(2):
-            await attempts.get()
+    await attempt(url, Entry("a", 1), Entry("b", 1), error=Reject("no"), namespace=namespace)
+    async with DigestEngine(url, namespace=namespace, policy=Policy(initial_delay=600)) as engine:
+        await engine.add("k", 1)
         return [letter.id async for letter in engine.dead_letters()]
 
 

@@ -270,7 +270,6 @@ def add(connections: Connections) -> asyncio.Task[object]:
 
 
 async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
-    """What calls that fail say of what is stored."""
     errors = await asyncio.gather(*calls, return_exceptions=True)
     return [error.stored for error in errors if isinstance(error, BackendUnavailable)]
 

@@ -226,7 +226,6 @@ def test_lines_that_are_too_old_to_be_printed_fill_no_timeline(pipe: Pipe) -> No
 
 
 async def leave(server: Server, namespace: str, records: int) -> None:
-    """A timeline that waits."""
     async with DigestEngine(server.url, namespace=namespace, policy=Policy(initial_delay=1_800)) as engine:
         await engine.add_many(Entry("k", {"id": f"left{number}"}, f"left{number}") for number in range(records))
 

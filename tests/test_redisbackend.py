@@ -66,8 +66,6 @@ async def only_letter(backend: RedisBackend) -> str:
 
 
 class Clock:
-    """A clock that a test moves."""
-
     now = NOW
 
     def __call__(self) -> int:

@@ -62,7 +62,6 @@ async def test_nothing_is_removed_from_a_digest_under_delivery(store: Store) -> 
 
 
 async def removed(store: Store, ended: Awaitable[bool]) -> None:
-    """Remove a record after a digest has ended."""
     assert await ended
     await store.backend.remove("k", b"a", store.policy.terms.limits)
 
@@ -553,7 +552,6 @@ async def test_the_rest_of_a_digest_in_parts_lives_on_from_the_close_of_each(sto
 
 
 async def all_pages(read: Callable[[int, Bookmark | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
-    """What is on pages of two."""
     end: Bookmark | None = None
     while True:
         page = await read(2, end)

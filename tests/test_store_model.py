@@ -358,29 +358,22 @@ class Stores(RuleBasedStateMachine):
     def is_of(self, kind: str, key: str, held: Held, limits: Limits) -> bool:
         """Whether a timeline is of a kind: by its state, or by its size under some limits."""
         machine, delivery, size = self.machine, held.delivery, distinct(held.log)
-        match kind:
-            case "waiting" | "ready" | "leased":
-                return key in getattr(machine, kind)
-            case "in retry wait":
-                return delivery is not None and not delivery.frozen and key in machine.waiting
-            case "frozen":
-                return delivery is not None and delivery.frozen
-            case "in cool-down":
-                return held.empty and held.cool_ms > self.clock.now
-            case "waiting after a cool-down":
-                return key in machine.waiting and delivery is None and held.cool_ms > self.clock.now
-            case "of one record":
-                return size + (distinct(delivery.entries) if delivery else 0) == 1
-            case "of several":
-                return size > 1
-            case "at capacity":
-                return size == limits.capacity
-            case "at max_size":
-                return size == limits.max_size > 0
-            case "above max_size":
-                return size > limits.max_size > 0
-            case _:
-                return machine.placed(key) is not None
+        waits, cools = key in machine.waiting, held.cool_ms > self.clock.now
+        return {
+            "any": machine.placed(key) is not None,
+            "waiting": waits,
+            "ready": key in machine.ready,
+            "leased": key in machine.leased,
+            "in retry wait": waits and delivery is not None and not delivery.frozen,
+            "frozen": delivery is not None and delivery.frozen,
+            "in cool-down": held.empty and cools,
+            "waiting after a cool-down": waits and delivery is None and cools,
+            "of one record": size + (distinct(delivery.entries) if delivery else 0) == 1,
+            "of several": size > 1,
+            "at capacity": size == limits.capacity,
+            "at max_size": size == limits.max_size > 0,
+            "above max_size": size > limits.max_size > 0,
+        }[kind]
 
     def key(self, number: int, kind: str = "any", policy: Policy = POLICIES[0]) -> str:
         """A timeline of a kind, which is brought about if there is none; or any key there may be."""

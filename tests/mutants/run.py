@@ -54,7 +54,6 @@ def read_mutants(names: Sequence[str]) -> list[Mutant]:
 
 
 def mutated(mutant: Mutant, folder: Path) -> Path:
-    """A copy of the project without one fix."""
     copy(folder)
     file = folder / mutant.file
     file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
