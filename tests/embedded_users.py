@@ -132,12 +132,6 @@ def seconds_used(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def next_descriptor(pid: int) -> int:
-    """The number that the next file of the process would get."""
-    taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
-    return next(number for number in range(len(taken) + 1) if number not in taken)
-
-
 def opened_by(pid: int) -> set[str]:
     opened: set[str] = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):

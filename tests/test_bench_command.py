@@ -70,13 +70,18 @@ def test_on_a_cluster_figures_are_a_table_beside_the_round_trip_and_no_node_has_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_when_it_is_interrupted_no_key_is_left(own: Server, tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, "bench", "--url", all_may(own.url)) as process, own.client() as client:
+@pytest.mark.parametrize(("event", "code", "lines"), [("SIGINT", 130, 1), ("SIGTERM", 130, 1), ("full", 69, 2)])
+def test_when_it_is_interrupted_or_its_server_becomes_full_no_key_is_left(
+    own: Server, tmp_path: Path, event: str, code: int, lines: int
+) -> None:
+    with running(tmp_path, "bench", "--url", all_may(own.url), "--seconds", "30") as process, own.client() as client:
         until(lambda: client.dbsize() > 10, "something is written")
-        assert process.interrupt(number) == 130
-        assert process.output == b""
-        assert process.errors.count(b"\n") == 1
+        if event == "full":
+            client.config_set("maxmemory", "1mb")
+        else:
+            process.process.send_signal(getattr(signal, event))
+        assert process.end() == code
+        assert (process.output, process.errors.count(b"\n")) == (b"", lines)
         assert client.keys() == []
 
 
@@ -160,16 +165,6 @@ async def test_a_store_in_memory_is_erased_too() -> None:
         await engine.add("k", 1)
         assert await engine.erase() == 1
         assert await engine.peek("k") is None
-
-
-@pytest.mark.processes
-def test_a_server_that_becomes_full_meanwhile_is_one_line(own: Server, tmp_path: Path) -> None:
-    with running(tmp_path, "bench", "--url", all_may(own.url), "--seconds", "30") as process, own.client() as client:
-        until(lambda: client.dbsize() > 10, "something is written")
-        client.config_set("maxmemory", "1mb")
-        assert process.end() == 69
-        assert process.errors.count(b"\n") == 2, "what it does, and why it does not go on"
-        assert client.keys() == []
 
 
 @pytest.mark.processes

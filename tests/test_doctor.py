@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import pytest
 from clusters import Cluster, Move, Node, running_cluster
@@ -28,6 +28,7 @@ from aiodigest.backends.redis.diagnostics.server import ServerFacts, SlowCall, c
 from aiodigest.models import Check
 from aiodigest.policy import Limits
 
+Engine: TypeAlias = DigestEngine[Any]
 LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
 
@@ -53,7 +54,7 @@ def client(server: Server) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def engine(server: Server, namespace: str) -> AsyncIterator[DigestEngine[Any]]:
+async def engine(server: Server, namespace: str) -> AsyncIterator[Engine]:
     """An engine whose namespace has a timeline ``k`` that waits."""
     async with DigestEngine(server.url, namespace=namespace, policy=LATER) as engine:
         await engine.add("k", 1)
@@ -354,7 +355,7 @@ async def test_what_a_server_does_not_have_is_told_and_not_guessed() -> None:
 
 
 async def test_records_that_nobody_delivers_are_a_problem_until_a_worker_is_there(
-    engine: DigestEngine[Any], server: Server, namespace: str
+    engine: Engine, server: Server, namespace: str
 ) -> None:
     delivered = asyncio.Queue[Digest[Any]]()
     found = of(await engine.examine(), "workers", "problem")
@@ -393,7 +394,7 @@ async def test_a_shard_that_nobody_serves_is_told_among_those_that_are(server: S
 
 
 async def test_a_timeline_that_is_overdue_is_a_problem_with_its_age(
-    engine: DigestEngine[Any], namespace: str, client: Any
+    engine: Engine, namespace: str, client: Any
 ) -> None:
     await engine.flush("k")
     assert of(await engine.examine(), "overdue").level == "ok"
@@ -405,7 +406,7 @@ async def test_a_timeline_that_is_overdue_is_a_problem_with_its_age(
 
 
 async def test_a_lease_that_ended_long_ago_is_a_problem(
-    engine: DigestEngine[Any], server: Server, namespace: str, client: Any
+    engine: Engine, server: Server, namespace: str, client: Any
 ) -> None:
     await engine.flush("k")
     await claim(server, namespace)
@@ -431,7 +432,7 @@ async def test_dead_letters_are_told_with_their_number_and_age(server: Server, n
 
 
 async def test_a_change_of_shards_under_way_is_told_with_what_is_left(
-    engine: DigestEngine[Any], server: Server, namespace: str
+    engine: Engine, server: Server, namespace: str
 ) -> None:
     async with DigestEngine(server.url, namespace=namespace) as other:
         async for _ in engine.reshard(4):
@@ -444,7 +445,7 @@ async def test_a_change_of_shards_under_way_is_told_with_what_is_left(
 
 
 async def test_a_layout_that_does_not_fit_is_a_problem_and_stays_as_it_is(
-    engine: DigestEngine[Any], namespace: str, client: Any
+    engine: Engine, namespace: str, client: Any
 ) -> None:
     client.hset(f"{{{namespace}}}:layout", "version", "1:7:3")
     found = of(await engine.examine(), "shards", "problem")
@@ -452,9 +453,7 @@ async def test_a_layout_that_does_not_fit_is_a_problem_and_stays_as_it_is(
     assert found.message == "a shard has the layout 1:7:3, and the namespace has 1:1:1"
 
 
-async def test_a_shard_that_another_program_broke_is_a_problem(
-    engine: DigestEngine[Any], namespace: str, client: Any
-) -> None:
+async def test_a_shard_that_another_program_broke_is_a_problem(engine: Engine, namespace: str, client: Any) -> None:
     client.set(f"{{{namespace}}}:ready", "not a sorted set")
     broken = [one for one in await engine.examine() if "a shard is broken" in one.message]
     assert {("shards", "problem")} == {(one.check, one.level) for one in broken}
@@ -543,7 +542,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def sixteen(cluster: Cluster) -> AsyncIterator[DigestEngine[Any]]:
+async def sixteen(cluster: Cluster) -> AsyncIterator[Engine]:
     """An engine of the namespace ``post``, whose shards all three primaries have, and of the user ``clerk``."""
     cluster.allow("clerk", *CLERK)
     url = cluster.url.replace(USER, "clerk", 1)
@@ -562,7 +561,7 @@ def strange(cluster: Cluster) -> Node:
 @pytest.mark.cluster
 @pytest.mark.parametrize("fresh", [False, True], ids=["later", "at its start"])
 async def test_a_primary_that_has_lost_its_users_is_a_problem_with_its_shards(
-    cluster: Cluster, sixteen: DigestEngine[Any], fresh: bool
+    cluster: Cluster, sixteen: Engine, fresh: bool
 ) -> None:
     victim = strange(cluster)
     victim.ask("ACL", "DELUSER", "clerk")
@@ -584,7 +583,7 @@ async def test_a_primary_that_has_lost_its_users_is_a_problem_with_its_shards(
 
 
 async def test_a_rule_that_lacks_on_one_primary_what_it_has_on_the_others_is_a_problem(
-    cluster: Cluster, sixteen: DigestEngine[Any]
+    cluster: Cluster, sixteen: Engine
 ) -> None:
     victim = strange(cluster)
     victim.ask("ACL", "SETUSER", "clerk", "-zadd", "-hset")
@@ -596,9 +595,7 @@ async def test_a_rule_that_lacks_on_one_primary_what_it_has_on_the_others_is_a_p
     ]
 
 
-async def test_who_may_not_ask_which_slots_are_on_their_way_is_told_so(
-    cluster: Cluster, sixteen: DigestEngine[Any]
-) -> None:
+async def test_who_may_not_ask_which_slots_are_on_their_way_is_told_so(cluster: Cluster, sixteen: Engine) -> None:
     told = "slots that are on their way to it: not looked at, since user 'clerk' may not run CLUSTER NODES"
     cluster.allow("clerk", *(word for word in CLERK if word != "+cluster|nodes"))
     found = [one for one in await sixteen.examine() if one.message.endswith(told)]
@@ -610,7 +607,7 @@ async def test_who_may_not_ask_which_slots_are_on_their_way_is_told_so(
 
 
 async def test_a_replica_that_does_not_know_the_user_is_noted_before_it_is_the_primary(
-    cluster: Cluster, sixteen: DigestEngine[Any]
+    cluster: Cluster, sixteen: Engine
 ) -> None:
     primary = cluster.primaries[0]
     replica = cluster.replica_of(primary)
@@ -640,7 +637,7 @@ async def test_behind_sentinels_too_replicas_are_asked_whether_they_know_the_use
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["later", "at its start"])
 async def test_a_shard_whose_slot_is_being_moved_is_a_problem_that_no_failover_mends(
-    cluster: Cluster, sixteen: DigestEngine[Any], fresh: bool
+    cluster: Cluster, sixteen: Engine, fresh: bool
 ) -> None:
     source = strange(cluster)
     tag = next(key for key in source.ask("KEYS", "{post:*}:layout") if cluster.primary_of(key.decode()) is source)
@@ -658,7 +655,7 @@ async def test_a_shard_whose_slot_is_being_moved_is_a_problem_that_no_failover_m
 
 
 async def test_after_a_failover_the_primaries_that_there_are_now_are_looked_at(
-    cluster: Cluster, sixteen: DigestEngine[Any]
+    cluster: Cluster, sixteen: Engine
 ) -> None:
     heir = cluster.replica_of(cluster.primaries[0])
     heir.ask("CLUSTER", "FAILOVER")

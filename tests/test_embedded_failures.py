@@ -28,7 +28,6 @@ from embedded_users import (
     NewUser,
     all_told,
     lives,
-    next_descriptor,
     opened_by,
     pid_of,
     processes_of,
@@ -242,8 +241,9 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
 
 def leave_no_descriptor(pid: int) -> tuple[int, int]:
     """What it may have, so that it can be given back."""
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (next_descriptor(pid), limits[1]))
+    taken, limits = set(map(int, os.listdir(f"/proc/{pid}/fd"))), resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    free = next(number for number in range(len(taken) + 1) if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, limits[1]))
     return limits
 
 
