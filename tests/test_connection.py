@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,27 +59,6 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert hide_password(url) == shown
     with suppress(ConfigurationError):
         assert read_url(url).shown == shown
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        None, 5, b"redis://localhost", "", "localhost:6379", "http://localhost", "redis://:secret@host:port",
-        "redis://:secret@host:99999", "redis://:secret@[host", "redis://:secret@host/db", "unix://",
-        "redis://:secret@host?db=x", "redis+cluster://:secret@a,b/1",
-        "redis+sentinel://:secret@a", "redis+sentinel://:secret@a/", "redis+sentinel://:secret@a/mail/db",
-        "redis+sentinel://:secret@a/mail/0/1", "redis+sentinel://:secret@/mail/0", "redis+sentinel://:secret@a,,b/mail",
-        "redis+sentinel://:secret@a:port/mail", "redis+sentinel://:secret@a:99999/mail", "redis+sentinel://:secret@a:0/mail",
-        "redis+sentinel://:secret@::1/mail", "redis+sentinel://:secret@[::1/mail", "redis+sentinel://:secret@a/mail?db=x",
-        "redis+sentinel://:sec/ret@a/mail", "redis+sentinel://:sec#ret@a/mail", "unix+sentinel://:secret@a/mail",
-    ],
-)  # fmt: skip
-def test_what_is_no_server_is_refused_without_telling_a_password(source: object) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        read_url(source)
-    assert "secret" not in str(caught.value)
-    assert "sec/ret" not in str(caught.value)
-    assert "allowed is redis://" in str(caught.value) or "use a single server" in str(caught.value)
 
 
 async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts(tmp_path: Path) -> None:
@@ -393,9 +373,22 @@ def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> 
         assert not [connections for connections in _shared.values() if connections.url is url]
 
 
+NO_SERVERS = [
+    None, 5, b"redis://localhost", "", "localhost:6379", "http://localhost", "redis://:secret@host:port",
+    "redis://:secret@host:99999", "redis://:secret@[host", "redis://:secret@host/db", "unix://",
+    "redis://:secret@host?db=x", "redis+cluster://:secret@a,b/1",
+    "redis+sentinel://:secret@a", "redis+sentinel://:secret@a/", "redis+sentinel://:secret@a/mail/db",
+    "redis+sentinel://:secret@a/mail/0/1", "redis+sentinel://:secret@/mail/0", "redis+sentinel://:secret@a,,b/mail",
+    "redis+sentinel://:secret@a:port/mail", "redis+sentinel://:secret@a:99999/mail", "redis+sentinel://:secret@a:0/mail",
+    "redis+sentinel://:secret@::1/mail", "redis+sentinel://:secret@[::1/mail", "redis+sentinel://:secret@a/mail?db=x",
+    "redis+sentinel://:sec/ret@a/mail", "redis+sentinel://:sec#ret@a/mail", "unix+sentinel://:secret@a/mail",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("source", "told"),
     [
+        *((source, "") for source in NO_SERVERS),
         ("redis://user:se/cret@host/0", "does not parse"),
         ("redis://user:se#cret@host/0", "does not parse"),
         ("redis://user:se?cret@host/0", "does not parse"),
@@ -415,12 +408,16 @@ def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> 
         ("redis+sentinel://h/mail?ssl_cert_reqs=none", "TLS"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said_shortly_and_a_piece_of_its_password_is_not_told(url: str, told: str) -> None:
+def test_what_is_wrong_with_a_url_is_said_shortly_and_a_piece_of_its_password_is_not_told(
+    source: object, told: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read_url(url)
-    assert told in str(caught.value)
-    assert "cret" not in str(caught.value)
-    assert len(str(caught.value)) < 1_000
+        read_url(source)
+    message = str(caught.value)
+    assert told in message
+    assert "allowed is redis://" in message or "use a single server" in message or told
+    assert not re.search("cret|sec.ret", message)
+    assert len(message) < 1_000
 
 
 @pytest.mark.parametrize("path", ["", "/", "/0", "?db=0"])

@@ -66,9 +66,6 @@ def test_what_happens_a_second_is_the_difference_between_two_looks() -> None:
     told = {"digests": 0.5, "delivered": 2.25, "dropped": 0, "aged": 0.25, "expired": 0, "buried": 0}
     assert rates(before, now) == told
     assert rates(look(1.0, delivered=10), look(2.0, delivered=3)) == NOTHING  # somebody counts anew
-
-
-def test_a_first_look_and_one_that_met_no_server_know_no_rates() -> None:
     missed = Look(NOON, 2.0, Health(False, "away"))
     assert rates(None, look(1.0)) is rates(look(1.0), missed) is rates(missed, look(3.0)) is None
 
