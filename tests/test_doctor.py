@@ -330,9 +330,7 @@ async def test_a_user_who_gets_what_the_notes_name_is_told_all_at_the_next_look(
     assert of(findings, "permissions").message == "user 'limited' may add, deliver, look, move by hand"
 
 
-async def test_a_user_who_may_not_hear_the_doorbell_is_told_and_one_who_can_do_no_part_is_a_problem(
-    own: Server,
-) -> None:
+async def test_a_user_who_may_not_hear_the_doorbell_is_told_and_one_who_may_nothing_is_a_problem(own: Server) -> None:
     url = f"unix://limited:{PASSWORD}@{own.socket}"
     with own.client() as client:
         own.allow(client, "limited", "~{mail}:*", *allowed("worker", "+xread"))

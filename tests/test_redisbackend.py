@@ -256,9 +256,7 @@ async def test_20_000_due_timelines_become_ready_in_slices_that_block_nobody(
 
 
 @pytest.mark.usefixtures("emptied")
-async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_the_most(
-    backend: RedisBackend, clock: Clock
-) -> None:
+async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend: RedisBackend, clock: Clock) -> None:
     await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
     clock.now += 2_000
     claims = await claim(backend, 3_000)
@@ -346,9 +344,7 @@ async def test_after_an_answer_to_another_question_what_may_be_repeated_is_and_a
         assert proxy.connections == before + 1
 
 
-async def test_a_listener_that_hears_what_is_no_ring_listens_on_another_connection(
-    server: Server, namespace: str
-) -> None:
+async def test_a_listener_that_hears_no_ring_listens_on_another_connection(server: Server, namespace: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         await backend.add(0, [record("k")])
         assert await backend.wait(0, "0-0") != "0-0"
@@ -358,9 +354,7 @@ async def test_a_listener_that_hears_what_is_no_ring_listens_on_another_connecti
         assert await backend.wait(0, "0-0") != "0-0"
 
 
-async def test_any_number_of_leases_is_renewed_and_given_back_some_hundred_a_call(
-    backend: RedisBackend, client: Any
-) -> None:
+async def test_leases_are_renewed_and_given_back_some_hundred_a_call(backend: RedisBackend, client: Any) -> None:
     await backend.add(0, [record("k")])
     leases = [Lease(f"k{number}", "token", "digest", 1, 1, 0, 0, 1) for number in range(600)]
     client.config_resetstat()
@@ -443,9 +437,7 @@ async def test_connecting_takes_three_commands_and_a_call_one(server: Server, na
         assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
 
 
-async def test_a_connection_that_was_closed_while_idle_is_replaced_unnoticed(
-    backend: RedisBackend, client: Any
-) -> None:
+async def test_a_connection_that_was_closed_while_idle_is_replaced(backend: RedisBackend, client: Any) -> None:
     await backend.add(0, [record("k")])
     client.client_kill_filter(_type="normal", skipme=True)
     for _ in range(50):  # the loop hears that it is closed
@@ -650,9 +642,7 @@ def test_making_a_backend_does_no_io_and_checks_its_arguments(options: dict[str,
 # The doorbell
 
 
-async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_for_nothing_else(
-    backend: RedisBackend,
-) -> None:
+async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_nothing_else(backend: RedisBackend) -> None:
     bell = (await claim(backend)).wake_up
     sleeper = asyncio.create_task(backend.wait(0, bell))
     later = Add("k", pack(b"a", None, b"v"), Policy(initial_delay=60).terms)
@@ -704,9 +694,7 @@ async def test_backends_given_the_same_client_share_its_connections(
             await second.operations.look("key")
 
 
-async def test_a_compaction_goes_on_where_the_count_of_what_was_dropped_is_no_number(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_a_compaction_goes_on_where_the_count_of_drops_is_no_number(backend: RedisBackend, raw: Raw) -> None:
     terms = Policy(capacity=4).terms
     await backend.add(0, [Add("k", pack(b"%d" % number, 0, b"v"), terms) for number in range(5)])
     raw.client.hset(raw.key("meta:k"), "dropped", "x")
@@ -737,9 +725,7 @@ async def test_without_a_doorbell_that_can_be_read_all_is_claimed_and_no_attempt
     assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
 
 
-async def test_a_close_counts_where_it_can_and_rings_although_a_counter_is_no_number(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_a_close_counts_and_rings_although_a_counter_is_no_number(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     claims = await claim(backend)
     await backend.add(0, [record("k", "b")])
@@ -770,9 +756,7 @@ async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_wha
     assert [unpack(entry).id.decode() for entry in lease.entries] == ["a", *since]
 
 
-async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_opened_by_hand(
-    nameless: RedisBackend,
-) -> None:
+async def test_a_digest_whose_name_is_gone_is_seen_and_can_be_opened_by_hand(nameless: RedisBackend) -> None:
     window = await seen(nameless, "k")
     assert (window.state, window.logged, window.opened) == ("ready", 0, 1)
     lease = await nameless.open(0, "k", LEASE, LIMITS)
@@ -780,9 +764,7 @@ async def test_the_records_of_a_digest_whose_name_is_gone_are_seen_and_can_be_op
     assert [unpack(entry).id for entry in lease.entries] == [b"a"]
 
 
-async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone_where_it_is(
-    nameless: RedisBackend,
-) -> None:
+async def test_removing_all_that_came_since_leaves_a_digest_whose_name_is_gone(nameless: RedisBackend) -> None:
     await nameless.add(0, [record("k", "b")])
     assert await nameless.remove("k", b"b", LIMITS)
     assert not await nameless.remove("k", b"b", LIMITS)
@@ -817,9 +799,7 @@ async def test_a_digest_whose_entries_go_away_while_they_are_read_is_lost(
             pass
 
 
-async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_into(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_deleting_a_timeline_takes_it_out_of_every_set_it_is_in(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     raw.client.zadd(raw.key("waiting"), {"k": 5})
     raw.client.zadd(raw.key("leased"), {"k": "inf"})
@@ -827,9 +807,7 @@ async def test_deleting_a_timeline_takes_it_out_of_every_set_that_it_was_put_int
     assert await backend.operations.look("k") is None
 
 
-async def test_a_dead_letter_is_told_and_replayed_although_facts_of_it_are_gone(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_a_dead_letter_is_told_and_replayed_although_facts_are_gone(backend: RedisBackend, raw: Raw) -> None:
     lease = await leased(backend)
     await backend.close(0, [closing(lease, [NewDeadLetter("no")], 0)])
     letter = await only_letter(backend)
