@@ -168,17 +168,13 @@ async def test_it_can_be_started_and_stopped_again_and_again_in_other_loops_and_
     await use()
 
 
-async def test_a_cancelled_start_leaves_nothing(folder: Path) -> None:
+async def test_a_cancelled_start_or_stop_leaves_nothing(folder: Path) -> None:
     server = EmbeddedServer(folder)
     for milliseconds in (0, 10, 30, 40, 50, 60):  # from before its first look to the server's first steps
         with suppress(TimeoutError):
             await asyncio.wait_for(server.start(), milliseconds / 1000)
         await server.stop()
         await until(lambda: not processes_of(server))
-
-
-async def test_a_cancelled_stop_leaves_nothing_either(folder: Path) -> None:
-    server = EmbeddedServer(folder)
     for steps in range(4):  # of the loop, before the cancellation
         await server.start()
         stopping = asyncio.create_task(server.stop())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import redis.asyncio
@@ -65,16 +65,12 @@ async def only_letter(backend: RedisBackend) -> str:
     return name
 
 
-class Clock:
-    now = NOW
-
-    def __call__(self) -> int:
-        return self.now
+Clock: TypeAlias = SimpleNamespace  # whose ``now`` a test moves
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(now=NOW)
 
 
 @asynccontextmanager
@@ -124,7 +120,7 @@ async def backend(
     request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: Clock
 ) -> AsyncIterator[RedisBackend]:
     """A backend whose clock the test moves; what is left is checked, unless the test has been at the keys."""
-    async with connected(server.url, namespace, now=clock) as backend:
+    async with connected(server.url, namespace, now=lambda: clock.now) as backend:
         yield backend
     if "raw" not in request.fixturenames:
         check_invariants(redis_state(client, namespace))

@@ -72,10 +72,9 @@ async def lapsed(store: Store, lease: Lease) -> None:
     assert await store.retry(await store.claim(), failed=["b"])
 
 
-Ending = Callable[[Store, Lease], Awaitable[object]]
 # How a digest of two records may end that comes again, which records are left of it then, whether its outcome is
 # unknown, so that it may not change, and which attempt follows.
-COMES_AGAIN: dict[str, tuple[Ending, str, bool, int]] = {
+COMES_AGAIN: dict[str, tuple[Callable[[Store, Lease], Awaitable[object]], str, bool, int]] = {
     "failed": (lambda store, lease: store.retry(lease), "ab", False, 2),
     "failed, it says, for a record that it has not": (
         lambda store, lease: store.retry(lease, failed=["stranger"]), "ab", False, 2,
