@@ -85,9 +85,7 @@ def test_when_it_is_interrupted_or_its_server_becomes_full_no_key_is_left(
         assert client.keys() == []
 
 
-def test_a_user_who_could_not_remove_what_was_written_is_refused_before_anything_is(
-    own: Server, command: Command
-) -> None:
+def test_a_user_who_could_not_remove_what_was_written_is_refused_first(own: Server, command: Command) -> None:
     code, output, errors = command("bench", "--url", own.url, "--seconds", "1")
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert "scan" in errors

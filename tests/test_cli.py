@@ -131,9 +131,7 @@ def test_the_beginning_of_an_id_must_mean_one_dead_letter(tmp_path: Path, comman
     assert listed() == [two]
 
 
-def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_attempt_and_error(
-    tmp_path: Path, command: Command
-) -> None:
+def test_a_timeline_that_waits_for_a_retry_is_shown_with_its_error(tmp_path: Path, command: Command) -> None:
     retry, error = RetryPolicy(backoff=lambda _: 60.0), ConnectionError("503")
     asyncio.run(attempt(f"embedded://{tmp_path}", Entry("user:1", 1), error=error, retry=retry))
     shown = command("show", "user:1")[1]

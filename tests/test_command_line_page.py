@@ -24,9 +24,7 @@ PROGRAM, *TRANSCRIPTS = blocks_of(PAGE)
 FIELDS = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
 
 
-def test_every_command_of_the_page_shows_what_it_says(
-    data: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_each_command_of_the_page_shows_this(data: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     for name, value in environment(data).items():
         monkeypatch.setenv(name, value)
     assert [block.language for block in (PROGRAM, *TRANSCRIPTS)] == ["python"] + ["console"] * len(TRANSCRIPTS)

@@ -93,9 +93,7 @@ def test_lines_without_ids_are_all_different_and_have_one_to_be_added_again_unde
         (None, None),
     ],
 )
-def test_times_are_iso_8601_or_epoch_seconds_and_naive_ones_are_utc(
-    time: JSON, expected: datetime | float | None
-) -> None:
+def test_times_are_iso_8601_or_seconds_and_naive_ones_are_utc(time: JSON, expected: datetime | float | None) -> None:
     assert time_of(Path("at.time"), {"at": {"time": time}}) == expected
 
 
@@ -266,9 +264,7 @@ def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:
     assert printable("\x1b[2J\r\n\u202e\x9b\udc80") == "\\x1b[2J\\r\\n\\u202e\\x9b\\udc80"
 
 
-def test_a_service_runs_on_uvloop_where_it_is_installed_and_on_asyncio_where_it_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_runs_on_uvloop_if_it_is_installed_and_else_on_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
     async def loop() -> str:
         return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 

@@ -50,9 +50,7 @@ def dead(server: Server) -> int:
     return manage(server, lambda engine: engine.stats()).dead
 
 
-def test_all_dead_letters_are_replayed_and_of_a_record_in_several_the_newest_value_wins(
-    own: Server, command: Command
-) -> None:
+def test_all_letters_are_replayed_and_of_a_record_in_several_the_newest_wins(own: Server, command: Command) -> None:
     for value in ("old", "newer", "newest"):
         bury(own, Entry("user:1", value, "one"))
     bury(own, Entry("user:2", 1), Entry("user:2", 2))

@@ -36,9 +36,7 @@ def test_a_demo_that_is_left_leaves_nothing(way: str, tmp_path: Path, monkeypatc
 
 
 @virtual_time
-async def test_the_demo_shows_a_burst_as_one_digest_and_a_receiver_that_recovers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_demo_shows_a_burst_as_one_digest_and_a_receiver_recover(capsys: pytest.CaptureFixture[str]) -> None:
     demo = Demo("redis://localhost/0", partial(show, Console(highlight=False), False))
     demo._engine.backend = WatchedBackend()
     await demo.play()

@@ -229,9 +229,7 @@ def test_in_json_each_finding_is_an_object_a_line(own: Server, command: Command)
 
 
 @pytest.mark.processes
-def test_on_a_terminal_the_marks_have_colours_and_long_lines_go_on_below_their_beginnings(
-    own: Server, tmp_path: Path
-) -> None:
+def test_on_a_terminal_the_marks_have_colours_and_long_lines_go_on_below_them(own: Server, tmp_path: Path) -> None:
     with on_terminal(tmp_path, "doctor", *OPTIONS, "--url", all_may(own), columns=60) as doctor:
         assert doctor.end()[0] == 1
     lines = doctor.shown.decode().split("\r\n")
@@ -391,9 +389,7 @@ async def test_a_shard_that_nobody_serves_is_told_among_those_that_are(server: S
         assert of(await engine.examine(), "shards").message == "4 shards on one server"
 
 
-async def test_a_timeline_that_is_overdue_is_a_problem_with_its_age(
-    engine: Engine, namespace: str, client: Any
-) -> None:
+async def test_a_timeline_that_is_overdue_is_told_with_its_age(engine: Engine, namespace: str, client: Any) -> None:
     await engine.flush("k")
     assert of(await engine.examine(), "overdue").level == "ok"
     client.zincrby(f"{{{namespace}}}:ready", -600_000, "k")
@@ -403,9 +399,7 @@ async def test_a_timeline_that_is_overdue_is_a_problem_with_its_age(
     assert 600 <= found.value < 600 + DEADLINE
 
 
-async def test_a_lease_that_ended_long_ago_is_a_problem(
-    engine: Engine, server: Server, namespace: str, client: Any
-) -> None:
+async def test_a_lease_that_ended_long_ago_is_told(engine: Engine, server: Server, namespace: str, client: Any) -> None:
     await engine.flush("k")
     await claim(server, namespace)
     assert "leases" not in {finding.check for finding in await engine.examine()}
@@ -429,9 +423,7 @@ async def test_dead_letters_are_told_with_their_number_and_age(server: Server, n
     assert (found.level, found.message) == ("problem", "1,000 dead letters, the oldest 3 days old")
 
 
-async def test_a_change_of_shards_under_way_is_told_with_what_is_left(
-    engine: Engine, server: Server, namespace: str
-) -> None:
+async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, server: Server, namespace: str) -> None:
     async with DigestEngine(server.url, namespace=namespace) as other:
         async for _ in engine.reshard(4):
             break
@@ -442,7 +434,7 @@ async def test_a_change_of_shards_under_way_is_told_with_what_is_left(
     assert findings[0].remedy == f"unless it runs: aiodigest reshard --namespace {namespace} --to 4"
 
 
-async def test_a_layout_that_does_not_fit_is_a_problem_and_stays_as_it_is(
+async def test_a_layout_that_does_not_fit_is_told_and_stays_as_it_is(
     engine: Engine, namespace: str, client: Any
 ) -> None:
     client.hset(f"{{{namespace}}}:layout", "version", "1:7:3")
@@ -510,9 +502,7 @@ async def test_a_primary_that_is_gone_is_a_problem_and_the_others_are_looked_at(
 
 
 @pytest.mark.cluster
-async def test_on_a_cluster_every_primary_is_asked_and_what_is_common_is_told_once(
-    on_cluster: Place, namespace: str
-) -> None:
+async def test_on_a_cluster_every_primary_is_asked_and_what_is_common_told(on_cluster: Place, namespace: str) -> None:
     url = f"redis+cluster://{on_cluster.url.rpartition('@')[2]}"
     async with DigestEngine(url, namespace=namespace) as engine:
         findings = await engine.examine()

@@ -152,9 +152,7 @@ async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) 
     await servers[0].stop()
 
 
-async def test_it_can_be_started_and_stopped_again_and_again_in_other_loops_and_is_gone_at_each_stop(
-    folder: Path,
-) -> None:
+async def test_it_can_be_started_again_and_again_in_other_loops_and_is_gone_at_each_stop(folder: Path) -> None:
     server = EmbeddedServer(folder)
 
     async def use() -> None:

@@ -109,9 +109,7 @@ async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Pat
         await until(lambda: server.pid != first and server.why_down() is None)
 
 
-async def test_a_server_that_keeps_crashing_is_started_ever_later(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_keeps_crashing_is_started_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(folder) as (server, _):
         told = all_told(server, monkeypatch)
         for delay in (0.1, 0.2, 0.4):
@@ -154,9 +152,7 @@ async def test_an_orphaned_server_keeps_others_off_the_folder_until_it_was_sent_
         assert await client.get("key") == "value"
 
 
-async def test_a_crowd_that_waits_to_connect_is_no_sign_of_an_orphan(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crowd_that_waits_is_no_sign_of_an_orphan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodigest.backends.embedded.server._ORPHANED_AFTER", 0.05)
     async with started(folder) as (server, client):
         first = pid_of(server)
@@ -210,9 +206,7 @@ async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) ->
 # The disk
 
 
-async def test_when_the_disk_refuses_a_write_the_reason_is_told_until_it_takes_them_again(
-    folder: Path, hasty: None
-) -> None:
+async def test_when_the_disk_refuses_writes_the_reason_is_told_until_it_takes_them(folder: Path, hasty: None) -> None:
     async with started(folder) as (server, client):
         assert await client.rpush("list", "x")
         supervisor = supervisor_of(pid_of(server))
@@ -421,9 +415,7 @@ async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(
 # Damaged while it was down
 
 
-async def test_damage_that_the_server_does_not_understand_is_told_and_touches_nothing(
-    folder: Path, hasty: None
-) -> None:
+async def test_damage_that_the_server_does_not_understand_is_told_and_kept(folder: Path, hasty: None) -> None:
     file = await fill(folder)
     damaged = file.read_bytes().replace(b"value 50", b"\0GARBAGE\0" * 3)
     file.write_bytes(damaged)

@@ -237,9 +237,7 @@ def test_what_an_earlier_run_has_left_takes_room(server: Server, namespace: str,
     assert len(set(ids(result.stdout))) == len(ids(result.stdout)) == 2_400
 
 
-def test_a_pipe_prints_nothing_of_an_engine_whose_namespace_it_is_given(
-    server: Server, namespace: str, pipe: Pipe
-) -> None:
+def test_a_pipe_prints_nothing_of_an_engine_of_its_namespace(server: Server, namespace: str, pipe: Pipe) -> None:
     asyncio.run(leave(server, namespace, 1))
     result = pipe(*BY_KEY, input=ndjson([item(1)]))
     assert ids(result.stdout) == ["k1"]

@@ -673,9 +673,7 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
 # Shared connections
 
 
-async def test_backends_given_the_same_client_share_its_connections(
-    server: Server, namespace: str, client: Any
-) -> None:
+async def test_backends_with_the_same_client_share_connections(server: Server, namespace: str, client: Any) -> None:
     async with redis.asyncio.Redis(unix_socket_path=server.socket) as given:
         first, second = (RedisBackend(given, namespace=namespace) for _ in range(2))
         await first.connect()
