@@ -26,7 +26,8 @@ def weight(add: Add) -> int:
 
 def place(backend: Backend, key: str) -> tuple[int, int]:
     """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-    return backend.shard_map.shard_of(key), 0 if backend.shard_map.adding > 1 else crc32(key.encode()) % CALLS
+    shards, hashed = backend.shard_map.current, crc32(key.encode())
+    return (shards[0], hashed % CALLS) if len(shards) == 1 else (shards[hashed % len(shards)], 0)
 
 
 class Adder:

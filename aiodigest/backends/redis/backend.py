@@ -85,24 +85,23 @@ class RedisBackend(Backend):
         answers: dict[int, bool | AiodigestError] = {}
         unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
         for where, indices in unsent:
-            left = iter(indices)
+            told: list[bool | AiodigestError] = []
             head, items = scripts.pack_adds([adds[index] for index in indices])
             try:
-                async for answer in self.namespace.call_each("add", where, head, items, scripts.done):
-                    index = next(left)
-                    answers[index] = _of_record(adds[index], answer)
+                await self.namespace.call_each("add", where, head, items, scripts.done, told=told)
             except Retired:
                 groups: dict[int, list[int]] = {}
-                for index in left:
+                for index in indices[len(told) :]:
                     groups.setdefault(self.shard_map.shard_of(adds[index].key), []).append(index)
                 unsent += groups.items()
             except AiodigestError as error:
                 if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
                     error = BackendUnavailable(str(error), stored="unknown")
-                failed = {index: _of_record(adds[index], error) for index in left}
-                if len(failed) == len(adds):  # so it is the error of each
+                if not told and len(indices) == len(adds):  # so it is the error of each
                     raise error from error.__cause__
-                answers |= failed
+                told += [error] * (len(indices) - len(told))
+            for index, answer in zip(indices, told, strict=False):
+                answers[index] = answer if isinstance(answer, bool) else _of_record(adds[index], answer)
         return [answers[index] for index in range(len(adds))]
 
     # Delivering
@@ -148,25 +147,23 @@ class RedisBackend(Backend):
         since = "" if since_ms is None else since_ms
         if not leases:  # only to tell that there is a worker
             await self.namespace.call("renew", shard, lease_ms, since)
-        calls = self.namespace.call_each(
+        return await self.namespace.call_each(
             "renew", shard, [lease_ms, since], [*map(scripts.pack_lease, leases)], scripts.done
         )
-        return [answer async for answer in calls]
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
         items = [*map(scripts.pack_close, closes)]
-        calls = self.namespace.call_each("close", shard, [self._nonce()], items, scripts.unpack_closed, numbered=True)
-        return [answer async for answer in calls]
+        return await self.namespace.call_each(
+            "close", shard, [self._nonce()], items, scripts.unpack_closed, numbered=True
+        )
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
         items = [*map(scripts.pack_retry, retries)]
-        calls = self.namespace.call_each("retry", shard, [self._nonce()], items, scripts.done, numbered=True)
-        return [answer async for answer in calls]
+        return await self.namespace.call_each("retry", shard, [self._nonce()], items, scripts.done, numbered=True)
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
         items = [*map(scripts.pack_lease, leases)]
-        calls = self.namespace.call_each("release", shard, [int(started)], items, scripts.done)
-        return [answer async for answer in calls]
+        return await self.namespace.call_each("release", shard, [int(started)], items, scripts.done)
 
     async def wait(self, shard: int, last: str) -> str:
         connections = await self.namespace.connected()
@@ -259,9 +256,9 @@ class RedisBackend(Backend):
         return False
 
 
-def _of_record(add: Add, answer: bool | AiodigestError) -> bool | AiodigestError:
-    """Return the answer to an add; if the store was unavailable, it says of which record."""
-    if not isinstance(answer, BackendUnavailable):
-        return answer
+def _of_record(add: Add, error: AiodigestError) -> AiodigestError:
+    """Return the error of an add; if the store was unavailable, it says of which record."""
+    if not isinstance(error, BackendUnavailable):
+        return error
     record_id = identity(add.entry).decode(errors="replace")
-    return BackendUnavailable(str(answer), record_id=record_id, stored=answer.stored)
+    return BackendUnavailable(str(error), record_id=record_id, stored=error.stored)

@@ -236,7 +236,8 @@ class Namespace:
         sent = False
         try:
             connections = await self.connected()
-            await self.permit(name)
+            if self._denied:
+                await self.permit(name)
             key, now = self.key(shard, "layout"), self.time() if now is None else now
             replicas = self.wait_replicas if load_script(name).replicated else 0
             for _ in range(ROUNDS):
@@ -271,29 +272,33 @@ class Namespace:
         read: Callable[[object], T],
         *,
         numbered: bool = False,
-    ) -> AsyncIterator[T | AiodigestError]:
-        """Call a script for all items, in as many calls as needed; yield their answers, or their timelines' errors.
+        told: list[T | AiodigestError] | None = None,
+    ) -> list[T | AiodigestError]:
+        """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
 
-        ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item.
+        ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item. ``told`` is
+        where the answers are put, also those of the calls before one that fails.
         """
-        answered, now = 0, self.time()
-        while left := items[answered:]:
-            arguments = [*head, answered + 1] if numbered else [*head]
+        told, now = [] if told is None else told, self.time()
+        while left := items[len(told) :]:
+            arguments = [*head, len(told) + 1] if numbered else [*head]
             for item in left[:BATCH]:
                 if len(arguments) > ARGUMENTS:
                     break
                 arguments += item
             answers = cast("list[object]", await self.call(name, shard, *arguments, now=now))
-            told = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
+            codes = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
             fits = 0 < len(answers) <= len(left)  # else they are none at all, or another question's
-            if not fits or told & DEMOTED:
+            if not fits or codes & DEMOTED:
                 await self.leave(shard)
             if not fits:
                 problem = f"it returned {len(answers)} answers for {len(left)} items"
                 raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
-            for item, answer in zip(left, answers, strict=False):
-                yield self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
-            answered += len(answers)
+            told += [
+                self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
+                for item, answer in zip(left, answers, strict=False)
+            ]
+        return told
 
     async def read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
         """Return ``count`` entries of a timeline from ``start`` on; with a token, those of the digest in delivery."""

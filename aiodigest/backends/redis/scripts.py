@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha1
 from pathlib import Path
 from textwrap import indent
@@ -126,10 +126,12 @@ def commands_of(*names: str) -> frozenset[str]:
 # What scripts are given
 
 
+@lru_cache(256)
 def pack_limits(limits: Limits) -> str:
     return " ".join(map(str, limits))
 
 
+@lru_cache(256)
 def pack_delays(terms: Terms) -> str:
     return " ".join(map(str, terms[:-1]))  # but its limits, which are packed by themselves
 
