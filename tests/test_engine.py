@@ -483,8 +483,9 @@ async def test_an_add_that_comes_too_late_fails_at_once_as_not_stored_and_connec
     assert now() < 11
 
 
-async def test_a_callback_may_still_add_while_the_engine_drains() -> None:
-    backend = WatchedBackend()
+@pytest.mark.parametrize("added_before", [True, False])
+async def test_a_callback_may_still_add_while_the_engine_drains_and_be_the_first_to_do_so(added_before: bool) -> None:
+    backend = await holding(*([] if added_before else [1]))
     engine = engine_on(backend)
 
     async def chain(digest: Digest[JSON]) -> None:
@@ -492,7 +493,8 @@ async def test_a_callback_may_still_add_while_the_engine_drains() -> None:
         await engine.add("audit", digest.id)
 
     async with engine.delivering(chain):
-        await engine.add("key", 1)
+        if added_before:
+            await engine.add("key", 1)
         await settle()
     assert await state_of(backend, "key") is None
     assert await state_of(backend, "audit") == ("ready", 0)

@@ -35,6 +35,7 @@ class Adder:
 
     def __init__(self, session: BackgroundSession) -> None:
         self.is_cut_off = False  # the latest add failed
+        self._is_over = False
         self._session = session
         self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -92,6 +93,7 @@ class Adder:
 
     async def drain(self) -> None:
         """Refuse new adds, and return when those that were taken have their answers."""
+        self._is_over = True
         await asyncio.gather(*(batcher.finish() for batcher in self._batchers.values()))
         for task in self._tasks.values():
             task.cancel()
@@ -109,8 +111,8 @@ class Adder:
             self._session.availability.failed(error, ADDS)
 
     def _new_batcher(self, backend: Backend, shard: int) -> Batcher[Add, bool]:
-        if refusal := self._session.refusal:
-            raise BackendUnavailable(refusal)
+        if self._is_over or self._session.main.done():  # until then, callbacks that are waited for may add
+            raise BackendUnavailable(self._session.refusal)
         for retired in [each for each in self._batchers if backend.shard_map.number_of(each) is None]:
             if self._batchers[retired].is_idle:  # everything in it has an answer
                 del self._batchers[retired]

@@ -160,7 +160,7 @@ class BackgroundSession(Session):
 
     @property
     def refusal(self) -> str:
-        """The reason why no new work may begin, or ''."""
+        """The reason why no new work may begin, or '': that of a callback may go on while it is waited for."""
         return LEFT if self._stopping.is_set() else self.fault
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
