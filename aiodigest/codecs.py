@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
 
 from pydantic_core import ValidationError, from_json, to_json
@@ -10,6 +11,7 @@ from typing_extensions import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.models import JSON
+from aiodigest.records.roundtrip import RoundTrip
 from aiodigest.records.validation import whole
 
 if sys.version_info >= (3, 14):
@@ -44,9 +46,12 @@ class Codec(Protocol[T]):
 class JSONCodec(Generic[T]):
     """Values as JSON, made by pydantic and compressed with zstd when they are large.
 
-    An encoded value comes back equal, or is refused. A value must already be of its type: nothing is coerced, so "5" is
-    not an int and a dict is not a model. Fields are stored under their names, whatever their aliases. Anything pydantic
-    leaves out of JSON on purpose stays out: excluded and computed fields, secrets, the fields that a subclass adds.
+    An encoded value comes back equal and of the same type, or is refused. Where JSON cannot tell types apart (unions of
+    models with the same fields, ``UUID | str``, ``Any``), ``encode`` decodes what it wrote to see that. A value must
+    already be of its type: nothing is coerced, so "5" is not an int and a dict is not a model. Fields are stored, and
+    the keys of a TypedDict given, under their names, whatever their aliases. Anything pydantic leaves out of JSON on
+    purpose stays out: computed fields, excluded ones that have a default, secrets, what a subclass adds, keys that a
+    TypedDict does not know.
 
     ``value_type`` is any type pydantic knows: model, dataclass, TypedDict, plain type, or a TypeAdapter; mypy takes a
     union only as that. JSON of more bytes than ``compress_above`` is compressed, if that makes it smaller. ``max_size``
@@ -69,13 +74,17 @@ class JSONCodec(Generic[T]):
             )
         except Exception as error:  # of pydantic, or of a type that says itself what its schema is
             raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
+        self._round_trip = RoundTrip(self._adapter.core_schema)
+        validate = partial(self._adapter.validate_python, strict=True)
+        self._validate = partial(validate, by_alias=False, by_name=True) if self._round_trip.renames_keys else validate
 
     def encode(self, value: T, /) -> bytes:
         """Encode ``value`` as bytes.
 
         Raises `InvalidArgument` if it is not of the type, `LimitExceeded` if it is too large, and `CodecError` if JSON
-        cannot hold it: nan and infinity (unless the model's ``ser_json_inf_nan`` says how), bytes that are not UTF-8
-        (unless ``ser_json_bytes`` does), lone surrogates, more than 200 levels, integers of over 4,300 digits.
+        cannot hold it: what would come back as another type, or not at all; nan and infinity (unless the model's
+        ``ser_json_inf_nan`` says how), bytes that are not UTF-8 (unless ``ser_json_bytes`` does), lone surrogates, more
+        than 200 levels, integers of over 4,300 digits.
         """
         data = _json_or_none(value) if self._any_json else None
         if data is None:
@@ -109,7 +118,7 @@ class JSONCodec(Generic[T]):
 
     def _checked_json(self, value: T) -> bytes:
         try:
-            valid = self._adapter.validate_python(value, strict=True)
+            valid = self._validate(value)
             data = self._adapter.dump_json(valid, by_alias=False, round_trip=True, warnings="error")
             # Two ways in which pydantic writes what it would not read back: JSON too deep or an integer too long for
             # its parser, and nan as null. Each is looked for only where it can be.
@@ -119,11 +128,21 @@ class JSONCodec(Generic[T]):
                 plain = self._adapter.dump_python(valid, mode="json", by_alias=False, round_trip=True, warnings=False)
                 if to_json(plain, inf_nan_mode="constants").count(b"null") != data.count(b"null"):
                     raise ValueError("nan and infinity are no JSON")
+            if self._round_trip.leaves_room:
+                self._see_it_come_back(value if self._round_trip.renames_keys else valid, data)
         except ValidationError as error:
             raise InvalidArgument(f"value is not of its type: {_reason(error)}") from None
         except Exception as error:  # a serializer of the user's may raise anything
             raise CodecError(f"value cannot be stored as JSON: {_reason(error)}") from error
         return data
+
+    def _see_it_come_back(self, value: T, data: bytes) -> None:
+        try:
+            back = self._adapter.validate_json(data, by_alias=False, by_name=True)
+        except Exception as error:
+            raise ValueError(f"it could not be read back: {_reason(error)}") from None
+        if change := self._round_trip.change(value, back):
+            raise ValueError(change)
 
 
 def _json_or_none(value: object) -> bytes | None:

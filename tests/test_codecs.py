@@ -3,9 +3,10 @@ from __future__ import annotations
 import enum
 import math
 import tracemalloc
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import PurePosixPath
@@ -21,6 +22,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    SecretStr,
+    Tag,
     TypeAdapter,
     ValidationError,
     computed_field,
@@ -81,9 +84,11 @@ class Ratio(BaseModel):
     other: float | None = None
 
 
-pets: TypeAdapter[Cat | Dog] = TypeAdapter(Annotated[Cat | Dog, Field(discriminator="kind")])
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+pets: TypeAdapter[Cat | Dog] = TypeAdapter(Pet)
 ANY_JSON: TypeAdapter[JSON] = TypeAdapter(JSON)
 numbers_or_text: TypeAdapter[float | str | None] = TypeAdapter(int | float | str | None)
+instant = datetime(2015, 10, 1, 12, tzinfo=UTC)
 events = st.builds(
     Event,
     id=st.uuids(),
@@ -298,6 +303,130 @@ def test_a_model_that_says_how_to_write_nan_may_hold_it(mode: Literal["constants
     assert back.value is not None
     assert math.isnan(back.value)
     assert back.other is None
+
+
+class Liked(BaseModel):
+    by: str
+
+
+class Followed(Liked): ...
+
+
+class Noted(BaseModel):
+    meta: dict[str, Any]
+
+
+class Hidden(BaseModel):
+    shown: int
+    hidden: int = Field(exclude=True)
+
+
+@dataclass
+class Started:
+    name: str
+    seed: InitVar[int]
+
+
+class Word(enum.StrEnum):
+    YES = "yes"
+
+
+class Renamed(TypedDict, total=False):
+    name: Annotated[str, Field(alias="Name")]
+
+
+@pytest.mark.parametrize(
+    ("value_type", "value", "reason"),
+    [
+        (Liked | Followed, Followed(by="a"), "Followed would come back as Liked"),
+        (
+            Annotated[Liked, Tag("a")] | Annotated[Followed, Tag("b")],
+            Followed(by="a"),
+            "Followed would come back as Liked",
+        ),
+        (list[Liked | Followed], [Liked(by="a"), Followed(by="a")], "Followed would come back as Liked"),
+        (Noted, Noted(meta={"at": instant}), "datetime would come back as str"),
+        (Any, {1: 2}, "dict would come back changed"),
+        (UUID | str, str(UUID(int=1)), "str would come back as UUID"),
+        (Word | str, Word.YES, "Word would come back as str"),
+        (Sequence[int], (1, 2), "tuple would come back as list"),
+        (list[int] | set[int], {1}, "set would come back as list"),
+        (dict[int | str, int], {1: 1}, "dict would come back changed"),
+        (dict[tuple[int, int], str], {(1, 2): "a"}, r"could not be read back"),
+        (Hidden, Hidden(shown=1, hidden=2), r"could not be read back: Field required \(at hidden\)"),
+        (Started, Started("a", 1), r"could not be read back: Field required \(at seed\)"),
+        (Renamed, {"Name": "a"}, "dict would come back changed"),
+        (Annotated[int, AfterValidator(lambda number: number + 1)], 1, "int would come back changed"),
+    ],
+)
+def test_a_value_that_would_come_back_as_another_or_not_at_all_is_refused(
+    value_type: Any, value: object, reason: str
+) -> None:
+    with pytest.raises(CodecError, match=reason):
+        JSONCodec(value_type).encode(value)
+
+
+class Secretive(BaseModel):
+    anything: Any
+    secret: SecretStr
+    hidden: int = Field(0, exclude=True)
+
+
+@pytest.mark.parametrize(
+    ("value_type", "value"),
+    [
+        (Liked | Followed, Liked(by="a")),
+        (Noted, Noted(meta={"a": [1, 2.5, None, {"b": True}]})),
+        (date | datetime, date(2015, 10, 1)),
+        (Word | str, "no"),
+        (deque[Any], deque([1])),
+        (Renamed, {"name": "a"}),
+        (dict[UUID | str, int], {UUID(int=1): 1}),
+    ],
+)
+def test_a_value_of_an_ambiguous_type_that_comes_back_the_same_is_taken(value_type: Any, value: object) -> None:
+    codec = JSONCodec[object](value_type)
+    decoded = codec.decode(codec.encode(value))
+    assert (decoded, type(decoded)) == (value, type(value))
+
+
+def test_what_is_left_out_on_purpose_is_no_reason_to_refuse_a_value() -> None:
+    value = Secretive(anything=1, secret=SecretStr("a"), hidden=5)
+    codec = JSONCodec(Secretive)
+    assert codec.decode(codec.encode(value)).hidden == 0
+
+
+@pytest.mark.parametrize(
+    "value_type",
+    [
+        JSON,
+        int,
+        str,
+        datetime,
+        float | str | None,
+        dict[str, JSON],
+        Event,
+        Point,
+        Row,
+        Annotated[Cat | Dog, Field(discriminator="kind")],
+        list[Square],
+    ],
+)
+def test_nothing_is_read_back_where_json_tells_all_types_apart(value_type: Any) -> None:
+    assert not JSONCodec[object](value_type)._round_trip.leaves_room
+
+
+def broken(_: int) -> int:
+    raise KeyError("no such thing")
+
+
+def test_an_error_in_a_serializer_or_a_validator_is_a_codec_error() -> None:
+    serialized: TypeAdapter[int] = TypeAdapter(Annotated[int, PlainSerializer(broken)])
+    validated: TypeAdapter[int] = TypeAdapter(Annotated[int, AfterValidator(broken)])
+    with pytest.raises(CodecError, match="no such thing"):
+        JSONCodec(serialized).encode(1)
+    with pytest.raises(CodecError, match="no such thing"):
+        JSONCodec(validated).decode(b"\x011")
 
 
 @pytest.mark.parametrize(("most", "sign"), [(1000, "a"), (None, "é")])
