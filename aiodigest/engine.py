@@ -235,7 +235,8 @@ class DigestEngine(Generic[T]):
         """Register ``callback``, an async function of a digest (a decorator; it is returned unchanged).
 
         Returning means delivered, and raising means to try the digest again; ``RetryAfter``, ``Reject`` and
-        ``PartialFailure`` say more. Raises ConfigurationError for a second callback.
+        ``PartialFailure`` say more. An object with an async ``__call__`` and a plain function that returns an awaitable
+        are callbacks too. Raises ConfigurationError for a second callback.
         """
         if self._registered.callback is not None:
             raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime, timedelta
-from functools import partial
+from functools import partial, wraps
 from math import ceil, inf, nan
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -736,8 +737,42 @@ GENERATING = generate, generate_slowly, called_as(generate), called_as(generate)
 AWAITING = await_nothing, called_as(await_nothing), called_as(await_nothing).__call__, partial(called_as(await_nothing))
 
 
-@pytest.mark.parametrize(("callback", "without"), [(5, ""), *((each, " without yield") for each in GENERATING)])
-async def test_a_callback_that_cannot_be_called_or_has_a_yield_in_it_is_refused(callback: Any, without: str) -> None:
+def print_it(what: object) -> None:
+    print(what)
+
+
+def count_some(what: Any) -> Any:
+    for each in what:
+        if each:
+            return True
+    with suppress(ValueError):
+        print(what)
+    return [what]
+
+
+def pass_on(what: Any) -> Any:
+    return await_nothing(what) if what else None
+
+
+@wraps(await_nothing)
+def wrapped(what: Any) -> Any:
+    return asyncio.wait_for(await_nothing(what), 1)
+
+
+def print_what(self: object, what: object) -> None:
+    print(what)
+
+
+printing = called_as(print_what)
+PLAIN: tuple[Any, ...] = (print_it, count_some, printing, printing.__call__, type(printing), partial(print_it))
+
+
+@pytest.mark.parametrize(
+    ("callback", "without"), [(5, ""), *((each, " without yield") for each in (*GENERATING, *PLAIN))]
+)
+async def test_a_callback_that_cannot_be_called_or_has_a_yield_in_it_or_nothing_to_await_is_refused(
+    callback: Any, without: str
+) -> None:
     engine = engine_on(WatchedBackend())
     with pytest.raises(InvalidArgument, match=f"callback must be an async function{without}"):
         engine.deliver(callback)
@@ -745,7 +780,13 @@ async def test_a_callback_that_cannot_be_called_or_has_a_yield_in_it_is_refused(
         await engine.run(callback)
 
 
-@pytest.mark.parametrize("callback", [*AWAITING, partial(partial(await_nothing))])
+def awaited(digest: object) -> Awaitable[None]:
+    return asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "callback", [*AWAITING, partial(partial(await_nothing)), AsyncMock(), pass_on, wrapped, awaited]
+)
 def test_a_callback_may_be_an_object_or_a_part_of_a_function_and_is_returned_unchanged(callback: Any) -> None:
     assert engine_on(WatchedBackend()).deliver(callback) is callback
 

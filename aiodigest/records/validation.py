@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from dis import get_instructions
 from functools import partial
 from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunction, isgenerator, isgeneratorfunction
 from itertools import islice
 from math import inf, nan
+from types import FunctionType
 from typing import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
@@ -22,6 +24,7 @@ FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9
 FAR = 10**12  # seconds: beyond every year that there is
 MADE_UP = 32  # bytes of an id that the engine makes up
 TEN_YEARS = 315_360_000  # seconds
+NOT_AWAITABLE = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_", "IS_OP", "CONTAINS_OP", "UNARY_NOT")  # what these put out
 
 
 def require(fits: bool, what: str, allowed: str, given: object) -> None:
@@ -149,8 +152,11 @@ def taken(entries: Iterable[Item], most: int) -> list[Item]:
 
 
 def can_call_back(function: object) -> bool:
-    """True if it may be a callback. Calling a function with a ``yield`` in it does nothing."""
-    return callable(function) and not _is(function, isgeneratorfunction, isasyncgenfunction)
+    """True if it may be a callback. Calling a function with a ``yield`` in it does nothing; a plain one is a callback
+    only if what it returns may be awaited."""
+    return (
+        callable(function) and not _is(function, isgeneratorfunction, isasyncgenfunction) and _may_be_awaited(function)
+    )
 
 
 def can_observe(function: object) -> bool:
@@ -162,6 +168,28 @@ def never_ran(answer: object) -> bool:
     """True if a callback returned work instead of doing it, such as a coroutine that nobody awaits."""
     kinds = (iscoroutine, isgenerator, isasyncgen, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
     return any(is_kind(answer) for is_kind in kinds)
+
+
+def _may_be_awaited(function: Callable[..., object]) -> bool:
+    """True unless it is plain from a function's code or annotation that what it returns is not awaitable."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, type):
+        return hasattr(function, "__await__")
+    called: object = getattr(function, "__func__", function)
+    called = called if isinstance(called, FunctionType) else type(function).__call__
+    if not isinstance(called, FunctionType) or _is(function, iscoroutinefunction):
+        return True
+    with suppress(Exception):  # an annotation may name what is nowhere
+        if called.__annotations__.get("return", ...) in (None, "None") and not hasattr(called, "__wrapped__"):
+            return False
+    before = ""
+    for step in get_instructions(called):
+        # a jump may come with another value
+        if step.opname == "RETURN_VALUE" and (step.is_jump_target or not before.startswith(NOT_AWAITABLE)):
+            return True
+        before = step.opname
+    return False
 
 
 def _is(function: Callable[..., object], *kinds: Callable[[object], bool]) -> bool:
