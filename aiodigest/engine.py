@@ -51,6 +51,7 @@ from aiodigest.records.validation import (
     whole,
 )
 from aiodigest.session.background import BackgroundSession, Session
+from aiodigest.session.deliveries import begin_delivery, end_delivery
 from aiodigest.session.signals import on_signals
 from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.contents import read
@@ -282,7 +283,8 @@ class DigestEngine(Generic[T]):
 
         ``shards`` restricts this process to some of the namespace's, numbered from 0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
-        Raises ConfigurationError if there is no callback, or the engine is entered already.
+        Raises ConfigurationError if there is no callback, the engine is entered already, or another engine of this
+        process delivers the same namespace to another callback.
         """
         if (chosen := callback if callback is not None else self._registered.callback) is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
@@ -384,6 +386,8 @@ class DigestEngine(Generic[T]):
             )
         self._session = session = BackgroundSession(self.backend, self.timeout, schedule)
         try:
+            if callback is not None:
+                begin_delivery(session, callback)
             await session.backend()
         except BackendUnavailable:
             pass  # it may come: adds try again, and so does the scheduler
@@ -397,6 +401,7 @@ class DigestEngine(Generic[T]):
             try:
                 await self._session.stop()
             finally:
+                end_delivery(self._session)
                 self._session = None
 
     def _entered(self) -> Session:

@@ -353,6 +353,39 @@ async def test_an_engine_delivers_to_one_callback() -> None:
         engine.deliver(Inbox())
 
 
+async def test_a_second_engine_of_a_namespace_delivers_in_the_process_only_to_the_same_callback() -> None:
+    backends = [WatchedBackend(), WatchedBackend()]
+    for backend in backends:
+        backend.place = "the same server"  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    first, second = map(engine_on, backends)
+    inbox = Inbox()
+    async with first.delivering(inbox):
+        with pytest.raises(ConfigurationError, match="another engine on this namespace of memory:// delivers"):
+            async with second.delivering(nothing):
+                pass
+        async with second.delivering(inbox), engine_on(WatchedBackend()).delivering(nothing):
+            pass
+    async with second.delivering(nothing):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "is_same"),
+    [
+        ("redis://localhost", "redis://user:secret@127.0.0.1:6379/0?health_check_interval=5", True),
+        ("redis://localhost?db=1", "redis://localhost/1", True),
+        ("redis://localhost/1", "redis://localhost/2", False),
+        ("redis://localhost", "redis://localhost:6380", False),
+        ("redis+sentinel://a,b/main", "redis+sentinel://b,a:26379/main/0", True),
+        ("redis+sentinel://a,b/main", "redis+sentinel://a,b/other", False),
+        ("embedded:///tmp/one", "embedded:///tmp/../tmp/one", True),
+    ],
+)
+def test_two_urls_of_one_server_are_known_as_such(url: str, other: str, is_same: bool) -> None:
+    places: list[Any] = [cast("Any", DigestEngine(each, namespace="test").backend).place for each in (url, other)]
+    assert (places[0] == places[1]) is is_same
+
+
 async def test_entering_twice_is_refused_also_while_it_drains_and_changes_nothing() -> None:
     inbox, backend = Inbox(lasting(5)), WatchedBackend()
     engine = engine_on(backend)

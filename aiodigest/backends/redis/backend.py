@@ -54,6 +54,11 @@ class RedisBackend(Backend):
         return self.namespace.url
 
     @property
+    def place(self) -> object:
+        """The server and the namespace, equal for two backends that work on the same timelines."""
+        return self.namespace.place
+
+    @property
     def shard_map(self) -> ShardMap:
         return self.namespace.shard_map
 

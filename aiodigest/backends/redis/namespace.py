@@ -72,6 +72,11 @@ class Namespace:
         return self.target.shown if self.server is None else self.server.url
 
     @property
+    def place(self) -> object:
+        """The server, equal for two backends on one, and the name."""
+        return self.target.place if self.server is None else getattr(self.server, "folder", self.server.url), self.name
+
+    @property
     def layout(self) -> KnownLayout:
         """The layout as this process knows it now."""
         if self._layout is None:

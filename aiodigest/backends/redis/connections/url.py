@@ -87,6 +87,16 @@ class URL:
         """The host and port of a node of a cluster."""
         return cast("str", self.settings["host"]), cast("int", self.settings["port"])
 
+    @property
+    def place(self) -> object:
+        """The server, service or cluster, and the database: equal for two URLs that are written in two ways."""
+        settings = self.settings
+        host = str(settings.get("host", "localhost")).replace("localhost", "127.0.0.1")
+        where: object = settings.get("path") or (host, settings.get("port", PORT))
+        if self.sentinels is not None:
+            where = self.sentinels.service, frozenset(self.sentinels.addresses)
+        return frozenset(self.nodes) or where, settings.get("db") or 0
+
     async def primary(self, timeout: float) -> URL:
         """Return the current primary, by the word of the sentinels, which may be old; without any, this very server."""
         return self.at(await self.sentinels.primary(timeout)) if self.sentinels else self

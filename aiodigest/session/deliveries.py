@@ -1,0 +1,27 @@
+"""The engines that deliver in this process: two of one namespace would take each other's digests."""
+
+from __future__ import annotations
+
+from aiodigest.errors import ConfigurationError
+from aiodigest.session.background import BackgroundSession
+
+_callbacks: dict[BackgroundSession, tuple[object, object]] = {}  # and the place where each delivers
+
+
+def begin_delivery(session: BackgroundSession, callback: object) -> None:
+    """Note that a session delivers. Raises ConfigurationError if another one does so there to another callback."""
+    place = getattr(session.store, "place", session.store)  # a store in memory is one by itself
+    for other, (its_place, its_callback) in list(_callbacks.items()):
+        if other.is_over:  # left behind by a fork, or with its loop
+            del _callbacks[other]
+        elif its_place == place and its_callback != callback:
+            raise ConfigurationError(
+                f"another engine on this namespace of {session.store.url} delivers in this process, to another "
+                "callback, and each digest would go to either: take one engine, or a namespace for each callback"
+            )
+    _callbacks[session] = place, callback
+
+
+def end_delivery(session: BackgroundSession) -> None:
+    """Forget a session that ends, if it was noted."""
+    _callbacks.pop(session, None)
