@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Generator, Iterable, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,7 +27,14 @@ from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, St
 from aiodigest.backends import open_backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, PartialAdd
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidArgument,
+    InvalidState,
+    PartialAdd,
+)
 from aiodigest.models import (
     OVERDUE,
     Activity,
@@ -122,8 +139,8 @@ class DigestEngine(Generic[T]):
     codec : Codec, default JSONCodec(value_type)
         Encodes values for the store, and decodes them.
     policy : Policy, or a plain or async function from a key to a Policy, default Policy()
-        Sets when a timeline is due. A function is called once an add and once a claimed digest; it may take
-        ``timeout``, and for a digest ``delivery_timeout``.
+        Sets when a timeline is due. A function is called once an add, once a key of an ``add_many`` (32 at once if it
+        is async), and once a claimed digest; it may take ``timeout``, and for a digest ``delivery_timeout``.
     retry : RetryPolicy, default RetryPolicy()
         Sets how often to retry a digest whose callback raised.
     backoff_mode : BackoffMode, default BackoffMode()
@@ -455,12 +472,13 @@ class DigestEngine(Generic[T]):
         session = self._entered()
         given = taken(entries, self.bounds.records)
         results: list[bool | AiodigestError] = []
+        policies: dict[str, Policy | BaseException] = {}
         step = CHUNK * session.breadth
         for start in range(0, len(given), step):
             some = given[start : start + step]
             down = next((error for error in results[-step:] if isinstance(error, BackendUnavailable)), None)
             if down is None:
-                results += await self._add_some(session, some)
+                results += await self._add_some(session, some, policies)
             else:
                 ids = (getattr(entry, "record_id", None) for entry in some)
                 results += [BackendUnavailable(str(down), record_id=each) for each in ids]
@@ -468,14 +486,22 @@ class DigestEngine(Generic[T]):
             raise PartialAdd(results)
         return [result is True for result in results]
 
-    async def _add_some(self, session: Session, entries: Sequence[Entry[T]]) -> list[bool | AiodigestError]:
+    async def _add_some(
+        self, session: Session, entries: Sequence[Entry[T]], policies: dict[str, Policy | BaseException]
+    ) -> list[bool | AiodigestError]:
+        """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for."""
         results: list[bool | AiodigestError] = [False] * len(entries)
         adds: dict[int, Add] = {}
+        if self._policies.fixed is None:
+            keys = [entry.key for entry in entries if self._has_key(entry) and entry.key not in policies]
+            policies |= await self._policies.of_all(keys, self.timeout)
         for index, entry in enumerate(entries):
             if index % CHUNK == CHUNK - 1:
                 await asyncio.sleep(0)
             try:
-                adds[index] = await self._encode(entry.key, entry.value, entry.record_id, entry.timestamp)
+                if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise InvalidArgument(f"add_many takes no {type(entry).__name__}: give Entry(key, value)")
+                adds[index] = await self._encode(entry.key, entry.value, entry.record_id, entry.timestamp, policies)
             except AiodigestError as error:
                 results[index] = error
             except Exception as error:  # of the policy function, or the codec
@@ -489,10 +515,24 @@ class DigestEngine(Generic[T]):
             results[index] = answer
         return results
 
-    async def _encode(self, key: str, value: T, record_id: str | None, timestamp: datetime | float | None) -> Add:
+    def _has_key(self, entry: Entry[T]) -> bool:
+        with suppress(InvalidArgument):
+            return isinstance(entry, Entry) and bool(name(entry.key, "key", self.bounds.name))  # pyright: ignore[reportUnnecessaryIsInstance]
+        return False
+
+    async def _encode(
+        self,
+        key: str,
+        value: T,
+        record_id: str | None,
+        timestamp: datetime | float | None,
+        policies: Mapping[str, Policy | BaseException] | None = None,
+    ) -> Add:
         name(key, "key", self.bounds.name)
         record = name(token_hex(MADE_UP // 2) if record_id is None else record_id, "record_id", self.bounds.name)
-        policy = self._policies.fixed or await self._policies.of(key, self.timeout)
+        policy = policies[key] if policies else await self._policies.of(key, self.timeout)
+        if isinstance(policy, BaseException):
+            raise policy
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
         entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
         return Add(key, entry, policy.terms, self._policies.own(policy))

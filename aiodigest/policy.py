@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -15,6 +15,7 @@ from aiodigest.records.validation import duration, require, whole
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
+ASKED = 32  # keys at once, of a policy function
 SHORTEST = 0.001  # seconds: what the store counts as a whole millisecond
 
 
@@ -192,6 +193,27 @@ class Policies:
             raise InvalidArgument(f"the policy function must return a Policy, not {shown(policy)}")
         policy.check(self._retry, self._delivery_timeout)
         return policy
+
+    async def of_all(self, keys: Iterable[str], timeout: float) -> dict[str, Policy | BaseException]:
+        """Return the policies of timelines, or what ``of`` raised: asked once a key, and for several at once."""
+        answers: dict[str, Policy | BaseException] = {}
+        wanted = list(dict.fromkeys(keys))
+        left = iter(wanted)
+
+        async def ask() -> None:
+            for key in left:
+                try:
+                    answers[key] = await self.of(key, timeout)
+                except (Exception, asyncio.CancelledError) as error:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise
+                    answers[key] = error
+
+        async with asyncio.TaskGroup() as group:
+            for _ in wanted[:ASKED]:
+                group.create_task(ask())
+        return answers
 
     def own(self, policy: Policy) -> bool:
         """True if a timeline must keep its own limits, because a claim would bring others."""

@@ -151,6 +151,27 @@ async def test_a_policy_function_is_asked_once_an_add_and_once_a_digest_and_may_
     assert inbox.times == pytest.approx([2, 62], abs=0.1)
 
 
+async def test_add_many_asks_a_policy_function_once_a_key_and_for_several_keys_at_once() -> None:
+    asked: list[str] = []
+    under_way = [0]
+
+    async def choose(key: str) -> Policy:
+        asked.append(key)
+        under_way.append(under_way[-1] + 1)
+        await asyncio.sleep(1)
+        under_way.append(under_way[-1] - 1)
+        if key == "5":
+            raise ZeroDivisionError
+        return Policy(capacity=int(key) + 1)
+
+    async with engine_on(WatchedBackend(), policy=choose) as engine:
+        with pytest.raises(PartialAdd, match=r"30 of 3000 entries were not added.*ZeroDivisionError"):
+            await engine.add_many([Entry(str(n % 100), n) for n in range(3000)])
+    assert len(asked) == len(set(asked)) == 100
+    assert max(under_way) == 32
+    assert now() == pytest.approx(4)
+
+
 async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_stores_nothing() -> None:
     async with adding(policy=slowly(inf), timeout=5) as (engine, backend):
         for call in (engine.add("key", 1), engine.remove("key", "x"), engine.reschedule("key")):
@@ -356,7 +377,7 @@ async def test_an_engine_delivers_to_one_callback() -> None:
 async def test_a_second_engine_of_a_namespace_delivers_in_the_process_only_to_the_same_callback() -> None:
     backends = [WatchedBackend(), WatchedBackend()]
     for backend in backends:
-        backend.place = "the same server"  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        backend.place = "the same server"  # type: ignore[attr-defined]
     first, second = map(engine_on, backends)
     inbox = Inbox()
     async with first.delivering(inbox):
@@ -828,6 +849,12 @@ def test_a_callback_may_be_an_object_or_a_part_of_a_function_and_is_returned_unc
 def test_an_observer_that_cannot_be_called_or_would_never_be_awaited_is_refused(observer: Any) -> None:
     with pytest.raises(InvalidArgument, match="observer must be a function that is not async"):
         engine_on(WatchedBackend()).observe(observer)
+
+
+async def test_what_is_no_entry_is_told_how_to_give_one() -> None:
+    async with engine_on(WatchedBackend()) as engine:
+        with pytest.raises(PartialAdd, match=r"add_many takes no tuple: give Entry\(key, value\)"):
+            await engine.add_many(cast("Any", [("key", 1)]))
 
 
 @pytest.mark.parametrize("failed", [5, None, [[]]])
