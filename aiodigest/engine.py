@@ -634,6 +634,9 @@ class DigestEngine(Generic[T]):
     async def health(self, *, overdue: float | timedelta = OVERDUE) -> Health:
         """Check that the server answers, and no timeline has been due for over ``overdue`` (seconds or a timedelta).
 
+        A server that answers may refuse all that is written, so the latest adds and claims of this process, if they
+        were in the last minute, must have gone through as well.
+
         By default that is a minute. It raises nothing but InvalidArgument: if the server is away, its answer says so,
         within the engine's ``timeout``. A timeline is overdue while no worker claims it: there is none, or too few, or
         they are in backoff mode, or rest because a callback asked for it. An engine whose background task a fault has
@@ -650,7 +653,9 @@ class DigestEngine(Generic[T]):
             return Health(False, str(self._entered().explained(late)))
         except AiodigestError as error:
             return Health(False, str(error))
-        return stats.health(bound)
+        sessions = (self._entered(), bridge().session_of(self))
+        trouble = next((each.trouble for each in sessions if each is not None and each.trouble), "")
+        return Health(False, f"adds or claims fail: {trouble}", stats.overdue) if trouble else stats.health(bound)
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """Yield all dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""

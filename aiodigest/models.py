@@ -248,7 +248,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of deliveries: ``ok`` is True if the server answers, and no timeline has been due for too long.
+    """The health of deliveries: ``ok`` is True if the server answers, the latest adds and claims of this process went
+    through, and no timeline has been due for too long.
 
     ``reason`` says why it is not. ``overdue`` is the time in seconds for which the earliest due timeline has been due,
     by the server's clock.

@@ -382,11 +382,11 @@ async def test_a_second_engine_of_a_namespace_delivers_in_the_process_only_to_th
     inbox = Inbox()
     async with first.delivering(inbox):
         with pytest.raises(ConfigurationError, match="another engine on this namespace of memory:// delivers"):
-            async with second.delivering(nothing):
+            async with second.delivering(await_nothing):
                 pass
-        async with second.delivering(inbox), engine_on(WatchedBackend()).delivering(nothing):
+        async with second.delivering(inbox), engine_on(WatchedBackend()).delivering(await_nothing):
             pass
-    async with second.delivering(nothing):
+    async with second.delivering(await_nothing):
         pass
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from math import inf, nan
 from typing import Any
@@ -13,7 +13,9 @@ from engines import START, Inbox, WatchedBackend, delivering, engine_on, forever
 from aiodigest import (
     JSON,
     Activity,
+    AiodigestError,
     BackendUnavailable,
+    ConfigurationError,
     DeadLetter,
     Digest,
     DigestEngine,
@@ -441,6 +443,40 @@ async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_over
         assert "connection refused" in away.reason
         with pytest.raises(InvalidArgument, match="overdue"):
             await engine.health(overdue=-1)
+
+
+@pytest.mark.parametrize("error", [BackendUnavailable("MISCONF"), ConfigurationError("NOPERM")])
+@pytest.mark.parametrize("many", [True, False])
+async def test_an_engine_whose_adds_a_server_refuses_is_not_healthy_although_it_answers(
+    error: AiodigestError, many: bool
+) -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend) as engine:
+        backend.down["add"] = error
+        with suppress(PartialAdd, BackendUnavailable, ConfigurationError):
+            await (engine.add_many([Entry("key", 1)]) if many else engine.add("key", 1))
+        assert await engine.health() == Health(False, f"adds or claims fail: {error}")
+        backend.bring_up()
+        await engine.add("key", 1)
+        assert (await engine.health()).ok
+        backend.down["add"] = error
+        with suppress(BackendUnavailable, ConfigurationError):
+            await engine.add("key", 1)
+        await asyncio.sleep(61)
+        assert (await engine.health(overdue=100)).ok, "nobody adds any more"
+
+
+async def test_an_engine_whose_claims_a_server_refuses_is_not_healthy_although_it_answers() -> None:
+    backend = WatchedBackend()
+    async with delivering(Inbox(), backend) as (engine, _):
+        await settle()
+        backend.down["claim"] = BackendUnavailable("MISCONF")
+        await engine.add("key", 1)
+        await asyncio.sleep(1)
+        assert (await engine.health()).reason == "adds or claims fail: MISCONF"
+        backend.bring_up()
+        await asyncio.sleep(2)
+        assert (await engine.health()).ok
 
 
 async def test_activity_tells_what_an_engine_does_in_this_process() -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from aiodigest.backend import Add, Backend
-from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.worker.batcher import Batcher, batches
 
 if TYPE_CHECKING:
     from aiodigest.session.background import BackgroundSession
 
 ADDS = "adds"  # the kind of calls, for the state of the server
+MISSED = (BackendUnavailable, ConfigurationError)  # what a server answers to every add
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
 
 
@@ -47,7 +48,7 @@ class Adder:
             shard, queue = place(backend, add.key)
             batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
             ready = await batcher.submit(add, weight(add), queue=queue, since=began)
-        except BackendUnavailable as error:
+        except MISSED as error:
             self._missed(error)
             raise
         self.reached()
@@ -79,7 +80,7 @@ class Adder:
                     results = [error] * len(some)
                     down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
                 answers.update(zip(some, results, strict=True))
-                if refusals := [each for each in results if isinstance(each, BackendUnavailable)]:
+                if refusals := [each for each in results if isinstance(each, MISSED)]:
                     self._missed(refusals[0])
                 elif not all(isinstance(each, AiodigestError) for each in results):
                     self.reached()
@@ -105,8 +106,8 @@ class Adder:
             self._session.availability.eased(ADDS)
 
     def _missed(self, error: AiodigestError) -> None:
-        """Note that an add has failed, which may mean that its server is away."""
-        if isinstance(error, BackendUnavailable) and not self._session.refusal:
+        """Note that an add has failed, which may mean that its server is away, or refuses all of them."""
+        if isinstance(error, MISSED) and not self._session.refusal:
             self.is_cut_off = True
             self._session.availability.failed(error, ADDS)
 

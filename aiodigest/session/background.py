@@ -16,7 +16,7 @@ from anyio import CancelScope
 from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.models import Activity
-from aiodigest.session.adder import Adder
+from aiodigest.session.adder import ADDS, Adder
 from aiodigest.worker.availability import BACKOFF, Availability
 from aiodigest.worker.batcher import LEFT
 from aiodigest.worker.tasks import elapse, retrieve
@@ -62,6 +62,11 @@ class Session:
     @property
     def fault(self) -> str:
         """A message if the background task has ended although nobody stopped it, else ''."""
+        return ""
+
+    @property
+    def trouble(self) -> str:
+        """The reason why its latest adds, or the latest calls of its worker, failed in the last minute, else ''."""
         return ""
 
     @property
@@ -153,6 +158,10 @@ class BackgroundSession(Session):
         if self._stopping.is_set() or not self.main.done():
             return ""
         return "the engine's background task has ended, as its log tells: only a restart of the process mends that"
+
+    @property
+    def trouble(self) -> str:
+        return self.availability.why_lost(but=() if self._adder.is_cut_off else (ADDS,))
 
     @property
     def breadth(self) -> int:

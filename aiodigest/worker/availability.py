@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Container
 
 from aiodigest.backoff import DecorrelatedJitter
 from aiodigest.errors import AiodigestError, ConfigurationError
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Capped at a second, so that a worker is back within a second of the server's return.
 BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
+RECENT = 60.0  # seconds
 CALM_PERIOD = 1.0  # seconds without a failure after which calls that others make at their own pace count as answered
 
 
@@ -26,6 +28,7 @@ class Availability:
 
     def __init__(self) -> None:
         self._tries: dict[str, int] = {}
+        self._latest: dict[str, tuple[float, str]] = {}  # failure: when it was, and why
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
         self._began = 0.0
         self._told: set[type[Exception]] = set()
@@ -35,6 +38,13 @@ class Availability:
     def is_lost(self) -> bool:
         """True while the store is unavailable."""
         return bool(self._tries)
+
+    def why_lost(self, but: Container[str] = ()) -> str:
+        """Return why the store is unavailable, '' if it is not, leaving out some kinds of calls and what is long ago:
+        others make theirs at their own pace, perhaps none again."""
+        since = asyncio.get_running_loop().time() - RECENT
+        kinds = [call for call in list(self._tries) if call not in but]  # it may be another thread's
+        return next((why for at, why in map(self._latest.__getitem__, kinds) if at >= since), "")
 
     def failed(self, error: Exception, call: str = "") -> None:
         """Note that a call of a kind failed."""
@@ -48,6 +58,7 @@ class Availability:
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
             logger.warning("the server %s: %s", state, error, exc_info=fault, extra={"reason": str(error)})
+        self._latest[call] = asyncio.get_running_loop().time(), str(error)
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()
 
