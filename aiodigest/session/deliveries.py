@@ -10,7 +10,8 @@ _callbacks: dict[BackgroundSession, tuple[object, object]] = {}  # and the place
 
 def begin_delivery(session: BackgroundSession, callback: object) -> None:
     """Note that a session delivers. Raises ConfigurationError if another one does so there to another callback."""
-    place = getattr(session.store, "place", session.store)  # a store in memory is one by itself
+    if (place := getattr(session.store, "place", None)) is None:  # a store in memory, of which each is another
+        return
     for other, (its_place, its_callback) in list(_callbacks.items()):
         if other.is_over:  # left behind by a fork, or with its loop
             del _callbacks[other]
