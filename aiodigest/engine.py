@@ -14,7 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -294,14 +294,19 @@ class DigestEngine(Generic[T]):
 
     @asynccontextmanager
     async def delivering(
-        self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None
+        self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None, signals: bool = False
     ) -> AsyncGenerator[Self, None]:
         """Enter the engine, and deliver in the background until it is left: to ``callback``, or to the registered one.
 
         ``shards`` restricts this process to some of the namespace's, numbered from 0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
-        Raises ConfigurationError if there is no callback, the engine is entered already, or another engine of this
-        process delivers the same namespace to another callback.
+
+        Unless somebody handles SIGTERM and SIGINT, as web servers do, they kill the process with what it delivers. With
+        ``signals`` the first one cancels the block, which is left as above, and what comes after it goes on; a second
+        one ends the wait for deliveries. They are heard in the main thread alone.
+
+        Raises ConfigurationError if there is no callback, the engine is entered already, another engine of this
+        process delivers the same namespace to another callback, or ``signals`` is given in another thread.
         """
         if (chosen := callback if callback is not None else self._registered.callback) is None:
             raise ConfigurationError(f"engine {self.namespace!r} has no callback: register one with @engine.deliver")
@@ -309,33 +314,42 @@ class DigestEngine(Generic[T]):
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
         registered = self._registered
-        await self._enter(chosen, shards)
-        session = self._session
-        registered.chosen.append(chosen)
-        try:
-            yield self
-        finally:
-            registered.chosen.remove(chosen)
-            if session is self._session:  # else it was a test's, which has ended before
-                await self._leave()
+        block, told = asyncio.timeout(None), asyncio.Event()
+
+        def on_signal() -> None:
+            if told.is_set() and isinstance(self._session, BackgroundSession):
+                self._session.hurry()
+            told.set()
+            with suppress(RuntimeError):  # it has not begun, or is left already
+                block.reschedule(0)
+
+        with on_signals(on_signal) if signals else nullcontext():
+            await self._enter(chosen, shards)
+            session = self._session
+            registered.chosen.append(chosen)
+            try:
+                async with block if signals else nullcontext():
+                    if told.is_set():
+                        block.reschedule(0)
+                    yield self
+            except TimeoutError:
+                if not block.expired():
+                    raise
+            finally:
+                registered.chosen.remove(chosen)
+                if session is self._session:  # else it was a test's, which has ended before
+                    await self._leave()
 
     async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
         """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once.
 
         The arguments are those of ``delivering``.
         """
-        stop = asyncio.Event()
-
-        def on_signal() -> None:
-            if stop.is_set() and isinstance(self._session, BackgroundSession):
-                self._session.hurry()
-            stop.set()
-
-        with on_signals(on_signal):
-            async with self.delivering(callback, shards=shards):
-                if isinstance(self._session, BackgroundSession):
-                    self._session.main.add_done_callback(lambda _: stop.set())
-                await stop.wait()
+        async with self.delivering(callback, shards=shards, signals=True):
+            if isinstance(self._session, BackgroundSession):
+                await asyncio.wait([self._session.main])  # which a fault may end
+            else:
+                await asyncio.Event().wait()
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:

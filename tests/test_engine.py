@@ -667,6 +667,44 @@ async def test_a_signal_stops_every_engine_that_runs_and_then_the_handler_of_bef
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize(("signals", "ends"), [(1, 11), (2, 2)])
+async def test_delivering_with_signals_ends_its_block_at_one_and_then_the_deliveries_in_order(
+    signals: int, ends: float
+) -> None:
+    inbox, other, ended = Inbox(lasting(11)), Inbox(lasting(1)), list[str]()
+    backend = await holding(1)
+    async with engine_on(backend, drain_timeout=500).delivering(inbox, signals=True):
+        async with engine_on(await holding(1)).delivering(other, signals=True):
+            await inbox.digest()
+            for second in range(1, signals + 1):
+                asyncio.get_running_loop().call_later(second, os.kill, os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("body")
+        ended.append("inner")
+        await asyncio.Event().wait()
+    assert (ended, now()) == (["body"], pytest.approx(ends, abs=0.1))
+    assert await state_of(backend, "key") == (None if signals == 1 else ("ready", 0))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("with_signals", [True, False])
+async def test_an_error_and_a_timeout_of_the_block_are_raised_with_signals_too(with_signals: bool) -> None:
+    engine = engine_on(WatchedBackend())
+    with pytest.raises(TimeoutError):
+        async with engine.delivering(await_nothing, signals=with_signals), asyncio.timeout(1):
+            await asyncio.Event().wait()
+
+
+async def test_a_signal_that_comes_while_the_engine_is_entered_ends_the_block() -> None:
+    backend = WatchedBackend(held="open")
+    asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGINT)
+    async with engine_on(backend).delivering(await_nothing, signals=True):
+        await asyncio.Event().wait()
+    assert now() == pytest.approx(5, abs=0.1)
+
+
 @pytest.mark.parametrize("shards", [8, "0-7", b"0"])
 async def test_what_is_no_set_of_shards_is_refused(shards: Any) -> None:
     engine = engine_on(WatchedBackend())

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, for all engines of a process that run until one comes."""
+"""SIGTERM and SIGINT, for all engines of a process that deliver until one comes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def on_signals(call: Callable[[], None]) -> Generator[None, None, None]:
     ConfigurationError outside the main thread, where Python receives no signals.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError("run() hears signals, and so needs the main thread: elsewhere use `delivering()`")
+        raise ConfigurationError(
+            "signals are heard in the main thread alone: elsewhere use `delivering()` without them"
+        )
     if not _calls:
         _before.update({number: signal.signal(number, _signalled) for number in SIGNALS})
     _calls[call] = asyncio.get_running_loop()
