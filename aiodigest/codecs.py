@@ -131,7 +131,10 @@ class JSONCodec(Generic[T]):
             if self._round_trip.leaves_room:
                 self._see_it_come_back(value if self._round_trip.renames_keys else valid, data)
         except ValidationError as error:
-            raise InvalidArgument(f"value is not of its type: {_reason(error)}") from None
+            kind = type(value)
+            named = "..." if kind.__module__ == "builtins" else kind.__name__
+            hint = f"; what is not JSON needs an engine with value_type={named}" if self._any_json else ""
+            raise InvalidArgument(f"value is not of its type: {_reason(error)}{hint}") from None
         except Exception as error:  # a serializer of the user's may raise anything
             raise CodecError(f"value cannot be stored as JSON: {_reason(error)}") from error
         return data

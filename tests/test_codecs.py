@@ -264,6 +264,13 @@ BROKEN: TypeAdapter[int] = TypeAdapter(Annotated[int, PlainSerializer(broken)])
         (JSON, datetime(2015, 10, 1), InvalidArgument, "not a valid JSON value"),
         (JSON, Point(1.0, "a"), InvalidArgument, "not a valid JSON value"),
         (JSON, object(), InvalidArgument, "not a valid JSON value"),
+        (
+            JSON,
+            Ratio(),
+            InvalidArgument,
+            "not a valid JSON value; what is not JSON needs an engine with value_type=Ratio",
+        ),
+        (JSON, [Ratio()], InvalidArgument, r"not JSON needs an engine with value_type=\.\.\."),
         (JSON, nested(100_000), InvalidArgument, "Recursion"),
         (Event, {"id": 1, "at": 0, "cost": "1", "body": ""}, InvalidArgument, "valid decimal|instance of|UUID"),
         (Ratio, Ratio.model_construct(value="secret"), CodecError, "Expected `float`"),  # built without validation
