@@ -28,6 +28,7 @@ from pydantic import (
     ValidationError,
     computed_field,
 )
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 from aiodigest import DeadLetter, Digest, Entry, Record, Timeline
@@ -338,6 +339,12 @@ class Word(enum.StrEnum):
     YES = "yes"
 
 
+class Bare:
+    @staticmethod
+    def __get_pydantic_core_schema__(*_: object) -> CoreSchema:
+        return core_schema.dict_schema()
+
+
 class Renamed(TypedDict, total=False):
     name: Annotated[str, Field(alias="Name")]
 
@@ -363,6 +370,8 @@ class Renamed(TypedDict, total=False):
         (Hidden, Hidden(shown=1, hidden=2), r"could not be read back: Field required \(at hidden\)"),
         (Started, Started("a", 1), r"could not be read back: Field required \(at seed\)"),
         (Renamed, {"Name": "a"}, "dict would come back changed"),
+        (TypeAdapter(bytes, config=ConfigDict(ser_json_bytes="base64")), b"a", "bytes would come back changed"),
+        (Bare, {1: 2}, "dict would come back changed"),
         (Annotated[int, AfterValidator(lambda number: number + 1)], 1, "int would come back changed"),
     ],
 )

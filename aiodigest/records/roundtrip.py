@@ -68,7 +68,9 @@ class RoundTrip:
             case "tagged-union":
                 is_clear = not callable(schema["discriminator"])
             case "dict":
-                is_clear = schema["keys_schema"]["type"] in KEYS
+                is_clear = schema.get("keys_schema", schema)["type"] in KEYS and "values_schema" in schema
+            case "list" | "set" | "frozenset":
+                is_clear = "items_schema" in schema
             case "typed-dict-field" | "dataclass-field":
                 is_clear = "validation_alias" not in schema and schema.get("init", True)
             case _:
@@ -156,7 +158,7 @@ def _below(schema: Schema) -> Iterator[Schema]:
 
 
 def _is_plain(schema: Schema) -> bool:
-    """True if its configuration changes nothing in how values are written (but for nan), and allows no more fields."""
+    """True if its configuration changes no way to write or read values (but for nan), and allows no more fields."""
     config: dict[str, object] = schema.get("config") or {}
-    writes = {key for key in config if key.startswith("ser_json")} - {"ser_json_inf_nan"}
+    writes = {key for key in config if key.startswith(("ser_json", "val_json"))} - {"ser_json_inf_nan"}
     return not writes and "allow" not in (config.get("extra_fields_behavior"), schema.get("extra_behavior"))
