@@ -69,7 +69,7 @@ from aiodigest.records.validation import (
 )
 from aiodigest.session.background import BackgroundSession, Session
 from aiodigest.session.deliveries import begin_delivery, end_delivery
-from aiodigest.session.signals import on_signals
+from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.contents import read
 from aiodigest.worker.delivery import Callback, Dispatcher
@@ -314,27 +314,19 @@ class DigestEngine(Generic[T]):
         numbers = shards is None or (hasattr(shards, "__contains__") and not isinstance(shards, str | bytes))
         require(numbers, "shards", "a range or a set of numbers", shards)
         registered = self._registered
-        block, told = asyncio.timeout(None), asyncio.Event()
 
-        def on_signal() -> None:
-            if told.is_set() and isinstance(self._session, BackgroundSession):
+        def hurry() -> None:
+            if isinstance(self._session, BackgroundSession):
                 self._session.hurry()
-            told.set()
-            with suppress(RuntimeError):  # it has not begun, or is left already
-                block.reschedule(0)
 
-        with on_signals(on_signal) if signals else nullcontext():
+        ending = SignalledEnd(hurry)
+        with on_signals(ending.on_signal) if signals else nullcontext():
             await self._enter(chosen, shards)
             session = self._session
             registered.chosen.append(chosen)
             try:
-                async with block if signals else nullcontext():
-                    if told.is_set():
-                        block.reschedule(0)
+                async with ending.block() if signals else nullcontext():
                     yield self
-            except TimeoutError:
-                if not block.expired():
-                    raise
             finally:
                 registered.chosen.remove(chosen)
                 if session is self._session:  # else it was a test's, which has ended before

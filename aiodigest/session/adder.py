@@ -45,7 +45,11 @@ class Adder:
         """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
         try:
             backend = await self._session.backend(began)
-            shard, queue = place(backend, add.key)
+        except BackendUnavailable as error:
+            self._missed(error)
+            raise
+        shard, queue = place(backend, add.key)
+        try:
             batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
             ready = await batcher.submit(add, weight(add), queue=queue, since=began)
         except MISSED as error:
@@ -60,8 +64,10 @@ class Adder:
         """Send adds past the queue; those of a timeline in order."""
         try:
             backend = await self._session.backend(None)
-        except AiodigestError as error:
+        except BackendUnavailable as error:
             self._missed(error)
+            return [error] * len(adds)
+        except AiodigestError as error:
             return [error] * len(adds)
         answers: dict[int, bool | AiodigestError] = {}
         places: dict[tuple[int, int], list[int]] = {}

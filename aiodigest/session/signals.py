@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from aiodigest.errors import ConfigurationError
 
@@ -37,6 +37,35 @@ def on_signals(call: Callable[[], None]) -> Generator[None, None, None]:
         if not _calls:
             for number in SIGNALS:
                 signal.signal(number, _before[number] or signal.SIG_DFL)
+
+
+class SignalledEnd:
+    """The end of a block at the first signal, which cancels it; a later one calls ``hurry``."""
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._hurry = hurry
+        self._timer = asyncio.timeout(None)  # which cancels what it holds once, and knows its own cancellation
+        self._is_told = False
+
+    def on_signal(self) -> None:
+        """Cancel the block, or hurry if that was done."""
+        if self._is_told:
+            self._hurry()
+        self._is_told = True
+        with suppress(RuntimeError):  # the block has not begun, or is left already
+            self._timer.reschedule(0)
+
+    @asynccontextmanager
+    async def block(self) -> AsyncGenerator[None, None]:
+        """Hold the block, which ends at its first await if a signal has come before."""
+        try:
+            async with self._timer:
+                if self._is_told:
+                    self._timer.reschedule(0)
+                yield
+        except TimeoutError:
+            if not self._timer.expired():
+                raise
 
 
 def _signalled(number: int, frame: object) -> None:
