@@ -856,7 +856,8 @@ def print_what(self: object, what: object) -> None:
 
 
 printing = called_as(print_what)
-PLAIN: tuple[Any, ...] = (print_it, count_some, printing, printing.__call__, type(printing), partial(print_it))
+PRINTING: Any = type(printing)
+PLAIN: tuple[Any, ...] = (print_it, count_some, printing, printing.__call__, PRINTING, partial(print_it))
 
 
 @pytest.mark.parametrize(
