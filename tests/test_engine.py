@@ -855,8 +855,8 @@ def print_what(self: object, what: object) -> None:
     print(what)
 
 
-printing = called_as(print_what)
-PRINTING: Any = type(printing)
+printing: Any = called_as(print_what)
+PRINTING = printing.__class__
 PLAIN: tuple[Any, ...] = (print_it, count_some, printing, printing.__call__, PRINTING, partial(print_it))
 
 
