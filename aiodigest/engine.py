@@ -51,7 +51,6 @@ from aiodigest.models import (
 )
 from aiodigest.policy import Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
 from aiodigest.records.entries import unpack
-from aiodigest.records.tracing import Tracing
 from aiodigest.records.validation import (
     DEFAULT,
     MADE_UP,
@@ -72,7 +71,7 @@ from aiodigest.session.deliveries import begin_delivery, end_delivery
 from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.contents import read
-from aiodigest.worker.delivery import Callback, Dispatcher
+from aiodigest.worker.delivery import Callback, Dispatcher, Tracing
 from aiodigest.worker.reasons import describe
 
 if TYPE_CHECKING:

@@ -4,74 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
-from aiodigest.backend import MAX_SHARDS, Backend, ShardMap
+from aiodigest.backend import MAX_SHARDS, Lease, ShardMap
 from aiodigest.backoff import BackoffMode
-from aiodigest.policy import Limits
-from aiodigest.worker.availability import Availability
-from aiodigest.worker.concurrency import ConcurrencyLimit
-from aiodigest.worker.delivery import Dispatcher, Observer
-from aiodigest.worker.shard import ShardWorker, Shared
-from aiodigest.worker.shutdown import finish_deliveries
+from aiodigest.worker.concurrency import ConcurrencyLimit, Shared
+from aiodigest.worker.leases import ActiveDelivery
+from aiodigest.worker.shard import ShardWorker
 from aiodigest.worker.tasks import elapse
 
 logger = logging.getLogger(__name__)
 
 
-class Scheduler:
+@dataclass(eq=False, kw_only=True)
+class Scheduler(Shared):
     """Delivers the digests of all shards, at most ``concurrency`` at a time, until it is stopped.
 
     Durations are in seconds. ``run`` ends after ``stop``: claims end at once, and deliveries have ``drain_timeout`` to
     end, while their leases are still renewed. Deliveries still under way then are cancelled and released.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        availability: Availability,
-        *,
-        dispatcher: Dispatcher[Any],
-        limits: Limits,
-        backoff_mode: BackoffMode,
-        concurrency: int,
-        lease_timeout: float,
-        drain_timeout: float,
-        timeout: float,
-        observers: Iterable[Observer],
-        numbers: Container[int] | None,
-    ) -> None:
-        self._backend = backend
-        self._numbers = numbers
+    backoff_mode: BackoffMode
+    concurrency: int
+    drain_timeout: float
+    numbers: Container[int] | None  # of the shards to serve, if not all
+
+    def __post_init__(self) -> None:
         self._workers: dict[int, ShardWorker] = {}  # by shard
         self._served: ShardMap | None = None  # whose shards it serves
         self._idle = False  # there is no shard to serve, and it has been said
-        stopping = self._stopping = asyncio.Event()
         self._changed = asyncio.Event()  # the layout, or a worker has ended, or all are to stop
-        limit = self._limit = ConcurrencyLimit(concurrency, backoff_mode, stopping, self._busy)
-        on_answer = self._notice_layout
-        self._shared = Shared(
-            backend, dispatcher, limits, lease_timeout, timeout, availability, limit, stopping, observers, on_answer
-        )
-        self._drain_timeout = drain_timeout
         self._at_once = asyncio.Event()  # no delivery under way is waited for
+        self.limit = ConcurrencyLimit(self.concurrency, self.backoff_mode, self.stopping, self._busy)
 
     def stop(self, at_once: bool = False) -> None:
         """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""
-        self._stopping.set()
+        self.stopping.set()
         self._changed.set()
-        self._limit.changed.set()
+        self.limit.changed.set()
         if at_once:
             self._at_once.set()
         for worker in self._workers.values():
-            worker.wake()
+            worker.wakeups.woken.set()
 
     def poke(self, shard: int) -> None:
         """Look at a shard's schedule now: this process has made a timeline ready."""
-        self._notice_layout()
+        self.notice_layout()
         if shard in self._workers:
-            self._workers[shard].wake()
+            self._workers[shard].wakeups.woken.set()
 
     @property
     def delivering(self) -> int:
@@ -81,12 +62,12 @@ class Scheduler:
 
     @property
     def backoff_level(self) -> int:
-        return self._limit.backoff.level
+        return self.limit.backoff.level
 
     async def run(self) -> None:
         """Deliver until stopped."""
         async with asyncio.TaskGroup() as group:
-            while not self._stopping.is_set():
+            while not self.stopping.is_set():
                 self._changed.clear()
                 self._serve(group)
                 if self._workers:
@@ -95,53 +76,97 @@ class Scheduler:
                     await self._look_for_shards()
             for worker in self._workers.values():
                 await worker.finished_claiming.wait()
-            await finish_deliveries(self._workers, self._shared, self._drain_timeout, self._at_once)
+            await self._finish_deliveries()
             for worker in self._workers.values():
-                worker.end()
+                worker.over.set()
 
     def _busy(self) -> int:
         return sum(worker.leases.busy for worker in self._workers.values())
 
-    def _notice_layout(self) -> None:
-        if self._served is not self._backend.shard_map:
+    def notice_layout(self) -> None:
+        if self._served is not self.backend.shard_map:
             self._changed.set()
 
     def _serve(self, group: asyncio.TaskGroup) -> None:
         """Let go of shards that are no more, and start to serve those that have come."""
         for shard in [shard for shard, worker in self._workers.items() if worker.has_ended]:
             del self._workers[shard]
-        if self._served is self._backend.shard_map:
+        if self._served is self.backend.shard_map:
             return
-        shards = self._served = self._backend.shard_map
+        shards = self._served = self.backend.shard_map
         for shard in shards.live:
             number = shards.number_of(shard)  # None of one that is drained, which is everybody's
-            is_chosen = self._numbers is None or number is None or number in self._numbers
+            is_chosen = self.numbers is None or number is None or number in self.numbers
             if is_chosen and shard not in self._workers:
-                worker = self._workers[shard] = ShardWorker(shard, self._shared)
+                worker = self._workers[shard] = ShardWorker(shard, self)
                 group.create_task(worker.run()).add_done_callback(lambda _: self._changed.set())
                 self._idle = False
-        self._warn_of_missing()
-
-    def _warn_of_missing(self) -> None:
-        """Warn of chosen shards that do not exist, if others do."""
-        chosen = [number for number in range(MAX_SHARDS) if number in (self._numbers or ())]
-        shards = self._backend.shard_map.adding
-        missing = [number for number in chosen if number >= shards]
+        chosen = [number for number in range(MAX_SHARDS) if number in (self.numbers or ())]
+        missing = [number for number in chosen if number >= shards.adding]
         if missing and missing != chosen:
             line = "the namespace has %d shards, which count from 0: those that were chosen from %d on are not there"
-            logger.warning(line, shards, missing[0], extra={"shards": shards})
+            logger.warning(line, shards.adding, missing[0], extra={"shards": shards.adding})
 
     async def _look_for_shards(self) -> None:
         """Learn of a change of the layout while there is no shard to serve, whose worker would notice."""
         if not self._idle:
-            shards = self._backend.shard_map.adding
+            shards = self.backend.shard_map.adding
             line = "none of the chosen shards is there: the namespace has %d, which count from 0. Nothing is delivered"
             logger.error(line, shards, extra={"shards": shards})
         self._idle = True
-        if not await elapse(self._changed, self._shared.lease_timeout / 3):
+        if not await elapse(self._changed, self.lease_timeout / 3):
             try:
-                await self._backend.connect()
+                await self.backend.connect()
             except Exception as error:
-                self._shared.availability.failed(error)
+                self.availability.failed(error)
             else:
-                self._shared.availability.answered()
+                self.availability.answered()
+
+    # The end
+
+    async def _finish_deliveries(self) -> None:
+        """Wait for the deliveries under way, for ``drain_timeout`` or until ``_at_once``, and give the rest back."""
+        if under_way := self._under_way():
+            tasks = [each.task for _, each in under_way]
+            ends = [asyncio.create_task(asyncio.wait(tasks)), asyncio.create_task(self._at_once.wait())]
+            await asyncio.wait(ends, timeout=self.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+        if under_way := self._under_way():
+            await self._abandon(under_way)
+
+    def _under_way(self) -> list[tuple[int, ActiveDelivery]]:
+        workers = self._workers.items()
+        return [(shard, each) for shard, worker in workers for each in worker.leases.active if not each.task.done()]
+
+    async def _abandon(self, under_way: Sequence[tuple[int, ActiveDelivery]]) -> None:
+        """Cancel the callbacks that took too long, and give their leases back without charging the attempts.
+
+        A report under way gets one more timeout. After that its arrival is unknown, so the lease decides.
+        """
+        left = [(shard, active, active.stage) for shard, active in under_way]
+        tasks = [active.task for _, active in under_way]
+        for _, active, stage in left:
+            if stage != "reporting":
+                active.cancel()
+        _, late = await asyncio.wait(tasks, timeout=self.timeout)
+        ignoring = [active for _, active, _ in left if active.task in late and active.stage == "calling"]
+        ignore = f", {len(ignoring)} of which ignore it" if ignoring else ""
+        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
+        leases: dict[tuple[int, bool], list[Lease]] = {}
+        for shard, active, was in left:
+            if active.stage == was != "reporting":
+                leases.setdefault((shard, was == "calling"), []).append(active.lease)
+
+        async def release(shard: int, leases: Sequence[Lease], started: bool) -> None:
+            try:
+                await self.backend.release(shard, leases, started)
+            except Exception as error:
+                facts = {"deliveries": len(leases), "reason": str(error)}
+                logger.error("%d leases could not be given back, and will end: %s", len(leases), error, extra=facts)
+
+        await asyncio.gather(*(release(shard, some, started) for (shard, started), some in leases.items()))
+        for _, active, _ in left:
+            if active.task in late:
+                active.cancel()
+        await asyncio.wait(tasks, timeout=0 if ignoring else None)

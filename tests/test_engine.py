@@ -72,7 +72,7 @@ def break_worker(engine: DigestEngine[JSON]) -> None:
     """Let an engine's background task meet a fault at its next claim."""
     scheduler = session_of(engine)._scheduler
     assert scheduler is not None
-    scheduler._limit.available = fault
+    scheduler.limit.available = fault
 
 
 def slowly(seconds: float) -> Callable[[str], Awaitable[Policy]]:

@@ -13,7 +13,7 @@ from userland import ROOT
 
 from aiodigest import JSON, Digest, RetryPolicy
 from aiodigest.backend import Lease
-from aiodigest.worker.logs import facts_of
+from aiodigest.worker.reasons import facts_of
 
 PACKAGE = ROOT / "aiodigest"
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}

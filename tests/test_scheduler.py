@@ -41,7 +41,7 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease
 from aiodigest.backoff import PROBE_TIMEOUT
 from aiodigest.errors import ConfigurationError
-from aiodigest.worker.logs import FEW
+from aiodigest.worker.reasons import FEW
 from aiodigest.worker.shard import CLAIM
 
 pytestmark = pytest.mark.virtual_time

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from aiodigest.worker.timer import Timer
+from aiodigest.worker.tasks import Timer
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])

@@ -13,7 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, TraceFlags, TracerProvider
 
 from aiodigest import Digest, __version__
-from aiodigest.records.tracing import TracedAttempt, Tracing
+from aiodigest.worker.delivery import TracedAttempt, Tracing
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from aiodigest.errors import AiodigestError, BackendUnavailable
-from aiodigest.worker.timer import GRAIN, Timer
+from aiodigest.worker.tasks import GRAIN, Timer
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -177,11 +177,9 @@ class Batcher(Generic[Item, Answer]):
         try:
             answers = list(zip(batch, await self._send([job.item for job in batch]), strict=True))
         except Exception as error:  # a fault too: it is for the callers to know, and the next batch may fare better
-            for job in batch:
-                job.fail(error)
-            return
+            answers = [(job, error) for job in batch]
         for job, answer in answers:
-            if isinstance(answer, AiodigestError):
+            if isinstance(answer, Exception):
                 job.fail(answer)
             elif not job.answer.done():
                 job.answer.set_result(answer)

@@ -1,13 +1,20 @@
-"""The limit on the deliveries of a process, and the turns of its shards to claim."""
+"""What the shard workers of a process share: its settings, and the limit on deliveries, with the turns to claim."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from math import inf
+from typing import Any
 
+from aiodigest.backend import Backend
 from aiodigest.backoff import BackoffMode, ConsumerBackoff
+from aiodigest.policy import Limits
+from aiodigest.worker.availability import Availability
+from aiodigest.worker.delivery import Dispatcher, Observer
 from aiodigest.worker.tasks import elapse
 
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
@@ -76,3 +83,23 @@ class ConcurrencyLimit:
             self.backoff.failed(key, ended, started=started)
         if pause:
             self._paused_until = max(self._paused_until, ended + pause)
+
+
+@dataclass(eq=False)
+class Shared(ABC):
+    """The part of a scheduler that its shard workers know. Durations are in seconds."""
+
+    backend: Backend
+    availability: Availability
+    _: KW_ONLY
+    dispatcher: Dispatcher[Any]
+    limits: Limits
+    lease_timeout: float
+    timeout: float
+    observers: Iterable[Observer]
+    limit: ConcurrencyLimit = field(init=False)
+    stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    @abstractmethod
+    def notice_layout(self) -> None:
+        """Serve the shards of another layout, if the store's latest answer has told of one."""

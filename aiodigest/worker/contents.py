@@ -80,8 +80,3 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
             contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
     records.sort(key=attrgetter("timestamp"))
     return contents
-
-
-def is_small(entries: Sequence[bytes]) -> bool:
-    """True if a digest may be read beside others."""
-    return len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]

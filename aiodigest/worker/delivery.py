@@ -9,19 +9,17 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from traceback import walk_tb
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec
 from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.records.tracing import Tracing
 from aiodigest.records.validation import duration, never_ran
-from aiodigest.worker.contents import Contents, is_small, read
-from aiodigest.worker.logs import facts_of
-from aiodigest.worker.reasons import TimedOut, describe, one_line, text_of
+from aiodigest.worker.contents import SMALL, Contents, read
+from aiodigest.worker.reasons import TimedOut, describe, facts_of, one_line, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +39,33 @@ def tell(observers: Iterable[Observer], delivery: Delivery) -> None:
             observer(delivery)
         except Exception:
             logger.exception("an observer of deliveries failed", extra=facts_of(delivery))
+
+
+class TracedAttempt(Protocol):
+    """Span of one attempt to deliver. None of its methods raises."""
+
+    def ended(self, result: Result, reason: str = "", error: BaseException | None = None) -> None:
+        """Record the outcome that observers get, the callback's ``error``, and ``reason``, the text kept of it.
+
+        An attempt that was cut short has no outcome.
+        """
+        ...
+
+    def left(self) -> None:
+        """Note that the callback has ended."""
+        ...
+
+
+class Tracing(Protocol):
+    """Spans of an engine; see ``aiodigest.integrations.opentelemetry``."""
+
+    def context(self) -> bytes:
+        """Return the current span in ``entries.CONTEXT_SIZE`` bytes, for a record to carry; b"" if there is none."""
+        ...
+
+    def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> TracedAttempt:
+        """Begin a span for an attempt to deliver, linked to the spans of the adds. It is current until left."""
+        ...
 
 
 class Outcome(NamedTuple):
@@ -112,20 +137,6 @@ class Attempt(Generic[T]):
         return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration)
 
 
-def _runs(task: asyncio.Task[Any] | None) -> bool:
-    try:
-        return task is not None and asyncio.current_task() is task
-    except RuntimeError:  # there is no loop
-        return False
-
-
-def _frames(error: BaseException) -> Iterator[TracebackType]:
-    frame = error.__traceback__
-    while frame is not None:
-        yield frame
-        frame = frame.tb_next
-
-
 def _signal_in(error: Exception) -> Exception | None:
     """Return the signal that a callback's task group raised, if one is meant: the gravest, or several as one."""
     errors = [*_leaves(error)]
@@ -159,41 +170,36 @@ async def _uncancel(task: asyncio.Task[Any]) -> None:
         await asyncio.sleep(0)
 
 
+@dataclass(eq=False)
 class Dispatcher(Generic[T]):
     """Hands digests to a callback and reports the outcome."""
 
-    def __init__(
-        self,
-        callback: Callback[T],
-        codec: Codec[T],
-        policy: Callable[[str], Awaitable[Policy]],
-        retry: RetryPolicy,
-        lease_timeout: float,
-        delivery_timeout: float,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._callback = callback
-        self._codec = codec
-        self._policy = policy
-        self._retry = retry
-        self._lease_ms = milliseconds(lease_timeout)
-        self._timeout = delivery_timeout
-        self._tracing = tracing
+    callback: Callback[T]
+    codec: Codec[T]
+    policy: Callable[[str], Awaitable[Policy]]
+    retry: RetryPolicy
+    lease_timeout: float
+    delivery_timeout: float
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
+        self._lease_ms = milliseconds(self.lease_timeout)
         self._reading = asyncio.Lock()
         self._last_kind: object = None  # of failure: of several in a row the first one's traceback is logged
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
         """Read the digest that ``entries`` hold; large ones are read one at a time."""
-        async with nullcontext() if is_small(entries) else self._reading:
-            return Attempt(lease, len(entries), await read(entries, self._codec, lease.cut_ms))
+        is_small = len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
+        async with nullcontext() if is_small else self._reading:
+            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms))
 
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
         """Deliver a digest. Raises CancelledError only when cancelled from outside."""
         lease, call, task = attempt.lease, call or Call(), asyncio.current_task()
         clock = asyncio.get_running_loop().time
-        call.deadline = clock() + self._timeout
+        call.deadline = clock() + self.delivery_timeout
         try:
-            attempt.policy = await self._policy(lease.key)
+            attempt.policy = await self.policy(lease.key)
             if call.cancelled:  # which the policy function did not heed
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
@@ -201,11 +207,11 @@ class Dispatcher(Generic[T]):
             return self._raised(attempt, error, call, task)._replace(error=error)
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
-        if lease.attempt > self._retry.max_attempts:
+        if lease.attempt > self.retry.max_attempts:
             return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
         digest = attempt.digest
-        span = None if self._tracing is None else self._tracing.delivering(digest, attempt.contents.contexts)
-        call.deadline = clock() + self._timeout
+        span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
+        call.deadline = clock() + self.delivery_timeout
         try:
             error = await self._call(digest)
             if error is None:
@@ -227,8 +233,8 @@ class Dispatcher(Generic[T]):
         match error:
             case KeyboardInterrupt():
                 raise error
-            case GeneratorExit() if not _runs(task):  # its task is dropped, perhaps after its loop
-                raise error
+            case GeneratorExit() if not (task and asyncio.current_task(task.get_loop()) is task):
+                raise error  # its task is dropped, perhaps after its loop
             case RetryAfter():
                 return self._deferred(attempt, error)
             case Reject():
@@ -236,7 +242,7 @@ class Dispatcher(Generic[T]):
             case PartialFailure():
                 return self._partial(attempt, error)
             case TimedOut():
-                return self._failed(attempt, error, unknown=True)
+                return self._failed(attempt, error)
             case _:  # SystemExit too: a callback ends its own delivery, and nothing else
                 cancelled = task is not None and task.cancelling() > 0
                 # nobody knows where a cancellation from outside came
@@ -246,10 +252,10 @@ class Dispatcher(Generic[T]):
 
     async def _call(self, digest: Digest[T]) -> BaseException | None:
         """Call back; return what was raised: were it caught further out, its traceback would hold the outcome."""
-        timer = asyncio.timeout(self._timeout)
+        timer = asyncio.timeout(self.delivery_timeout)
         try:
             async with timer:
-                ending = self._callback(digest)
+                ending = self.callback(digest)
                 is_async = isawaitable(ending)
                 if is_async:
                     ending = await ending
@@ -260,19 +266,17 @@ class Dispatcher(Generic[T]):
                         "the callback returned %r: it must be an async function", type(ending).__name__,
                         extra={"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt},
                     )  # fmt: skip
-        except DeliverySignal as signal:
-            return signal
-        except Exception as error:
-            return self._meant_by(error, timer.expired())
         except BaseException as error:
-            return error
+            return self._meant_by(error, timer.expired())
         return None
 
-    def _meant_by(self, error: Exception, expired: bool) -> Exception:
+    def _meant_by(self, error: BaseException, expired: bool) -> BaseException:
         """Return the signal in an exception group, or the timeout behind an error; else the error."""
+        if isinstance(error, DeliverySignal) or not isinstance(error, Exception):
+            return error
         meant = _signal_in(error)
         if meant is None and expired:
-            meant = TimedOut(f"no outcome within {self._timeout:g} s")
+            meant = TimedOut(f"no outcome within {self.delivery_timeout:g} s")
         if meant is not None:
             meant.__cause__ = error
         return meant or error
@@ -322,23 +326,21 @@ class Dispatcher(Generic[T]):
         retry = Retry(attempt.lease, milliseconds(delay), describe(signal), attempt.policy.terms.limits, give_back=True)
         return Outcome(retry, "deferred", pause=delay if signal.pause else 0.0)
 
-    def _failed(self, attempt: Attempt[T], error: BaseException, unknown: bool = False, reason: str = "") -> Outcome:
+    def _failed(self, attempt: Attempt[T], error: BaseException, reason: str = "") -> Outcome:
         lease, reason = attempt.lease, reason or describe(error)
-        shown = self._worth_a_traceback(error)
+        unknown, shown = isinstance(error, TimedOut), self._worth_a_traceback(error)
         success = None if isinstance(error, DeliverySignal) else False
-        if lease.attempt >= self._retry.max_attempts:
+        if lease.attempt >= self.retry.max_attempts:
             return self._buried(attempt, reason, success=success, error=shown)
-        delay_ms = self._delay_ms(lease)
-        line, facts = "attempt %d to deliver %r failed, the next is in %.3g s: %s", facts_of(lease, reason, delay_ms)
-        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, exc_info=shown, extra=facts)
-        retry = Retry(attempt.lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
+        delay_ms = self._delay_ms(lease, reason, "failed", shown)
+        retry = Retry(lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
         return Outcome(retry, "timeout" if unknown else "failed", success=success)
 
     def _worth_a_traceback(self, error: BaseException) -> BaseException | None:
         """Return the error if its traceback tells something new: it does not for the second of a kind in a row."""
         if isinstance(error, (DeliverySignal, InvalidArgument, TimedOut)):  # the reason tells all of it
             return None
-        raised_at = [(frame.tb_frame.f_code, frame.tb_lineno) for frame in _frames(error)][-1:]
+        raised_at = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)][-1:]
         known, self._last_kind = self._last_kind, (type(error), raised_at)
         return None if self._last_kind == known else error
 
@@ -348,36 +350,31 @@ class Dispatcher(Generic[T]):
             return self._closed(attempt, "delivered")
         strangers = [record_id for record_id in signal.failed if record_id not in known]
         if strangers:
-            return self._failed(
-                attempt, signal, reason=one_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
-            )
+            reason = one_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
+            return self._failed(attempt, signal, reason)
         failed = [record_id.encode() for record_id in signal.failed]
         delivered = len(known) - len(failed)
         reason = one_line("; ".join(f"{name}: {text_of(why)}" for name, why in signal.failed.items()))
-        bad = attempt.contents.undecodable
-        if attempt.lease.attempt >= self._retry.max_attempts:
+        if lease.attempt >= self.retry.max_attempts:
             letters = [NewDeadLetter(reason, failed), *self._letters(attempt)]
             facts = {**facts_of(lease, reason), "records": len(failed)}
             logger.error("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
-            return self._failed(attempt, signal, reason=reason)
-        delay_ms = self._delay_ms(lease)
-        line, facts = (
-            "attempt %d to deliver %r failed in part, the next is in %.3g s: %s",
-            facts_of(lease, reason, delay_ms),
-        )
-        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, extra=facts)
-        retry = Retry(
-            attempt.lease, delay_ms, reason, attempt.policy.terms.limits,
-            attempt.taken, [*failed, *bad], delivered, aged=attempt.contents.aged,
-        )  # fmt: skip
+            return self._failed(attempt, signal, reason)
+        kept, limits = [*failed, *attempt.contents.undecodable], attempt.policy.terms.limits
+        delay_ms, aged = self._delay_ms(lease, reason, "failed in part"), attempt.contents.aged
+        retry = Retry(lease, delay_ms, reason, limits, attempt.taken, kept, delivered, aged=aged)
         return Outcome(retry, "partial", delivered)
 
-    def _delay_ms(self, lease: Lease) -> int:
+    def _delay_ms(self, lease: Lease, reason: str, how: str, error: BaseException | None = None) -> int:
+        """Return the wait before the next attempt, and log it."""
         try:
-            return self._retry.delay_ms(lease.attempt)
+            delay_ms = self.retry.delay_ms(lease.attempt)
         except Exception:
-            facts = facts_of(lease)
-            logger.exception("the retry strategy failed; attempt %d waits a minute", lease.attempt, extra=facts)
-            return FALLBACK_DELAY_MS
+            line, facts = "the retry strategy failed; attempt %d waits a minute", facts_of(lease)
+            logger.exception(line, lease.attempt, extra=facts)
+            delay_ms = FALLBACK_DELAY_MS
+        line, facts = f"attempt %d to deliver %r {how}, the next is in %.3g s: %s", facts_of(lease, reason, delay_ms)
+        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, exc_info=error, extra=facts)
+        return delay_ms

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from aiodigest.backend import Backend, Lease, Retired
+from aiodigest.backend import Lease, Retired
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import milliseconds
-from aiodigest.worker.availability import Availability
+from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import Call
-from aiodigest.worker.logs import facts_of
-from aiodigest.worker.timer import GRAIN, Timer
+from aiodigest.worker.reasons import facts_of
+from aiodigest.worker.tasks import GRAIN, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +42,11 @@ class ActiveDelivery:
 
 
 class Leases:
-    """Keeps the leases of the deliveries under way in one shard.
+    """Keeps the leases of the deliveries under way in one shard."""
 
-    ``on_renewed`` is called after each renewal, and ``on_lost_contact`` when a call to the store has failed.
-    """
-
-    def __init__(
-        self,
-        shard: int,
-        backend: Backend,
-        lease_timeout: float,
-        availability: Availability,
-        on_renewed: Callable[[], None],
-        on_lost_contact: Callable[[], None],
-    ) -> None:
+    def __init__(self, shard: int, shared: Shared) -> None:
         self._shard = shard
-        self._backend = backend
-        self._lease_timeout = lease_timeout
-        self._lease_ms = milliseconds(lease_timeout)
-        self._availability = availability
-        self._on_renewed = on_renewed
-        self._on_lost_contact = on_lost_contact
+        self._shared = shared
         self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
         self._timer = Timer(self._expire)  # for the lease that ends first
@@ -91,8 +74,8 @@ class Leases:
     def failed(self, error: Exception, calls: str) -> None:
         """Note that a call of a kind failed."""
         self._failures += 1
-        self._availability.failed(error, calls)
-        self._on_lost_contact()
+        self._shared.availability.failed(error, calls)
+        self._shared.limit.changed.set()  # what waits to be reported makes room for others
 
     def heard(self, at: float, now_ms: int) -> None:
         """Note that the store has answered a claim that was sent at this time, at ``now_ms`` by its clock."""
@@ -105,17 +88,13 @@ class Leases:
         self.active[active] = None
         self.extend(active, since)
 
-    def remove(self, active: ActiveDelivery) -> None:
-        """Forget the lease of a delivery that has ended."""
-        del self.active[active]
-
     def extend(self, active: ActiveDelivery, since: float) -> None:
         """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
 
         The end is counted from before the call that granted the lease, so that it is never assumed later than it is.
         """
         if not active.task.done():
-            active.ends = since + self._lease_timeout
+            active.ends = since + self._shared.lease_timeout
             self._timer.set(active.ends)
 
     def _lose(self, active: ActiveDelivery) -> None:
@@ -143,32 +122,26 @@ class Leases:
         long time.
         """
         loop = asyncio.get_running_loop()
-        third = self._lease_timeout / 3
+        third = self._shared.lease_timeout / 3
         while True:
             due = self._renewed + third if self.active or self.is_cut_off else self._heard + 1.1 * third
             if (rest := due - loop.time()) > 0:
                 await asyncio.sleep(min(rest, third / 3))  # the next due time may have changed by then
-            else:
-                await self._renew_at_last()
-
-    async def _renew_at_last(self) -> None:
-        while True:
+                continue
             try:
-                return await self.renew()
+                await self.renew()
             except Retired:
                 raise
             except Exception as error:
                 self.failed(error, self.calls)
-            await self._availability.pause(self.calls)
+                await self._shared.availability.pause(self.calls)
 
     async def renew(self) -> None:
         """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
         renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
-        sent = asyncio.get_running_loop().time()
-        failures = self._failures
-        kept = await self._backend.renew(
-            self._shard, [lease for _, lease in renewed], self._lease_ms, since_ms=self.since_ms
-        )
+        sent, failures = asyncio.get_running_loop().time(), self._failures
+        leases, lease_ms = [lease for _, lease in renewed], milliseconds(self._shared.lease_timeout)
+        kept = await self._shared.backend.renew(self._shard, leases, lease_ms, since_ms=self.since_ms)
         self._renewed = self._heard = sent
         self._failures_answered = failures
         for (active, lease), held in zip(renewed, kept, strict=True):
@@ -179,8 +152,8 @@ class Leases:
                 self.extend(active, sent)
             elif active.lease is lease:
                 self._lose(active)
-        self._availability.answered(self.calls)
-        self._on_renewed()
+        self._shared.availability.answered(self.calls)
+        self._shared.notice_layout()  # a worker that rests learns of a change by this call alone
 
     def end(self) -> None:
         """End what is still under way: after a fault, or callbacks that ignore their cancellation."""

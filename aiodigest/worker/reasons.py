@@ -1,10 +1,17 @@
-"""The reasons that are stored and logged for what was not delivered."""
+"""The reasons that are stored and logged for what was not delivered; docs/howto/read-the-log.md explains the lines."""
 
 from __future__ import annotations
 
+import logging
+
+from aiodigest.backend import Claims, Lease
 from aiodigest.errors import CodecError, DeliverySignal
+from aiodigest.models import Delivery
+
+logger = logging.getLogger(__name__)
 
 ERROR_LENGTH = 500
+FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
 class TimedOut(Exception):
@@ -29,3 +36,32 @@ def text_of(value: object) -> str:
 def one_line(text: str) -> str:
     """Return a text as one line of bounded length, in UTF-8."""
     return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]
+
+
+def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None = None) -> dict[str, object]:
+    """Return the fields that name a line's attempt, and if given the reason, and in how long the next one is."""
+    facts: dict[str, object] = {"timeline": what.key, "digest_id": what.digest_id, "attempt": what.attempt}
+    if reason:
+        facts["reason"] = str(reason)
+    return facts if delay_ms is None else {**facts, "next_in": delay_ms / 1000}
+
+
+def log_losses(claims: Claims) -> None:
+    """Log the problems a claim found: a few timelines by name, and the number of others."""
+    for key, reason in claims.broken[:FEW]:
+        facts = {"timeline": key, "reason": reason}
+        logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
+    if more := claims.broken[FEW:]:
+        facts = {"reason": more[0][1]}
+        logger.error("%d more timelines cannot be read and are set aside for a lease", len(more), extra=facts)
+    if empty := [key for key, count in claims.expired if not count]:  # evicted, or written by another program
+        line = "%d timelines were due and hold no records, such as %r: the server or a program may have taken them"
+        logger.warning(line, len(empty), empty[0], extra={"timeline": empty[0]})
+    lost = [(key, count) for key, count in claims.expired if count]
+    for key, count in lost[:FEW]:
+        facts = {"timeline": key, "records": count}
+        logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
+    if more := lost[FEW:]:
+        records = sum(count for _, count in more)
+        line = "%d more timelines outlived their ttl: %d records are lost"
+        logger.error(line, len(more), records, extra={"records": records})

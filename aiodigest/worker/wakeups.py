@@ -18,21 +18,13 @@ class WakeUps:
         self._listen = listen
         self._listening: asyncio.Task[str | None] | None = None
         self._failures = 0  # of listening, in a row
-        self._woken = asyncio.Event()
-
-    def wake(self) -> None:
-        """End the wait, or the next one."""
-        self._woken.set()
-
-    def clear(self) -> None:
-        """Forget the calls of ``wake`` so far."""
-        self._woken.clear()
+        self.woken = asyncio.Event()  # ends the wait, or the next one
 
     async def wait(self, seen: str, timeout: float) -> None:
-        """Wait for an entry of the stream after ``seen``, or for ``wake``, for at most ``timeout`` seconds."""
+        """Wait for an entry of the stream after ``seen``, or for ``woken``, for at most ``timeout`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        woken = asyncio.create_task(self._woken.wait())
+        woken = asyncio.create_task(self.woken.wait())
         try:
             while not woken.done() and (rest := deadline - loop.time()) > 0:
                 if self._listening is None or self._listening.done():
