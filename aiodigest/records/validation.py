@@ -10,7 +10,7 @@ from dis import get_instructions
 from functools import partial
 from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunction, isgenerator, isgeneratorfunction
 from itertools import islice
-from math import inf, nan
+from math import inf
 from types import FunctionType
 from typing import TypeVar
 
@@ -44,14 +44,9 @@ def whole(value: object, what: str, least: int, most: int | None = None) -> int:
 
 def duration(value: float | timedelta, what: str, least: float = 0.0, *, positive: bool = False) -> float:
     """Return a duration in seconds, of at least ``least`` (or above 0, if ``positive``) and at most ten years."""
-    match value:
-        case timedelta():
-            number = value.total_seconds()
-        case int() | float() if not isinstance(value, bool):
-            number = value
-        case _:
-            number = nan
-    if not least <= number <= TEN_YEARS or (positive and not number):
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_number or not least <= number <= TEN_YEARS or (positive and not number):
         allowed = "more than 0" if positive else f"at least {least:g}"
         allowed += f" and at most {TEN_YEARS} seconds (ten years), or such a timedelta"
         raise InvalidArgument(f"{what} must be {allowed}, not {shown(value)}")

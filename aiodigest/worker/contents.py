@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from aiodigest.backend import NewDeadLetter
 from aiodigest.codecs import Codec
 from aiodigest.models import Record
 from aiodigest.records.entries import RawRecord, unpack, unpack_latest
@@ -35,13 +34,6 @@ class Contents(Generic[T]):
     undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
     aged: int = 0
     contexts: list[bytes] = field(default_factory=list[bytes])
-
-    def letters(self) -> list[NewDeadLetter]:
-        """Return undecodable records, a letter for each reason: after a change of the type they may be every record."""
-        ids: dict[str, list[bytes]] = {}
-        for record_id, reason in self.undecodable.items():
-            ids.setdefault(reason, []).append(record_id)
-        return [NewDeadLetter(reason, some) for reason, some in ids.items()]
 
 
 async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:

@@ -291,13 +291,15 @@ class Dispatcher(Generic[T]):
         return Outcome(report, result, delivered, success=True if result == "delivered" else None)
 
     def _letters(self, attempt: Attempt[T]) -> list[NewDeadLetter]:
-        """Return what becomes dead letters since it cannot be decoded, and say so."""
-        letters = attempt.contents.letters()
-        for letter in letters:
-            facts = {**facts_of(attempt.lease, letter.reason), "records": len(letter.ids or ())}
+        """Return a dead letter for each reason not to decode records: after a change of the type they may be all."""
+        ids: dict[str, list[bytes]] = {}
+        for record_id, reason in attempt.contents.undecodable.items():
+            ids.setdefault(reason, []).append(record_id)
+        for reason, some in ids.items():
+            facts = {**facts_of(attempt.lease, reason), "records": len(some)}
             line = "%d records of %r cannot be decoded, and are a dead letter: %s"
-            logger.error(line, facts["records"], attempt.lease.key, letter.reason, extra=facts)
-        return letters
+            logger.error(line, len(some), attempt.lease.key, reason, extra=facts)
+        return [NewDeadLetter(reason, some) for reason, some in ids.items()]
 
     def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
         limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
@@ -306,17 +308,12 @@ class Dispatcher(Generic[T]):
         )
 
     def _buried(
-        self,
-        attempt: Attempt[T],
-        reason: str,
-        result: Result = "buried",
-        success: bool | None = None,
-        error: BaseException | None = None,
+        self, attempt: Attempt[T], reason: str, result: Result = "buried", error: BaseException | None = None
     ) -> Outcome:
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
         line = "digest %s of %r is a dead letter after attempt %d: %s"
         logger.error(line, lease.digest_id, lease.key, lease.attempt, reason, exc_info=error, extra=facts)
-        return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result, success=success)
+        return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:
@@ -331,7 +328,7 @@ class Dispatcher(Generic[T]):
         unknown, shown = isinstance(error, TimedOut), self._worth_a_traceback(error)
         success = None if isinstance(error, DeliverySignal) else False
         if lease.attempt >= self.retry.max_attempts:
-            return self._buried(attempt, reason, success=success, error=shown)
+            return self._buried(attempt, reason, error=shown)._replace(success=success)
         delay_ms = self._delay_ms(lease, reason, "failed", shown)
         retry = Retry(lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
         return Outcome(retry, "timeout" if unknown else "failed", success=success)

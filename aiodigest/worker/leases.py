@@ -83,11 +83,6 @@ class Leases:
         if self.since_ms is None:
             self.since_ms = now_ms
 
-    def add(self, active: ActiveDelivery, since: float) -> None:
-        """Keep the lease of a delivery, granted by a call that was sent at ``since``."""
-        self.active[active] = None
-        self.extend(active, since)
-
     def extend(self, active: ActiveDelivery, since: float) -> None:
         """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
 

@@ -11,13 +11,13 @@ from typing import TypeVar
 from aiodigest.backend import Claims, Close, Closed, Retired, Retry, entries_of
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
 from aiodigest.policy import milliseconds
+from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_losses
 from aiodigest.worker.tasks import retrieve
-from aiodigest.worker.wakeups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,54 @@ T = TypeVar("T")
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
+
+
+class WakeUps:
+    """Waits for wake-ups. ``listen`` waits for an entry of the stream after a given one, and returns the last.
+
+    Listening goes on from one ``wait`` to the next, until ``close``.
+    """
+
+    def __init__(self, listen: Callable[[str], Awaitable[str]]) -> None:
+        self._listen = listen
+        self._listening: asyncio.Task[str | None] | None = None
+        self._failures = 0  # of listening, in a row
+        self.woken = asyncio.Event()  # ends the wait, or the next one
+
+    async def wait(self, seen: str, timeout: float) -> None:
+        """Wait for an entry of the stream after ``seen``, or for ``woken``, for at most ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        woken = asyncio.create_task(self.woken.wait())
+        try:
+            while not woken.done() and (rest := deadline - loop.time()) > 0:
+                if self._listening is None or self._listening.done():
+                    self._listening = asyncio.create_task(self._next(seen))
+                await asyncio.wait([woken, self._listening], timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                # What began to listen before the claim may hear of an entry that the claim has seen.
+                if self._listening.done() and self._listening.result() != seen:
+                    break
+        finally:
+            woken.cancel()
+
+    async def _next(self, seen: str) -> str | None:
+        try:
+            last = await self._listen(seen)
+        except Exception:
+            # The next claim finds out what is wrong; should it succeed all the same, this is no busy loop.
+            self._failures += 1
+            if self._failures > 1:
+                await asyncio.sleep(BACKOFF(self._failures))
+            return None
+        self._failures = 0
+        return last
+
+    async def close(self) -> None:
+        """Stop listening: the connection may be dead, and never tell."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])
+            self._listening = None
 
 
 class ShardWorker:
@@ -102,20 +150,16 @@ class ShardWorker:
 
     async def _claim(self, count: int) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
-        loop = asyncio.get_running_loop()
-        sent = loop.time()
+        shared, loop = self._shared, asyncio.get_running_loop()
+        sent, sample = loop.time(), shared.limit.backoff.level > 0
         try:
-            with self._shared.limit.reserve(self.shard, count):
+            with shared.limit.reserve(self.shard, count):
                 if self.leases.active and self.leases.is_cut_off:  # else it might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
-                claims = await self._shared.backend.claim(
-                    self.shard,
-                    count,
-                    milliseconds(self._shared.lease_timeout),
-                    self._shared.limits,
-                    sample=self._shared.limit.backoff.level > 0,
-                    since_ms=self.leases.since_ms,
+                lease_ms, since_ms = milliseconds(shared.lease_timeout), self.leases.since_ms
+                claims = await shared.backend.claim(
+                    self.shard, count, lease_ms, shared.limits, sample=sample, since_ms=since_ms
                 )
         except Retired:
             raise
@@ -123,18 +167,19 @@ class ShardWorker:
             self.leases.failed(error, self._claims)
             self._claim_failed = True
             return None
-        self._shared.availability.answered(self._claims)
+        shared.availability.answered(self._claims)
         self.leases.heard(sent, claims.now_ms)
         self._claim_failed = False
-        self._shared.notice_layout()
+        shared.notice_layout()
         log_losses(claims)
         now = loop.time()
         for lease in claims.leases:
             active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000)
-            self._shared.limit.backoff.began(lease.key, now)
+            shared.limit.backoff.began(lease.key, now)
             active.task = asyncio.create_task(self._deliver(active))
             active.task.add_done_callback(partial(self._on_done, active))
-            self.leases.add(active, sent)
+            self.leases.active[active] = None
+            self.leases.extend(active, sent)
         return claims
 
     # Delivering
@@ -182,7 +227,6 @@ class ShardWorker:
                 self._shared.limit.changed.set()
             ended = loop.time()
             self._shared.limit.learn(active.lease.key, outcome.success, started, ended, outcome.pause)
-        sent = loop.time()
         closed = await self._until_answered(partial(outcome.report_to, self._closes.submit, self._retries.submit))
         tell(self._shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
@@ -191,7 +235,7 @@ class ShardWorker:
         if closed.status != "part":
             return False
         active.lease, active.stage = outcome.rest(closed), "claimed"
-        self.leases.extend(active, max(sent, active.ends - self._shared.lease_timeout))  # the store has renewed it too
+        self.leases.extend(active, max(ended, active.ends - self._shared.lease_timeout))  # the store has renewed it too
         return True
 
     def _on_done(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
