@@ -60,12 +60,7 @@ class Scheduler(Shared):
         workers = list(self._workers.values())  # metrics are collected in a thread
         return sum(len(worker.leases.active) for worker in workers)
 
-    @property
-    def backoff_level(self) -> int:
-        return self.limit.backoff.level
-
     async def run(self) -> None:
-        """Deliver until stopped."""
         async with asyncio.TaskGroup() as group:
             while not self.stopping.is_set():
                 self._changed.clear()

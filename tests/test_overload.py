@@ -30,7 +30,7 @@ async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_w
             adds = [asyncio.create_task(engine.add(str(number % 25), number)) for number in range(20_000)]
             before = -1
             while before != batcher._items or batcher._room.is_set():  # until every add is queued, or waits for room
-                assert len(batcher._unanswered()) < len(adds), "there is room for all that was added"
+                assert len(batcher.unanswered) < len(adds), "there is room for all that was added"
                 before = batcher._items
                 await asyncio.sleep(0.01)
             assert before <= QUEUE_ITEMS

@@ -121,7 +121,7 @@ class Adder:
         if self._is_over or self._session.main.done():  # until then, callbacks that are waited for may add
             raise BackendUnavailable(self._session.refusal)
         for retired in [each for each in self._batchers if backend.shard_map.number_of(each) is None]:
-            if self._batchers[retired].is_idle:  # everything in it has an answer
+            if not self._batchers[retired].unanswered:
                 del self._batchers[retired]
                 self._tasks.pop(retired).cancel()
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is

@@ -151,7 +151,9 @@ class BackgroundSession(Session):
         worker, cut_off = self._scheduler, self._adder.is_cut_off
         if worker is None:
             return Activity(unavailable=cut_off or not self._is_connected, fault=self.fault)
-        return Activity(0, worker.delivering, worker.backoff_level, cut_off or self.availability.is_lost, self.fault)
+        return Activity(
+            0, worker.delivering, worker.limit.backoff.level, cut_off or self.availability.is_lost, self.fault
+        )
 
     @property
     def fault(self) -> str:

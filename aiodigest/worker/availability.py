@@ -36,7 +36,6 @@ class Availability:
 
     @property
     def is_lost(self) -> bool:
-        """True while the store is unavailable."""
         return bool(self._tries)
 
     def why_lost(self, but: Container[str] = ()) -> str:
@@ -47,7 +46,6 @@ class Availability:
         return next((why for at, why in map(self._latest.__getitem__, kinds) if at >= since), "")
 
     def failed(self, error: Exception, call: str = "") -> None:
-        """Note that a call of a kind failed."""
         if call in self._calming:
             self._calming.pop(call).cancel()
         if not self._tries:
@@ -63,7 +61,6 @@ class Availability:
         self._answered[call].clear()
 
     def answered(self, call: str = "") -> None:
-        """Note that a call of a kind was answered."""
         if self._tries.pop(call, 0):
             self._answered[call].set()
             if not self._tries:

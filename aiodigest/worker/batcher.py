@@ -144,15 +144,11 @@ class Batcher(Generic[Item, Answer]):
         """Refuse new items, and return when nothing is queued or in flight."""
         self._ended = True
         self._room.set()
-        while pending := [job.answer for job in self._unanswered()]:
+        while pending := [job.answer for job in self.unanswered]:
             await asyncio.wait(pending)
 
     @property
-    def is_idle(self) -> bool:
-        """True if nothing waits for an answer."""
-        return not self._unanswered()
-
-    def _unanswered(self) -> list[Job[Item, Answer]]:
+    def unanswered(self) -> list[Job[Item, Answer]]:
         return [job for queue in self._queues for job in (*queue.flight, *queue.waiting) if not job.answer.done()]
 
     def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
@@ -191,7 +187,7 @@ class Batcher(Generic[Item, Answer]):
         for queue in self._queues:
             self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
             self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
-        if unanswered := self._unanswered():
+        if unanswered := self.unanswered:
             self._timer.set(max(min(job.deadline for job in unanswered), now + GRAIN))
 
     def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:

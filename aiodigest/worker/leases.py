@@ -72,7 +72,6 @@ class Leases:
         return sum(each.stage != "reporting" for each in self.active)
 
     def failed(self, error: Exception, calls: str) -> None:
-        """Note that a call of a kind failed."""
         self._failures += 1
         self._shared.availability.failed(error, calls)
         self._shared.limit.changed.set()  # what waits to be reported makes room for others

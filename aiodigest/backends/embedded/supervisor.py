@@ -164,7 +164,7 @@ class Supervisor:
         self.departed: list[socket.socket] = []  # these wait for the close: now, or once the server of the last is gone
         self.accept_due = inf  # when to accept users again; inf: when they come
         self.crowded = False
-        self.spare = os.open(os.devnull, os.O_RDONLY)  # the descriptor to log with when no other is left
+        self.spare = socket.socket(socket.AF_UNIX)  # the descriptor to log with when no other is left
         self.dismissed = False
         self.server: subprocess.Popen[bytes] | None = None
         self.output: IO[bytes]  # what the server prints
@@ -200,7 +200,6 @@ class Supervisor:
                 self.step()
 
     def step(self) -> None:
-        """Do what is due."""
         now = time.monotonic()
         while self.departed:
             self.departed.pop().close()
@@ -239,11 +238,9 @@ class Supervisor:
             if not self.crowded:
                 self.crowded = True
                 with suppress(OSError):
-                    if self.spare >= 0:
-                        os.close(self.spare)
-                    self.spare = -1
+                    self.spare.close()
                     self.log(f"users have to wait: {error}\n".encode())
-                    self.spare = os.open(os.devnull, os.O_RDONLY)
+                    self.spare = socket.socket(socket.AF_UNIX)
 
     def listen(self, user: socket.socket) -> None:
         with suppress(BlockingIOError):
