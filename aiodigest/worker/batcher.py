@@ -94,7 +94,13 @@ class Batcher(Generic[Item, Answer]):
         loop = asyncio.get_running_loop()
         deadline = (loop.time() if since is None else since) + self._timeout
         if not self._room.is_set():
-            await self._wait_for_room(deadline)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    while not self._room.is_set():  # another waiter may have taken the room
+                        await self._room.wait()
+            except TimeoutError:
+                message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
+                raise BackendUnavailable(message, stored="no") from None
         if self._ended:
             await asyncio.sleep(0)  # a caller that retries at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
@@ -108,15 +114,6 @@ class Batcher(Generic[Item, Answer]):
             self._room.clear()
         self._timer.set(deadline)
         return await job.answer
-
-    async def _wait_for_room(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                while not self._room.is_set():  # another waiter may have taken the room
-                    await self._room.wait()
-        except TimeoutError:
-            message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
-            raise BackendUnavailable(message, stored="no") from None
 
     async def run(self) -> None:
         """Send queued items until cancelled; anything then unsent fails as not stored."""

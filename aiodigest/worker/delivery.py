@@ -49,11 +49,9 @@ class TracedAttempt(Protocol):
 
         An attempt that was cut short has no outcome.
         """
-        ...
 
     def left(self) -> None:
         """Note that the callback has ended."""
-        ...
 
 
 class Tracing(Protocol):
