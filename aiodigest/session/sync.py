@@ -4,10 +4,8 @@ That thread is the bridge. It starts with the first add, and serves all engines,
 the one in which it may be entered at the same time. Nothing is buffered, so the process may end at any time.
 
 A forked child gets a bridge of its own. It keeps its parent's bridge, but never uses it again: that one shares sockets
-and a selector with the parent, and closing them would write to the parent's.
-
-Why not anyio's ``start_blocking_portal``? A child that ends collects its generator, which then waits forever for a
-thread that only the parent has; and Ctrl-C during its start waits for a thread that nobody stops.
+and a selector with the parent, and closing them would write to the parent's. It is not anyio's
+``start_blocking_portal``: docs/design.md says why.
 """
 
 from __future__ import annotations
