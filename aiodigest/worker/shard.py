@@ -209,28 +209,26 @@ class ShardWorker:
 
     async def _deliver_part(self, active: ActiveDelivery) -> bool:
         """Deliver a digest, or its next part; True if there is more to do under this lease."""
-        loop = asyncio.get_running_loop()
+        loop, lease, read = asyncio.get_running_loop(), active.lease, self._shared.backend.read
         async with self._shared.limit.gate:
-            read = partial(self._shared.backend.read, self.shard, active.lease)
             entries = await entries_of(
-                active.lease, lambda start, count: self._until_answered(partial(read, start, count))
+                lease, lambda start, count: self._until_answered(partial(read, self.shard, lease, start, count))
             )
-            attempt = await self._shared.dispatcher.prepare(active.lease, entries)
+            attempt = await self._shared.dispatcher.prepare(lease, entries)
             if self._shared.stopping.is_set():
                 return True
             if (started := loop.time()) >= active.ends:  # this process was stopped while others ran
-                raise LeaseLost(f"the lease on timeline {active.lease.key!r} ended before its delivery began")
+                raise LeaseLost(f"the lease on timeline {lease.key!r} ended before its delivery began")
             active.stage = "calling"
             outcome = await self._shared.dispatcher.deliver(attempt, active.call)
             active.stage = "reporting"
             if self.leases.is_cut_off:
                 self._shared.limit.changed.set()
             ended = loop.time()
-            self._shared.limit.learn(active.lease.key, outcome.success, started, ended, outcome.pause)
+            self._shared.limit.learn(lease.key, outcome.success, started, ended, outcome.pause)
         closed = await self._until_answered(partial(outcome.report_to, self._closes.submit, self._retries.submit))
         tell(self._shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
-            lease = active.lease
             raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} ended, or is another worker's")
         if closed.status != "part":
             return False
