@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext, suppres
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
-from secrets import token_hex
+from os import urandom
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 
 from typing_extensions import TypeVar
@@ -534,8 +534,11 @@ class DigestEngine(Generic[T]):
         policies: Mapping[str, Policy | BaseException] | None = None,
     ) -> Add:
         name(key, "key", self.bounds.name)
-        record = name(token_hex(MADE_UP // 2) if record_id is None else record_id, "record_id", self.bounds.name)
-        policy = policies[key] if policies else await self._policies.of(key, self.timeout)
+        if record_id is None:
+            record = urandom(MADE_UP // 2).hex().encode()
+        else:
+            record = name(record_id, "record_id", self.bounds.name)
+        policy = self._policies.fixed or (policies[key] if policies else await self._policies.of(key, self.timeout))
         if isinstance(policy, BaseException):
             raise policy
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()

@@ -78,7 +78,8 @@ DEFAULT = Bounds()
 
 def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
     """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
-    require(isinstance(value, str), what, "a str", value)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(False, what, "a str", value)
     try:
         encoded = value.encode()
     except UnicodeEncodeError:
