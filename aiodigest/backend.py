@@ -197,7 +197,7 @@ class Page(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StoredDeadLetter:
-    """A dead letter as stored."""
+    """A dead letter as stored. A ``broken`` one cannot be read, as its ``reason`` says, and can only be discarded."""
 
     id: str
     key: str
@@ -206,6 +206,7 @@ class StoredDeadLetter:
     attempt: int
     digest_id: str
     entries: Sequence[bytes] = field(default=(), repr=False)
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

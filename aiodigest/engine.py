@@ -692,6 +692,8 @@ class DigestEngine(Generic[T]):
         letter = await backend.operations.dead_letter(letter_id)
         if letter is None:
             raise InvalidState(f"there is no dead letter {letter_id!r}")
+        if letter.broken:
+            raise InvalidState(f"dead letter {letter_id!r} is broken: {letter.reason}; it can only be discarded")
         policy = await self._policies.of(letter.key, self.timeout)
         ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
         session.poke(backend.shard_map.shard_of(letter.key))

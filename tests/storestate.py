@@ -11,6 +11,10 @@ State = dict[str, Any]
 SETS = ("waiting", "ready", "leased")
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
 SHARED = (b"waiting", b"ready", b"leased", b"dead", b"wake", b"layout")
+FIELDS = {
+    "end", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part", "cut",
+    "frozen", "parted", "since", "error", "flush", "own",
+}  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done"}  # of a timeline without records
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
@@ -96,9 +100,11 @@ def redis_state(client: Any, tag: str) -> State:
             empty: State = {"log": [], "open": [], "meta": {}}
             timeline = timelines.setdefault(name, empty)
             timeline[kind.decode()] = (
-                {field.decode(): text.decode() for field, text in value.items()} if kind == b"meta" else value
+                {field.decode(): text.decode() for field, text in value.items() if field.decode() in FIELDS}
+                if kind == b"meta"
+                else value
             )
-    state["timelines"] = timelines
+    state["timelines"] = {name: timeline for name, timeline in timelines.items() if any(timeline.values())}
     state["dead"] = {
         letter.decode(): (
             int(facts[letter][b"buried"]), facts[letter][b"key"].decode(), facts[letter][b"reason"].decode(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -717,6 +717,97 @@ async def test_without_a_doorbell_that_can_be_read_all_is_claimed_and_no_attempt
     claims = await claim(backend)
     assert [(lease.key, lease.attempt) for lease in claims.leases] == [("k", 1)]
     assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+
+
+@pytest.mark.parametrize("last", [None, "18446744073709551615-18446744073709551615"], ids=["no stream", "the last id"])
+async def test_a_claim_takes_away_a_doorbell_that_cannot_ring(
+    backend: RedisBackend, raw: Raw, last: str | None
+) -> None:
+    await backend.add(0, [record("k")])
+    raw.client.delete(raw.key("wake"))
+    if last:
+        raw.client.xadd(raw.key("wake"), {"at": 0}, id=last)
+    else:
+        raw.client.set(raw.key("wake"), "x")
+    claims = await claim(backend)
+    await backend.add(0, [record("another")])
+    async with asyncio.timeout(60):
+        assert await backend.wait(0, claims.wake_up) != claims.wake_up
+
+
+async def test_fields_of_another_program_in_the_meta_of_a_timeline_change_nothing(
+    backend: RedisBackend, raw: Raw
+) -> None:
+    await backend.add(0, [record("theirs"), record("ours")])
+    foreign = ("stored", "key", "touched", "idle", "problem", "logged", "opened")
+    raw.client.hset(raw.key("meta:theirs"), mapping=dict.fromkeys(foreign, "1"))
+    claims = await claim(backend)
+    assert {lease.key for lease in claims.leases} == {"theirs", "ours"}
+    assert await backend.close(0, [*map(closing, claims.leases)]) == [Closed("closed")] * 2
+
+
+@pytest.fixture
+async def living(server: Server, namespace: str) -> AsyncGenerator[tuple[RedisBackend, DigestEngine]]:
+    """A backend and an engine by the server's clock."""
+    engine = DigestEngine(server.url, namespace=namespace)
+    async with connected(server.url, namespace) as backend, engine, asyncio.timeout(60):
+        yield backend, engine
+
+
+async def test_reschedule_ends_although_the_log_cannot_be_read(
+    living: tuple[RedisBackend, DigestEngine], raw: Raw
+) -> None:
+    backend, engine = living
+    await backend.add(0, [record("k")])
+    await backend.close(0, [closing((await claim(backend)).leases[0])])
+    await backend.add(0, [record("k")])
+    raw.client.set(raw.key("log:k"), "not ours", ex=100)
+    with suppress(InvalidState):
+        await engine.reschedule("k")
+
+
+@pytest.mark.parametrize("part", ["letter", "remains"])
+async def test_a_broken_dead_letter_is_listed_with_its_error_beside_the_others_and_can_be_discarded(
+    living: tuple[RedisBackend, DigestEngine], raw: Raw, part: str
+) -> None:
+    backend, engine = living
+    await backend.add(0, [record("first"), record("second")])
+    for lease in (await claim(backend)).leases:
+        await backend.close(0, [closing(lease, [NewDeadLetter("no")])])
+    broken, sound = [letter.id async for letter in engine.dead_letters()]
+    raw.client.set(raw.key(f"{part}:{broken}"), "not ours", ex=100)
+    letters = {letter.id: letter async for letter in engine.dead_letters()}
+    assert "WRONGTYPE" in letters[broken].reason
+    assert letters[sound].reason == "no"
+    with pytest.raises(InvalidState, match=r"is broken.*discard"):
+        await engine.replay(broken)
+    assert await engine.discard(broken)
+    assert [letter.id async for letter in engine.dead_letters()] == [sound]
+
+
+async def test_a_close_whose_dead_letter_has_no_place_answers_with_its_error_and_the_others_are_closed(
+    backend: RedisBackend, raw: Raw
+) -> None:
+    await backend.add(0, [record("a"), record("b")])
+    raw.client.set(raw.key("dead"), "not ours")
+    first, second = (await claim(backend)).leases
+    refused, closed = await backend.close(0, [closing(first, [NewDeadLetter("no")]), closing(second)])
+    assert isinstance(refused, InvalidState)
+    assert closed == Closed("closed")
+    raw.client.delete(raw.key("dead"))
+
+
+async def test_marks_that_are_no_numbers_keep_nobody_from_the_counts_or_from_a_look_at_the_namespace(
+    living: tuple[RedisBackend, DigestEngine], raw: Raw
+) -> None:
+    backend, engine = living
+    await backend.add(0, [record("k")])
+    await claim(backend)
+    raw.client.hset(raw.key("layout"), mapping={"seen": "x", "lease": "nan", "hold": "inf", "digests": "inf"})
+    assert not (await engine.stats()).digests
+    assert await backend.maintenance() == []
+    found = await engine.examine()
+    assert [finding for finding in found if finding.check == "shards" and "seen, lease, hold" in finding.message]
 
 
 async def test_a_close_counts_and_rings_although_a_counter_is_no_number(backend: RedisBackend, raw: Raw) -> None:

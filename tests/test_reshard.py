@@ -444,6 +444,25 @@ async def test_adds_that_are_queued_during_a_change_go_to_the_new_shards(server:
     assert sizes == {1: 301}
 
 
+async def test_a_broken_dead_letter_is_named_when_all_else_has_moved_and_once_discarded_the_change_ends(
+    place: Place,
+) -> None:
+    old, new = await place.process(), await place.process()
+    broken = await bury(old, "broken", "a")
+    sound = await bury(old, "sound", "a")
+    key = old.namespace.key(0, f"letter:{broken}")
+    with place.server.client() as client:
+        client.set(key, "not ours", ex=100)
+    assert await new.operations.reshard(3)
+    with pytest.raises(InvalidState, match=f"{broken}.* is broken.* discard it"):
+        await new.operations.drain()
+    assert (await new.operations.dead_letters(0, 10)).items == [broken]
+    assert await new.operations.dead_letter(sound, new.shard_map.shard_of("sound"))
+    assert await new.discard(broken)
+    await finish(new)
+    assert place.left_of(Layout(1)) == []
+
+
 async def test_letters_of_more_than_a_slice_move_and_the_oldest_comes_first_as_before(place: Place) -> None:
     old, new = await place.process(), await place.process()
     keys = [f"k{number}" for number in range(SLICE + 50)]

@@ -83,6 +83,7 @@ STEPS = (
     -1, -40_000, -400_000,
 )  # fmt: skip
 PARTS = ("log", "open", "meta")  # the keys of a timeline
+FOREIGN = ("stored", "key", "touched", "idle", "problem", "logged", "opened", "theirs")  # fields of its meta, not ours
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
 
 # What timelines and leases are drawn by. What is drawn more often stands there twice.
@@ -188,7 +189,8 @@ class Pair:
         self.kept = redis_state(self._client, self._namespace)
         assert self.kept == expected
         check_invariants(self.kept)
-        last = self._client.xrevrange(self._key("wake"), count=1)
+        wake = self._key("wake")
+        last = self._client.xrevrange(wake, count=1) if self._client.type(wake) == b"stream" else ()
         rung = (self.reference._wake_ups[0], last[0][0] if last else None)
         assert (rung[0] == self._rung[0]) == (rung[1] == self._rung[1]), "the doorbell of one rang, the other's did not"
         self._rung = rung
@@ -242,6 +244,57 @@ class Pair:
         if sound:
             client.restore(name, DAY, sound)
         assert self.state() == kept, "something was changed"
+
+    def add_fields(self, key: str) -> None:
+        """Write fields that are not ours into the meta of a timeline that has one."""
+        meta = self._key(f"meta:{key}")
+        if self._client.exists(meta):
+            self._client.hset(meta, mapping=dict.fromkeys(FOREIGN, "1"))
+
+    async def break_letter(self, letter: str, part: str, discard: bool) -> None:
+        """Write what is not ours into a part of a dead letter: it says so, and can be discarded. Or it is mended."""
+        kept, client = self.state(), self._client
+        name = self._key(f"{'letter' if part == 'key' else part}:{letter}")
+        sound = client.dump(name)
+        if part == "key":
+            client.hdel(name, "key")
+        else:
+            client.set(name, "not ours", px=DAY)
+        self._calls += 1
+        listed = (await self.redis.operations.dead_letters(0, 1_000)).items
+        assert listed == (await self.reference.dead_letters(0, 1_000)).items
+        for each in listed:
+            found = await self.redis.operations.dead_letter(each)
+            assert found is not None
+            assert found.broken == (each == letter)
+            if not found.broken:
+                assert found == await self.reference.dead_letter(each)
+        assert isinstance(await outcome(self.redis.replay(letter, POLICIES[0].terms, False)), InvalidState)
+        if discard:
+            assert await self.ask("discard", letter)
+        else:
+            client.delete(name)
+            client.restore(name, DAY, sound)
+            assert self.state() == kept, "something was changed"
+
+    async def break_shard(self, name: str, lease: Lease) -> None:
+        """Write what is not ours in place of what a shard has for all of its timelines; then it is mended."""
+        key = self._key(name)
+        sound, rung = self._client.dump(key), self._rung
+        self._client.set(key, "not ours")
+        if name == "dead":
+            close = Close(lease, lease.size, 0, 0, POLICIES[0].terms.limits, LEASE, 0, False, [NewDeadLetter("all")])
+            [refused] = await self.redis.close(0, [close])
+            assert isinstance(refused, InvalidState | Closed)
+        else:
+            self._rung = rung[0], None
+            await self.ask("claim", 0, 0, LEASE, POLICIES[0].terms.limits)
+            assert not self._client.exists(key), "nobody could be woken"
+            self._rung = rung
+        self._client.delete(key)
+        if sound:
+            self._client.restore(key, 0, sound)
+        self.state()
 
     async def _refusals(self, key: str, part: str) -> list[object]:
         """What the calls answer that need a part of a timeline which cannot be read."""
@@ -323,6 +376,7 @@ class Stores(RuleBasedStateMachine):
     examples = count(1)
     loop: asyncio.AbstractEventLoop
     branches: Branches | None = None
+    breaks = True  # things that the scripts of earlier versions cannot stand
     met: Counter[str]  # in how many examples each outcome of a condition was met
 
     def __init__(self) -> None:
@@ -535,6 +589,26 @@ class Stores(RuleBasedStateMachine):
         key = self.key(number, kind)
         self.call("claim", 0, 0, LEASE, POLICIES[0].terms.limits)  # so that nothing is due that is not ready
         self.loop.run_until_complete(self.stores.break_off(key, part))
+
+    @precondition(lambda self: self.breaks)
+    @rule(number=numbers, kind=kinds)
+    def something_else_adds_fields(self, number: int, kind: str) -> None:
+        self.stores.add_fields(self.key(number, kind))
+
+    @precondition(lambda self: self.breaks)
+    @rule(number=numbers, part=st.sampled_from(("letter", "remains", "key")), discard=st.booleans())
+    def something_else_breaks_a_dead_letter(self, number: int, part: str, discard: bool) -> None:
+        if not self.call("dead_letters", 0, 100).items:
+            lease = self.lease("held", 5 * number)
+            close = Close(lease, lease.size, 0, 0, POLICIES[0].terms.limits, LEASE, 0, False, [NewDeadLetter("all")])
+            self.call("close", 0, [close])
+        if letters := self.call("dead_letters", 0, 100).items:
+            self.loop.run_until_complete(self.stores.break_letter(letters[number % len(letters)], part, discard))
+
+    @precondition(lambda self: self.breaks)
+    @rule(number=numbers, name=st.sampled_from(("dead", "wake")))
+    def something_else_breaks_a_shard(self, number: int, name: str) -> None:
+        self.loop.run_until_complete(self.stores.break_shard(name, self.lease("held", 5 * number)))
 
     @precondition(lambda self: any(self.logs()))
     @rule(number=small, record_id=ids, policy=policies)

@@ -221,12 +221,12 @@ class RedisBackend(Backend):
 
     async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
         """Yield the answers of the shards that take the adds, once the dead letter is in no old shard any more: else a
-        process that moves it might bring it back after it was taken."""
+        process that moves it might bring it back after it was taken. A broken one stays in its old shard."""
         await self.namespace.connected()
         asked = set[int]()
         while left := [shard for shard in self.namespace.shard_map.current if shard not in asked]:
-            if not asked:
-                await self.namespace.bring(letter_id)
+            if not asked and (old := await self.namespace.bring(letter_id)) is not None:
+                yield await self.namespace.call(name, old, *arguments)
             asked.add(left[0])
             try:
                 yield await self.namespace.call(name, left[0], *arguments, settled=True)

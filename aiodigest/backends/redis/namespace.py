@@ -402,11 +402,13 @@ class Namespace:
 
     async def move(self, shard: int, letter_id: str, *, forget_missing: bool = True) -> None:
         """Give a dead letter to the shard that has its timeline now; drop the id of one whose facts have expired, which
-        moving all of them would meet forever."""
+        moving all of them would meet forever. Raises InvalidState if it is broken."""
         start, found = 0, False
         while reply := await self.call("letter", shard, letter_id, start):
             found = True
             *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+            if size < 0:
+                raise InvalidState(f"dead letter {letter_id!r} is broken: {text(facts[1])}; discard it")
             end = start + len(page)
             target = self.shard_map.shard_of(text(facts[0]))
             if not await self.call("keep", target, letter_id, *facts, start, int(end >= size), *page):
@@ -418,11 +420,16 @@ class Namespace:
         if found or forget_missing:
             await self.call("discard", shard, letter_id, repeat=True)
 
-    async def bring(self, letter_id: str) -> None:
-        """Move a dead letter if it is still in an old shard."""
+    async def bring(self, letter_id: str) -> int | None:
+        """Move a dead letter if it is still in an old shard; return that if it is broken, and cannot be moved."""
         for shard in self.shard_map.draining:
-            with suppress(Retired):
+            try:
                 await self.move(shard, letter_id, forget_missing=False)
+            except Retired:
+                pass
+            except InvalidState:
+                return shard
+        return None
 
     def broken(self, key: str, problem: str) -> AiodigestError:
         """Turn the error text of a timeline into an error."""

@@ -97,9 +97,11 @@ class RedisOperations(Operations):
             while reply := await self._namespace.call("letter", shard, letter_id, len(entries)):
                 letter = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
                 key, reason, dead_ms, attempt, digest_id, size, page = letter
+                names = text(key), text(reason), dead_ms, attempt, text(digest_id)
+                if size < 0:
+                    return StoredDeadLetter(letter_id, *names, broken=True)
                 entries += page
                 if len(entries) >= size or not page:
-                    names = text(key), text(reason), dead_ms, attempt, text(digest_id)
                     return StoredDeadLetter(letter_id, *names, entries)
         return None
 
@@ -170,8 +172,14 @@ class RedisOperations(Operations):
         connections = await namespace.connected()
         held = Counter[str]()
         if (old := namespace.layout.drained) is not None:
+            broken: InvalidState | None = None
             for shard in namespace.shard_map.draining:
-                held += await self._drain_shard(shard)
+                try:
+                    held += await self._drain_shard(shard)
+                except InvalidState as error:
+                    broken = error
+            if broken and not held:
+                raise broken
             if not held:
                 await connections.run("reshard", namespace.root, [old.version, ""])
         await namespace.look_up()
@@ -181,6 +189,7 @@ class RedisOperations(Operations):
         return dict(held)
 
     async def _drain_shard(self, shard: int) -> Counter[str]:
+        """Bring its end nearer; raise InvalidState if it holds nothing but dead letters that are broken."""
         namespace = self._namespace
         home = namespace.layout.homes[shard]
         # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
@@ -190,13 +199,24 @@ class RedisOperations(Operations):
         if text(cast("list[bytes]", marked)[1]) == RETIRED:
             return Counter()
         try:
-            while ids := (await self.dead_letters(shard, SLICE)).items:
-                for letter_id in ids:  # the oldest
-                    await namespace.move(shard, letter_id)
+            broken: list[InvalidState] = []
+            end: Bookmark | None = None
+            while True:
+                page = await self.dead_letters(shard, SLICE, end)
+                for letter_id in page.items:  # the oldest
+                    try:
+                        await namespace.move(shard, letter_id)
+                    except InvalidState as error:
+                        broken.append(error)
+                if (end := page.end) is None:
+                    break
             held = unpack_counts(await namespace.call("counts", shard))
             counters = await namespace.call("retire", shard, "")
             if counters is None:  # it is not empty
-                return +Counter({state: held[state] for state in ("waiting", "ready", "leased", "dead")})
+                left = +Counter({state: held.get(state, 0) for state in ("waiting", "ready", "leased", "dead")})
+                if broken and left == {"dead": len(broken)}:
+                    raise broken[0]
+                return left
             name = f"{home.layout.version}:{home.number}"
             await namespace.call("carry", namespace.shard_map.current.start, name, *cast("list[bytes]", counters))
             if await namespace.call("retire", shard, RETIRED) is None:  # a failover has brought something back

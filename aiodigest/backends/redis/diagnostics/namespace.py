@@ -154,7 +154,12 @@ class NamespaceFacts:
             return facts
         seconds, micros = map(int, cast("list[bytes]", clock))
         now_ms = seconds * 1000 + micros // 1000
-        seen_ms, lease_ms, hold_ms = [int(mark or 0) for mark in marks]
+        numbers = [mark if mark and mark.isdigit() and len(mark) < 16 else b"0" for mark in marks]
+        told = zip(fields[1:], marks, numbers, strict=True)
+        if strange := [name for name, mark, number in told if (mark or b"0") != number]:
+            message = f"a shard's layout has no number in {', '.join(strange)}: the next claim mends that"
+            self._queries.notes.append(Finding("shards", "problem", message, REPAIR))
+        seen_ms, lease_ms, hold_ms = map(int, numbers)
         if seen_ms:
             facts.lease, facts.silence = lease_ms / 1000, max(0, now_ms - seen_ms) / 1000
         if self._may("counts"):

@@ -17,7 +17,7 @@ local mark = 'carried:' .. shard
 if not call('HGET', layout, mark) then
   call('HSET', layout, mark, 1)
   for index = 4, #ARGV, 2 do
-    call('HINCRBY', layout, ARGV[index], ARGV[index + 1])
+    try('HINCRBY', layout, ARGV[index], ARGV[index + 1]) -- fails where another program wrote no number
   end
 end
 return 1

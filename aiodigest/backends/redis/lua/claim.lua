@@ -25,8 +25,15 @@ local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_
 local sample = ARGV[7] == '1'
 local most = math.min(slots, 100)
 local leases, broken, expired = {}, {}, {}
--- Read before anything is taken. If another program has written it, nobody is woken, and all is delivered all the same.
-local last_wake = try('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)[1]
+-- Read before anything is taken. Where another program has put what cannot wake anybody (a key of another type, or an id
+-- after which there is none), it goes.
+local stream = tag .. 'wake'
+local found_wake = try('XREVRANGE', stream, '+', '-', 'COUNT', 1)
+local last_wake = found_wake[1]
+if found_wake.err or last_wake and string.find(last_wake[1], '^18446744073709551615%-') then
+  call('UNLINK', stream)
+  last_wake = nil
+end
 
 local function expire(held)
   -- Needs    entries

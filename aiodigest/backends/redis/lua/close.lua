@@ -82,6 +82,10 @@ local function close(item, nonce)
     return {status, next_id, left}
   end
   if #item.letters > 0 then
+    local readable = try('ZCARD', tag .. 'dead')
+    if type(readable) == 'table' then
+      return readable.err
+    end
     set_aside(held, item, nonce)
   end
   count('digests', item.delivered > 0 and 1 or 0)

@@ -16,7 +16,7 @@ tell('ready', call('ZCARD', ready))
 tell('leased', call('ZCARD', leased))
 tell('dead', call('ZCOUNT', tag .. 'dead', string.format('(%.0f', now - DEAD_LETTER_TTL_MS), '+inf'))
 for _, name in ipairs(COUNTERS) do
-  tell(name, tonumber(call('HGET', layout, name)))
+  tell(name, read_counter(name))
 end
 local next_ready = tonumber(call('ZRANGE', ready, 0, 0, 'WITHSCORES')[2])
 local next_waiting = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])

@@ -12,7 +12,7 @@
 -- Needs     guard
 
 local id = ARGV[3]
-local existed = call('EXISTS', tag .. 'letter:' .. id)
+local existed = call('EXISTS', tag .. 'letter:' .. id, tag .. 'remains:' .. id) -- also what is left of a broken one
 call('UNLINK', tag .. 'letter:' .. id, tag .. 'remains:' .. id)
 call('ZREM', tag .. 'dead', id)
-return existed
+return math.min(existed, 1)

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET HMGET LLEN LRANGE TIME
+-- Commands  HGET HMGET LLEN LRANGE TIME ZSCORE
 -- Reply     nil | [text, text, number, number, text, number, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -10,17 +10,29 @@
 -- ARGV[3]   id (text)
 -- ARGV[4]   start (int): the first record, from 0
 -- Returns   nothing if there is none; else key, reason, when it became a dead letter (ms), attempt, digest id, number of
---           records, and a page of these
+--           records, and a page of these. Of a broken one the reason is its error, and the number -1
 --
 -- Needs     guard clock reading
 
 local id, start = ARGV[3], tonumber(ARGV[4])
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
-local facts = call('HMGET', letter, 'key', 'reason', 'buried', 'attempt', 'digest')
-local key, reason, buried, attempt, digest_id = unpack(facts)
-buried = tonumber(buried) or now
+local facts, size = try('HMGET', letter, 'key', 'reason', 'buried', 'attempt', 'digest'), try('LLEN', remains)
+local problem = facts.err or type(size) == 'table' and size.err
+local key, reason, buried, attempt, digest_id = unpack(facts) -- none, where they cannot be read
+
+local function whole(number)
+  return number and #number < 16 and string.find(number, '^%d+$') and tonumber(number)
+end
+
+buried = whole(buried) or whole(call('ZSCORE', tag .. 'dead', id)) or now
+if not problem and not key and size > 0 then
+  problem = 'ERR the key of its timeline is gone'
+end
+if problem then
+  return {key or '', problem, buried, whole(attempt) or 0, digest_id or '', -1, {}}
+end
 if not key or buried <= now - DEAD_LETTER_TTL_MS then
   return false
 end
 append_page(remains, start, SLICE)
-return {key, reason or '', buried, tonumber(attempt) or 0, digest_id or '', call('LLEN', remains), entries}
+return {key, reason or '', buried, whole(attempt) or 0, digest_id or '', size, entries}

@@ -22,8 +22,9 @@ local state, which, score, after, last = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARG
 
 local function window(key, state, due)
   local held, problem = load_all(key)
-  if not held then
-    return {key, state, due, 0, 0, 0, 0, 0, 0, '', problem}
+  if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration
+    held = load(key) or thaw(key, {})
+    return {key, state, due, 0, 0, held.attempts, held.iteration, 0, held.cool, held.id or '', problem}
   end
   return {
     key, state, due, held.logged, held.opened, held.attempts, held.iteration,

@@ -12,8 +12,8 @@
 -- Needs     guard clock gap advance
 
 local deadline = tonumber(ARGV[3]) or now
-local lease = tonumber(call('HGET', layout, 'lease'))
-if lease and now < watch_gap(lease) then
+local lease = tonumber(call('HGET', layout, 'lease')) or 0 -- another program may have written "nan"
+if lease > 0 and lease < 1e15 and now < watch_gap(lease) then
   return {}
 end
 return promote_and_wake(leased, deadline)

@@ -28,7 +28,7 @@ local function tell_some(name, number)
   tell(name, number > 0 and number or nil)
 end
 for _, name in ipairs(COUNTERS) do
-  tell_some(name, tonumber(call('HGET', layout, name)) or 0)
+  tell_some(name, read_counter(name) or 0)
 end
 tell_some('letters_dropped', call('ZCARD', dead)) -- what is left there has reached its 30 days
 return told

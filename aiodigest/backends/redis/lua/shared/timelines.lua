@@ -6,11 +6,17 @@ local FIELDS = {
   'end', 'token', 'done', 'attempts', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut',
   'frozen', 'parted', 'since', 'error', 'flush', 'own',
 }
+local KNOWN = {} -- another program may have written others, of names that `held` has for what it does not store
+for _, name in ipairs(FIELDS) do
+  KNOWN[name] = true
+end
 
 local function thaw(key, fields)
   local held = setmetatable({key = key, stored = {}}, ABSENT)
   for index = 1, #fields, 2 do
-    thaw_field(held, fields[index], fields[index + 1])
+    if KNOWN[fields[index]] then
+      thaw_field(held, fields[index], fields[index + 1])
+    end
   end
   return held
 end
