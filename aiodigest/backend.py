@@ -21,7 +21,8 @@ from aiodigest.records.entries import aged, latest
 T = TypeVar("T")
 
 DEAD_LETTER_TTL_MS = 30 * 86_400_000
-DEAD_LETTER_LIMIT = 10_000
+DEAD_LETTER_BYTES = 256 * 1024 * 1024  # of a shard; over it the oldest go
+DEAD_LETTER_BASE = 512  # bytes that each is taken to need beside its key, reason and entries
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 MAX_SHARDS = 1024
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
@@ -125,11 +126,15 @@ class Close(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """A close's answer. ``part``: ``left`` entries keep the lease, as ``digest_id``; ``deleted``: the timeline was."""
+    """A close's answer. ``part``: ``left`` entries keep the lease, as ``digest_id``; ``deleted``: the timeline was.
+
+    ``let_go`` older dead letters made room for its own; 0 if the call is repeated.
+    """
 
     status: Literal["closed", "part", "deleted", "lost"]
     digest_id: str = ""
     left: int = 0
+    let_go: int = 0
 
 
 class Retry(NamedTuple):
@@ -207,6 +212,12 @@ class StoredDeadLetter:
     digest_id: str
     entries: Sequence[bytes] = field(default=(), repr=False)
     broken: bool = False
+
+    @property
+    def size(self) -> int:
+        """The bytes that it is taken to need."""
+        texts = len(self.key.encode()) + len(self.reason.encode(errors="replace"))
+        return DEAD_LETTER_BASE + texts + sum(map(len, self.entries))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.backends.memory import timelines
+from aiodigest.backends.redis import scripts
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
 from aiodigest.records.entries import pack, unpack
@@ -24,6 +29,18 @@ class Place:
     name: str
     url: str
     client_of: Callable[[str], Any]  # a client that may do all, of the server that has the keys of a tag
+
+
+@contextmanager
+def bound_of_dead_letters(size: int) -> Generator[None]:
+    """Let a shard keep so many bytes of dead letters, in place of 256 MiB."""
+    constants = {**scripts.CONSTANTS, "DEAD_LETTER_BYTES": size}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripts, "CONSTANTS", constants)
+        patch.setattr(timelines, "DEAD_LETTER_BYTES", size)
+        scripts.load_scripts.cache_clear()
+        yield
+    scripts.load_scripts.cache_clear()
 
 
 @dataclass

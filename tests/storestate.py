@@ -44,7 +44,7 @@ def _timeline(held: Held) -> State:
     if held.own:
         meta["own"] = " ".join(map(str, held.own))
     if held.done:
-        token, digest_id, (status, next_id, left) = held.done
+        token, digest_id, (status, next_id, left, _) = held.done
         meta["done"] = f"{token} {digest_id} {status} {next_id} {left}"
     if delivery:
         meta |= {
@@ -63,6 +63,7 @@ def redis_state(client: Any, tag: str) -> State:
     """Read all keys of a shard; fails if one has no expiry and should, or belongs to nothing that is known."""
     prefix = f"{{{tag}}}:".encode()
     keys = sorted(client.scan_iter(match=b"{" + tag.encode() + b"}:*", count=1000))
+    keys = [key for key in keys if key != prefix + b"sizes"]  # of its letters, which Pair compares
     pipe = client.pipeline(transaction=False)
     for name in (*SETS, "dead"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)

@@ -425,6 +425,17 @@ async def test_dead_letters_are_told_with_their_number_and_age(server: Server, n
     assert (found.level, found.message) == ("problem", "1,000 dead letters, the oldest 3 days old")
 
 
+async def test_dead_letters_of_half_the_bytes_that_a_shard_keeps_are_a_problem(
+    server: Server, namespace: str, client: Any
+) -> None:
+    await attempt(server.url, Entry("k", 1), error=Reject("no such address"), namespace=namespace)
+    for size, problems in ((127, []), (128, ["a shard's take 128 MiB: over 256 MiB the oldest are let go"])):
+        client.hset(f"{{{namespace}}}:sizes", "", size * 1024 * 1024)
+        found = await examined(server.url, namespace)
+        told = [each.message for each in found if (each.check, each.level) == ("dead letters", "problem")]
+        assert told == problems
+
+
 async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, server: Server, namespace: str) -> None:
     async with DigestEngine(server.url, namespace=namespace) as other:
         async for _ in engine.reshard(4):

@@ -24,6 +24,7 @@ from engines import (
     settle,
     state_of,
 )
+from stores import bound_of_dead_letters
 
 from aiodigest import (
     JSON,
@@ -660,6 +661,22 @@ class Reporting(WatchedBackend):
 
     async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
         return replace(await super().claim(shard, *arguments, **named), **self._wrong)
+
+
+async def test_a_worker_whose_dead_letter_makes_others_go_logs_an_error(
+    caplog: pytest.LogCaptureFixture, logged: Logged
+) -> None:
+    async def reject(digest: Digest[JSON]) -> None:
+        raise Reject("no such address")
+
+    backend = WatchedBackend()
+    with bound_of_dead_letters(1):
+        async with delivering(Inbox(reject, reject), backend):
+            for key in ("first", "second"):
+                await backend.put(key, 1)
+                await settle()
+    [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
+    assert line.message.startswith("1 dead letters of shard 0 were let go")
 
 
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(

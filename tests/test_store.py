@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 import pytest
-from stores import DAY, LEASE, MINUTE, NOW, Store, ids, records
+from stores import DAY, LEASE, MINUTE, NOW, Store, bound_of_dead_letters, ids, records
 
 from aiodigest.backend import (
     MOVES,
@@ -24,7 +24,6 @@ from aiodigest.backend import (
     StoredDeadLetter,
     StoredTimeline,
 )
-from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
 from aiodigest.records.entries import CONTEXT_SIZE, pack
@@ -619,7 +618,9 @@ async def bury(store: Store, *record_ids: str, key: str = "k", value: str = "v")
     lease = await store.claim()
     letters = [NewDeadLetter("no", [record_id.encode()]) for record_id in record_ids]
     end = Close(lease, lease.size, 0, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
-    assert await store.backend.close(store.backend.shard_map.shard_of(key), [end]) == [Closed("closed")]
+    [closed] = await store.backend.close(store.backend.shard_map.shard_of(key), [end])
+    assert isinstance(closed, Closed)
+    assert closed.status == "closed"
 
 
 async def read_letters(store: Store, names: Iterable[str] | None = None) -> list[StoredDeadLetter]:
@@ -705,24 +706,33 @@ async def test_dead_letters_of_30_days_make_room_at_the_next_burial_counted(stor
 
 
 @pytest.mark.parametrize("memory_or_place", ["reference", "redis"], indirect=True)
-async def test_dead_letters_over_10_000_make_the_oldest_go_counted(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 10_000
-    if isinstance(store.backend, ReferenceBackend):
-        limit = 20  # the reference takes long over many letters, and its limit is a number in Python
-        monkeypatch.setattr("aiodigest.backends.memory.timelines.DEAD_LETTER_LIMIT", limit)
-    for first in range(0, limit, 1_000):
+async def test_dead_letters_over_a_number_of_bytes_make_the_oldest_go_counted(store: Store) -> None:
+    await bury(store, "a")
+    [letter] = await read_letters(store)
+    with bound_of_dead_letters(3 * letter.size + letter.size // 2):
+        for name in "bcd":
+            store.now += 1
+            await bury(store, name)
+        assert await buried(store) == ["b", "c", "d"]
+        assert await store.backend.discard((await read_letters(store))[1].id)
         store.now += 1
-        await bury(store, *(f"{number}" for number in range(first, min(first + 1_000, limit))))
-    assert (await store.backend.operations.counts())["dead"] == limit
-    [oldest] = (await store.backend.operations.dead_letters(0, 1)).items
-    assert not (await store.backend.operations.counts()).get("letters_dropped")
-    store.now += 1
-    await bury(store, "one too many")
-    counts = await store.backend.operations.counts()
-    assert (counts["dead"], counts["letters_dropped"]) == (limit, 1)
-    assert await store.backend.operations.dead_letter(oldest) is None
+        await bury(store, "e")
+        assert await buried(store) == ["b", "d", "e"]
+        store.now += 1
+        await bury(store, "f", value="v" * 4 * letter.size)  # more than all may take
+        assert await buried(store) == ["f"]
+    assert (await store.backend.operations.counts())["letters_dropped"] == 4
+
+
+@pytest.mark.parametrize("memory_or_place", ["reference", "redis"], indirect=True)
+async def test_a_close_tells_how_many_dead_letters_it_let_go(store: Store) -> None:
+    with bound_of_dead_letters(1):
+        await store.add("k", "a", "b")
+        answer = await store.close(await store.claim(), letter="no", cool=0)
+        assert answer.let_go == 0
+        await store.add("k", "c")
+        answer = await store.close(await store.claim(), letter="no")
+        assert answer.let_go == 1
 
 
 async def test_dead_letters_that_stay_come_once_in_their_pages_whatever_is_discarded(store: Store) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import pytest
 from branches import Branches
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from stores import Place
+from stores import Place, bound_of_dead_letters
 from storestate import State, check_invariants, forget, redis_state, reference_state
 
 from aiodigest import models
@@ -127,8 +128,9 @@ def pick(number: int, there: Sequence[T], anything: Sequence[T]) -> T:
 class Pair:
     """The reference and a real store as one: each call goes to both, which must answer the same and keep the same."""
 
-    def __init__(self, source: Source, place: Place, namespace: str) -> None:
+    def __init__(self, source: Source, place: Place, namespace: str, alone: bool) -> None:
         self._calls = 0
+        self.alone = alone
         self.clock = SimpleNamespace(now=NOW)
         times: dict[str, Any] = {"now": lambda: self.clock.now, "nonce": lambda: f"n{self._calls}"}
         self.reference = ReferenceBackend(**times, draw=self._draw_again)
@@ -165,7 +167,8 @@ class Pair:
         if isinstance(actual, Claims):
             self._drawn = [*(key for key, _ in actual.expired), *(lease.key for lease in actual.leases)]
         expected = await outcome(call(self.reference)(*arguments, **named))
-        assert comparable(actual) == comparable(expected)
+        told = comparable if self.alone else without_count
+        assert told(actual) == told(expected)
         if name not in READS:
             adds: Sequence[Add] = arguments[1] if name == "add" else ()
             self.state({stamp(add.entry, self.clock.now) for add in adds})
@@ -194,6 +197,9 @@ class Pair:
         rung = (self.reference._wake_ups[0], last[0][0] if last else None)
         assert (rung[0] == self._rung[0]) == (rung[1] == self._rung[1]), "the doorbell of one rang, the other's did not"
         self._rung = rung
+        if self.alone:
+            size = sum(letter.size for letter in self.reference.machines[0].dead.values())
+            assert int(self._client.hget(self._key("sizes"), "") or 0) == size
         entries = {entry for letter in self.kept["dead"].values() for entry in letter[-1]}
         for key, timeline in self.kept["timelines"].items():
             entries |= {*timeline["log"], *timeline["open"]}
@@ -341,6 +347,14 @@ async def outcome(call: Awaitable[Any]) -> Any:
         return error
 
 
+def without_count(answer: Any) -> Any:
+    """An answer but for the letters that a close let go, which it tells once, and earlier versions do not."""
+    if not isinstance(answer, list):
+        return comparable(answer)
+    answers = cast("list[object]", answer)
+    return [each._replace(let_go=0) if isinstance(each, Closed) else each for each in answers]
+
+
 def comparable(answer: Any) -> Any:
     """An answer in the form in which every store's is the same."""
     match answer:
@@ -376,12 +390,12 @@ class Stores(RuleBasedStateMachine):
     examples = count(1)
     loop: asyncio.AbstractEventLoop
     branches: Branches | None = None
-    breaks = True  # things that the scripts of earlier versions cannot stand
+    alone = True  # no scripts of earlier versions, which cannot stand some things and know no sizes, are beside ours
     met: Counter[str]  # in how many examples each outcome of a condition was met
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores = Pair(self.source, self.place, f"model-{next(self.examples)}")
+        self.stores = Pair(self.source, self.place, f"model-{next(self.examples)}", self.alone)
         self.loop.run_until_complete(self.stores.redis.connect())
         self.machine = self.stores.reference.machines[0]
         self.clock = self.stores.clock
@@ -590,12 +604,12 @@ class Stores(RuleBasedStateMachine):
         self.call("claim", 0, 0, LEASE, POLICIES[0].terms.limits)  # so that nothing is due that is not ready
         self.loop.run_until_complete(self.stores.break_off(key, part))
 
-    @precondition(lambda self: self.breaks)
+    @precondition(lambda self: self.alone)
     @rule(number=numbers, kind=kinds)
     def something_else_adds_fields(self, number: int, kind: str) -> None:
         self.stores.add_fields(self.key(number, kind))
 
-    @precondition(lambda self: self.breaks)
+    @precondition(lambda self: self.alone)
     @rule(number=numbers, part=st.sampled_from(("letter", "remains", "key")), discard=st.booleans())
     def something_else_breaks_a_dead_letter(self, number: int, part: str, discard: bool) -> None:
         if not self.call("dead_letters", 0, 100).items:
@@ -605,7 +619,7 @@ class Stores(RuleBasedStateMachine):
         if letters := self.call("dead_letters", 0, 100).items:
             self.loop.run_until_complete(self.stores.break_letter(letters[number % len(letters)], part, discard))
 
-    @precondition(lambda self: self.breaks)
+    @precondition(lambda self: self.alone)
     @rule(number=numbers, name=st.sampled_from(("dead", "wake")))
     def something_else_breaks_a_shard(self, number: int, name: str) -> None:
         self.loop.run_until_complete(self.stores.break_shard(name, self.lease("held", 5 * number)))
@@ -896,12 +910,19 @@ class Stores(RuleBasedStateMachine):
         reports = last.arguments[1] if last.name in ("close", "retry", "release") else ()
         keys = [getattr(report, "lease", report).key for report in reports]
         if last.name in SETTLED and len(set(keys)) == len(keys):  # of two of one timeline, the last is remembered
-            assert answer == last.answer
+            assert without_count(answer) == without_count(last.answer)
         if last.name in SETTLED or last.at == self.clock.now:
             assert self.stores.kept == before
         last.state = self.stores.kept
 
 
+@pytest.fixture
+def few_dead_letters() -> Iterator[None]:
+    with bound_of_dead_letters(2_500):
+        yield
+
+
+@pytest.mark.usefixtures("few_dead_letters")
 def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
     branches = Branches(SCRIPTS) if COUNTS and place.name == "redis" else None
     if branches:

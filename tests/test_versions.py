@@ -166,7 +166,7 @@ def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Pl
         place = one_server
         source = instead_of(one_server.url, either)
         branches = None
-        breaks = False
+        alone = False
 
     with asyncio.Runner() as runner:
         Mixed.loop = runner.get_loop()

@@ -46,6 +46,13 @@ def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None =
     return facts if delay_ms is None else {**facts, "next_in": delay_ms / 1000}
 
 
+def log_let_go(shard: int, count: int) -> None:
+    """Log that dead letters made room for another one, if any did."""
+    if count:
+        line = "%d dead letters of shard %d were let go: the oldest, 30 days old or over 256 MiB a shard"
+        logger.error(line, count, shard, extra={"shard": shard, "letters": count})
+
+
 def log_losses(claims: Claims) -> None:
     """Log the problems a claim found: a few timelines by name, and the number of others."""
     for key, reason in claims.broken[:FEW]:

@@ -16,7 +16,7 @@ from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
-from aiodigest.worker.reasons import facts_of, log_losses
+from aiodigest.worker.reasons import facts_of, log_let_go, log_losses
 from aiodigest.worker.tasks import retrieve
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ class ShardWorker:
             ended = loop.time()
             self._shared.limit.learn(lease.key, outcome.success, started, ended, outcome.pause)
         closed = await self._until_answered(partial(outcome.report_to, self._closes.submit, self._retries.submit))
+        log_let_go(self.shard, closed.let_go)
         tell(self._shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
             raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} ended, or is another worker's")

@@ -216,8 +216,10 @@ class ReferenceBackend(Backend, Operations):
                     answers.append(delivery)
                     continue
                 held = machine.held[key]
-                for index, letter in enumerate(close.dead_letters, 1):
+                let_go = sum(
                     machine.bury(f"{name}-{index}", letter, key, delivery, close.taken, now)
+                    for index, letter in enumerate(close.dead_letters, 1)
+                )
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
                 parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
@@ -235,6 +237,7 @@ class ReferenceBackend(Backend, Operations):
                     machine.settle(key, held, close.limits, now)
                     answers.append(Closed("closed"))
                 held.done = (lease.token, lease.digest_id, answers[-1])
+                answers[-1] = answers[-1]._replace(let_go=let_go)
         return answers
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:

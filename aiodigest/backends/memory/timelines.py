@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 from aiodigest.backend import (
-    DEAD_LETTER_LIMIT,
+    DEAD_LETTER_BYTES,
     DEAD_LETTER_TTL_MS,
     MOVES,
+    SLICE,
     Bookmark,
     Closed,
     Lease,
@@ -84,13 +85,15 @@ class DeadLetters(dict[str, StoredDeadLetter]):
         return {name: letter.buried_ms for name, letter in self.items() if self.alive(name, now)}
 
     def prune(self, now: int) -> int:
-        """Make room, a few letters at a time; return how many were dropped."""
-        excess = len(self) - DEAD_LETTER_LIMIT
-        oldest = enumerate(self.oldest_first()[:10])
-        gone = [name for index, name in oldest if index < excess or not self.alive(name, now)]
-        for name in gone:
-            del self[name]
-        return len(gone)
+        """Let the oldest go that are over the bound, and a few whose time is over; return how many."""
+        size, let_go = sum(letter.size for letter in self.values()), 0
+        for name in self.oldest_first()[:SLICE]:
+            is_old = let_go < 10 and not self.alive(name, now)
+            if not is_old and (size <= DEAD_LETTER_BYTES or len(self) == 1):
+                break
+            size -= self.pop(name).size
+            let_go += 1
+        return let_go
 
 
 class Shard:
@@ -255,8 +258,8 @@ class Shard:
             full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
             self.place(key, now if flush or full else max(held.cool_ms, now), now)
 
-    def bury(self, letter_id: str, letter: NewDeadLetter, key: str, delivery: Delivery, taken: int, now: int) -> None:
-        """Set records of a digest aside as a dead letter."""
+    def bury(self, letter_id: str, letter: NewDeadLetter, key: str, delivery: Delivery, taken: int, now: int) -> int:
+        """Set records of a digest aside as a dead letter; return how many older ones are let go."""
         entries = [entry for entry in latest(delivery.entries[:taken]) if not aged(entry, delivery.cut_ms)]
         if letter.ids is not None:
             entries = only(entries, letter.ids)
@@ -264,7 +267,10 @@ class Shard:
             facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
             self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries)
             self.counts["buried"] += len(entries)
-            self.counts["letters_dropped"] += self.dead.prune(now)
+            let_go = self.dead.prune(now)
+            self.counts["letters_dropped"] += let_go
+            return let_go
+        return 0
 
 
 def pushed(held: Held, due: int, terms: Terms) -> int:

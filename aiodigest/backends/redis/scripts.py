@@ -27,7 +27,10 @@ LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
-        (backend, ("DEAD_LETTER_LIMIT", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES", "SAMPLE", "SLICE")),
+        (
+            backend,
+            ("DEAD_LETTER_BASE", "DEAD_LETTER_BYTES", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES", "SAMPLE", "SLICE"),
+        ),
         (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
     )
     for name in names
@@ -261,8 +264,9 @@ def unpack_lease(fields: Sequence[object]) -> Lease:
 
 
 def unpack_closed(fields: object) -> Closed:
-    status, digest_id, left = cast("tuple[bytes, bytes, int]", fields)
-    return Closed(cast("Literal['closed', 'part', 'deleted', 'lost']", status.decode()), text(digest_id), left)
+    status, digest_id, left, *let_go = cast("tuple[bytes, bytes, int, int]", fields)
+    known = cast("Literal['closed', 'part', 'deleted', 'lost']", status.decode())
+    return Closed(known, text(digest_id), left, *let_go)
 
 
 def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:

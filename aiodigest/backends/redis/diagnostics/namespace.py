@@ -9,10 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from aiodigest.backend import DEAD_LETTER_TTL_MS
+from aiodigest.backend import DEAD_LETTER_BYTES, DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
-from aiodigest.backends.redis.diagnostics.server import SAME_USERS, Queries, examine_servers, grant, in_time, several
+from aiodigest.backends.redis.diagnostics.server import (
+    SAME_USERS,
+    Queries,
+    examine_servers,
+    grant,
+    in_bytes,
+    in_time,
+    several,
+)
 from aiodigest.backends.redis.layout import RETIRED
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import commands_of, load_scripts, text, unpack_counts
@@ -42,6 +50,7 @@ class ShardFacts:
     held: Counter[str] = field(default_factory=Counter[str])  # what the script `counts` tells
     ended: int = 0  # leases that ended long ago
     oldest_dead_letter: float | None = None  # seconds since it became one
+    dead_letter_bytes: int = 0
 
     @property
     def is_used(self) -> bool:
@@ -172,6 +181,9 @@ class NamespaceFacts:
             first = self._key(shard, "dead"), f"({now_ms - DEAD_LETTER_TTL_MS}", "+inf", "WITHSCORES", "LIMIT", 0, 1
             if reply := await self._queries.ask("dead letters", "the oldest", "ZRANGEBYSCORE", *first, key=key):
                 facts.oldest_dead_letter = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
+            sizes = self._key(shard, "sizes")
+            reply = await self._queries.ask("dead letters", "their size", "HGET", sizes, "", key=sizes)
+            facts.dead_letter_bytes = int(reply) if isinstance(reply, bytes) and reply.isdigit() else 0
         return facts
 
 
@@ -310,6 +322,9 @@ def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
     message = several(dead, "dead letter") + (f", the oldest {in_time(max(ages))} old" if ages else "") + facts.scope
     remedy = f"aiodigest dead list --namespace {facts.name} says why; dead replay delivers one again"
     yield Finding("dead letters", "problem" if dead >= MANY_DEAD_LETTERS else "note", message, remedy, float(dead))
+    if (size := max(shard.dead_letter_bytes for shard in facts.shards)) >= DEAD_LETTER_BYTES / 2:
+        message = f"a shard's take {in_bytes(size)}: over {in_bytes(DEAD_LETTER_BYTES)} the oldest are let go"
+        yield Finding("dead letters", "problem", message, remedy, float(size))
 
 
 CHECKS: Sequence[Callable[[NamespaceFacts], Iterator[Finding]]] = (

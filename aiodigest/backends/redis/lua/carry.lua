@@ -17,7 +17,10 @@ local mark = 'carried:' .. shard
 if not call('HGET', layout, mark) then
   call('HSET', layout, mark, 1)
   for index = 4, #ARGV, 2 do
-    try('HINCRBY', layout, ARGV[index], ARGV[index + 1]) -- fails where another program wrote no number
+    local stored = call('HGET', layout, ARGV[index]) or '0'
+    if string.find(stored, '^%d+$') and #stored < 16 then -- else another program has written it
+      call('HINCRBY', layout, ARGV[index], ARGV[index + 1])
+    end
   end
 end
 return 1

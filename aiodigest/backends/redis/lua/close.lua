@@ -14,28 +14,29 @@
 -- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest;
 --           cool-down, ms; lease, ms; max_size; ttl, ms; number of dead letters; for each of these: reason, number of ids
 --           (-1: all records of the part), ids
--- Returns   for each: {status, digest id, entries left}, or the text of an error. Fewer than asked for if much had to be
---           read; the rest was not looked at.
+-- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
+--           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
 --
 -- Needs     guard clock fencing settling items
 
 call('PERSIST', layout)
 
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
+-- Return how many older ones were let go.
 local function set_aside(held, item, nonce)
-  -- Needs    entries lists
-  local dead, names, remains = tag .. 'dead', tag .. 'letter:', tag .. 'remains:'
+  -- Needs    entries lists dead
+  local let_go = 0
 
-  -- Letters over the limit or out of their time make room, a few for each new one.
+  -- The oldest make room for what is over the bound, and go when their time is over (a few for each new one).
   local function prune()
-    local excess = call('ZCARD', dead) - DEAD_LETTER_LIMIT
-    local oldest = call('ZRANGE', dead, 0, 9, 'WITHSCORES')
-    for index = 1, #oldest, 2 do
-      if (index - 1) / 2 < excess or tonumber(oldest[index + 1]) <= now - DEAD_LETTER_TTL_MS then
-        call('ZREM', dead, oldest[index])
-        call('UNLINK', names .. oldest[index], remains .. oldest[index])
-        count('letters_dropped', 1)
+    for number = 1, SLICE do
+      local oldest = call('ZRANGE', dead, 0, 0, 'WITHSCORES')
+      local is_old = number <= 10 and tonumber(oldest[2]) <= now - DEAD_LETTER_TTL_MS
+      if not is_old and (weight() <= DEAD_LETTER_BYTES or call('ZCARD', dead) == 1) then
+        return
       end
+      drop_letter(oldest[1])
+      let_go = let_go + 1
     end
   end
 
@@ -45,7 +46,7 @@ local function set_aside(held, item, nonce)
     places[identity(entry)] = index
   end
   for number, letter in ipairs(item.letters) do
-    local chosen, records = {}, {}
+    local chosen, records, bytes = {}, {}, DEAD_LETTER_BASE + #held.key + #letter.reason
     if letter.wanted then
       for record_id in pairs(letter.wanted) do
         chosen[#chosen + 1] = places[record_id]
@@ -57,19 +58,24 @@ local function set_aside(held, item, nonce)
       local is_readable = identity(entry) ~= entry
       if held.cut <= 0 or not is_readable or struct.unpack('>i8', entry, 2) >= held.cut * 1000 then
         records[#records + 1] = entry
+        bytes = bytes + #entry
       end
     end
     if #records > 0 then
       local id = nonce .. '-' .. number
-      rewrite(remains .. id, records, #records, DEAD_LETTER_TTL_MS)
-      call('HSET', names .. id, 'key', held.key, 'reason', letter.reason, 'buried', now,
+      local facts = tag .. 'letter:' .. id
+      rewrite(tag .. 'remains:' .. id, records, #records, DEAD_LETTER_TTL_MS)
+      call('HSET', facts, 'key', held.key, 'reason', letter.reason, 'buried', now,
         'attempt', held.attempts, 'digest', held.id)
-      call('PEXPIRE', names .. id, DEAD_LETTER_TTL_MS)
+      call('PEXPIRE', facts, DEAD_LETTER_TTL_MS)
       call('ZADD', dead, now, id)
+      weigh(id, bytes)
       count('buried', #records)
       prune()
     end
   end
+  count('letters_dropped', let_go)
+  return let_go
 end
 
 local function close(item, nonce)
@@ -81,12 +87,13 @@ local function close(item, nonce)
   if status ~= 'held' then
     return {status, next_id, left}
   end
+  local let_go = 0
   if #item.letters > 0 then
     local readable = try('ZCARD', tag .. 'dead')
     if type(readable) == 'table' then
       return readable.err
     end
-    set_aside(held, item, nonce)
+    let_go = set_aside(held, item, nonce)
   end
   count('digests', item.delivered > 0 and 1 or 0)
   count('delivered', item.delivered)
@@ -111,7 +118,7 @@ local function close(item, nonce)
   end
   answer(held, item.token, item.digest_id, status, next_id, left)
   save(held, FIELDS)
-  return {status, next_id, left}
+  return {status, next_id, left, let_go}
 end
 
 local function next_item()

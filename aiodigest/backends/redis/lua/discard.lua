@@ -1,7 +1,7 @@
 -- discard: drop a dead letter.
 --
 -- Parts     move by hand
--- Commands  EXISTS HGET UNLINK ZREM
+-- Commands  EXISTS HDEL HGET HINCRBY UNLINK ZCARD ZREM
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -9,10 +9,9 @@
 -- ARGV[3]   id (text)
 -- Returns   1 if there was one, else 0
 --
--- Needs     guard
+-- Needs     guard dead
 
 local id = ARGV[3]
 local existed = call('EXISTS', tag .. 'letter:' .. id, tag .. 'remains:' .. id) -- also what is left of a broken one
-call('UNLINK', tag .. 'letter:' .. id, tag .. 'remains:' .. id)
-call('ZREM', tag .. 'dead', id)
+drop_letter(id)
 return math.min(existed, 1)

@@ -1,7 +1,7 @@
 -- keep: take over a dead letter of another shard, page after page; doing so again is harmless.
 --
 -- Flags     begins-namespace, repeatable, replicated
--- Commands  EXISTS HGET HSET LLEN PEXPIRE RPUSH TIME ZADD
+-- Commands  EXISTS HGET HINCRBY HSET LLEN PEXPIRE RPUSH TIME ZADD
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -17,7 +17,7 @@
 -- then      records
 -- Returns   1, or 0 if the records before these are not here (a failover may forget them): it must be begun again
 --
--- Needs     guard clock
+-- Needs     guard clock dead
 
 local id, key, reason, buried = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
 local attempt, digest_id, start, is_last = ARGV[7], ARGV[8], tonumber(ARGV[9]), ARGV[10] == '1'
@@ -32,15 +32,18 @@ local there = call('LLEN', remains)
 if there < start then
   return 0 -- what came before is gone
 end
+local bytes = is_last and DEAD_LETTER_BASE + #key + #reason or 0
 for index = 11 + math.max(0, there - start), #ARGV do
   call('RPUSH', remains, ARGV[index])
+  bytes = bytes + #ARGV[index]
 end
+weigh(id, bytes)
 local left = math.max(1, buried + DEAD_LETTER_TTL_MS - now)
 call('PEXPIRE', remains, left)
 if is_last then
   call('HSET', letter, 'key', key, 'reason', reason, 'buried', buried, 'attempt', attempt, 'digest', digest_id)
   call('PEXPIRE', letter, left)
-  call('ZADD', tag .. 'dead', buried, id)
+  call('ZADD', dead, buried, id)
   call('HSET', moved, 'at', now)
   call('PEXPIRE', moved, DAY)
 end

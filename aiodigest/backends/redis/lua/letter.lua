@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET HMGET LLEN LRANGE TIME ZSCORE
+-- Commands  HGET HMGET LLEN LRANGE TIME
 -- Reply     nil | [text, text, number, number, text, number, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -24,7 +24,7 @@ local function whole(number)
   return number and #number < 16 and string.find(number, '^%d+$') and tonumber(number)
 end
 
-buried = whole(buried) or whole(call('ZSCORE', tag .. 'dead', id)) or now
+buried = whole(buried) or now
 if not problem and not key and size > 0 then
   problem = 'ERR the key of its timeline is gone'
 end

@@ -1,8 +1,8 @@
 -- replay: put a dead letter's records before newer ones, schedule as an add would, and remove the letter.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
---           ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE
+--           ZREM ZSCORE
 -- Reply     text | [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -14,7 +14,7 @@
 -- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size}, or the text
 --           of an error if the timeline is broken
 --
--- Needs     guard clock timelines window entries lists
+-- Needs     guard clock timelines window entries lists dead
 
 local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6] == '1'
 local terms = parse_terms(delays, limits, own)
@@ -54,7 +54,6 @@ if not settled then
   end
 end
 save(held, FIELDS)
-call('UNLINK', letter, remains)
-call('ZREM', tag .. 'dead', id)
+drop_letter(id)
 wake()
 return {is_ready and 'ready' or 'added'}

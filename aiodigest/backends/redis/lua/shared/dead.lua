@@ -1,0 +1,30 @@
+-- dead: what the dead letters of a shard take, and the end of one.
+
+-- a sorted set: the letters by when they became some; a hash: the bytes of each, and under '' those of all
+local dead, sizes = tag .. 'dead', tag .. 'sizes'
+
+-- Note that a letter takes so many bytes more. Where another program has written, it is not counted.
+local function weigh(id, bytes)
+  try('HINCRBY', sizes, id, bytes)
+  try('HINCRBY', sizes, '', bytes)
+  try('PEXPIRE', sizes, DEAD_LETTER_TTL_MS)
+end
+
+-- Return how many bytes all take.
+local function weight()
+  local total = try('HGET', sizes, '')
+  return type(total) == 'string' and #total < 16 and tonumber(total) or 0
+end
+
+local function drop_letter(id)
+  local bytes = try('HGET', sizes, id)
+  if type(bytes) == 'string' then
+    try('HDEL', sizes, id)
+    try('HINCRBY', sizes, '', -(tonumber(bytes) or 0))
+  end
+  call('UNLINK', tag .. 'letter:' .. id, tag .. 'remains:' .. id)
+  call('ZREM', dead, id)
+  if call('ZCARD', dead) == 0 then
+    call('UNLINK', sizes) -- what an earlier version has dropped is still counted there
+  end
+end
