@@ -26,10 +26,11 @@ end
 
 buried = whole(buried) or now
 if not problem and not key and size > 0 then
-  problem = 'ERR the key of its timeline is gone'
+  problem = 'WRONGTYPE the key of its timeline is gone'
 end
-if problem then
-  return {key or '', problem, buried, whole(attempt) or 0, digest_id or '', -1, {}}
+if problem then -- any other error is not the letter's
+  local broken = {key or '', problem, buried, whole(attempt) or 0, digest_id or '', -1, {}}
+  return string.find(problem, 'WRONGTYPE', 1, true) and broken or redis.error_reply(problem)
 end
 if not key or buried <= now - DEAD_LETTER_TTL_MS then
   return false
