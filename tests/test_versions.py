@@ -37,6 +37,7 @@ OLD = Path(__file__).with_name("versions") / "fcaab53.tar.xz"
 SCRIPTS = (
     "import json; from aiodigest.scripts import *; print(json.dumps({n: load_script(n).source for n in COMMANDS}))"
 )
+CHANGED = ("renew", "claim", "maintenance")  # they know of newcomers by now: both run in the processes above alone
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 
@@ -152,7 +153,9 @@ def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Pl
     assert sources.keys() == load_scripts().keys() - {"permits"}
     with one_server.client_of("") as client:
         others = {
-            load_scripts()[name].sha.encode(): client.script_load(text).encode() for name, text in sources.items()
+            load_scripts()[name].sha.encode(): client.script_load(text).encode()
+            for name, text in sources.items()
+            if name not in CHANGED
         }
     random = Random(7)
     ran = Counter[bool]()
