@@ -169,9 +169,7 @@ def test_settings_are_frozen_and_can_be_pickled(settings: object) -> None:
         (DecorrelatedJitter, {"random": 5}),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_refused_by_name(
-    settings: Callable[..., object], arguments: dict[str, Any]
-) -> None:
+def test_a_setting_of_no_use_is_refused_by_name(settings: Callable[..., object], arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(arguments))):
         settings(**arguments)
 
@@ -328,9 +326,7 @@ def test_nor_do_they_after_the_return_to_full_concurrency() -> None:
         (2, "-a -b +a +b -b -c", 1),
     ],
 )
-def test_backoff_mode_begins_after_threshold_failures_of_distinct_timelines(
-    threshold: int, reports: str, level: int
-) -> None:
+def test_it_begins_after_threshold_failures_of_distinct_timelines(threshold: int, reports: str, level: int) -> None:
     backoff = ConsumerBackoff(BackoffMode(threshold))
     for second, (sign, key) in enumerate(reports.split()):
         (backoff.succeeded if sign == "+" else backoff.failed)(key, 10 * second)

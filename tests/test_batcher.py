@@ -101,9 +101,7 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
 
 
 @pytest.mark.parametrize("sizes", [[0] * 10_000, [16 * 1024 * 1024 - 1, 1]], ids=["items", "bytes"])
-async def test_there_is_room_for_10_000_items_or_16_mib_and_what_has_none_in_time_is_not_stored(
-    sizes: list[int],
-) -> None:
+async def test_room_is_for_10_000_items_or_16_mib_and_what_has_none_in_time_is_not_stored(sizes: list[int]) -> None:
     batcher = Batcher[int, int](Wire(0, False), TIMEOUT)  # which nobody runs, so that all wait until their time is over
     tasks = [asyncio.create_task(batcher.submit(0, size)) for size in [*sizes, 0]]
     errors = [await unavailable(task) for task in tasks]
@@ -228,9 +226,7 @@ async def test_who_waited_for_room_is_answered_within_his_own_timeout(monkeypatc
         await asyncio.gather(*others, return_exceptions=True)
 
 
-async def test_at_the_end_what_was_sent_may_be_stored_and_what_was_not_or_has_no_room_or_comes_later_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_at_the_end_only_what_was_sent_may_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "QUEUE_ITEMS", 1)
     async with batching(1) as (batcher, _):
         tasks = held(batcher, 1)

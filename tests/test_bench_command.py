@@ -71,9 +71,7 @@ def test_on_a_cluster_figures_are_a_table_beside_the_round_trip_and_no_node_has_
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("event", "code", "lines"), [("SIGINT", 130, 1), ("SIGTERM", 130, 1), ("full", 69, 2)])
-def test_when_it_is_interrupted_or_its_server_becomes_full_no_key_is_left(
-    own: Server, tmp_path: Path, event: str, code: int, lines: int
-) -> None:
+def test_no_key_is_left_by_a_bench_that_fails(own: Server, tmp_path: Path, event: str, code: int, lines: int) -> None:
     with running(tmp_path, "bench", "--url", all_may(own.url), "--seconds", "30") as process, own.client() as client:
         until(lambda: client.dbsize() > 10, "something is written")
         if event == "full":

@@ -539,9 +539,7 @@ async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(
     ],
     indirect=["ground"],
 )
-async def test_a_call_on_an_engine_may_be_cancelled_at_any_await(
-    ground: Ground, name: str, state: str, data: Path
-) -> None:
+async def test_an_engines_call_may_be_cancelled_at_any_await(ground: Ground, name: str, state: str, data: Path) -> None:
     cancelled, place = ENGINE[name], data / "s"
 
     @asynccontextmanager
@@ -756,9 +754,7 @@ async def test_leaving_may_be_cancelled_at_any_turn() -> None:
 
 @pytest.mark.parametrize("is_leaving", [False, True], ids=["working", "leaving"])
 @virtual_time
-async def test_a_callback_cancelled_at_any_await_is_called_again_with_the_same_digest_within_two_leases(
-    is_leaving: bool,
-) -> None:
+async def test_a_callback_cancelled_at_any_await_has_the_same_digest_within_two_leases(is_leaving: bool) -> None:
     async def body() -> None:
         for _ in range(3):
             await asyncio.sleep(1)

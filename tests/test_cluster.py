@@ -274,9 +274,7 @@ async def test_erase_takes_all_also_from_a_primary_that_had_no_slots_before(name
             assert left_of(small, namespace) == []
 
 
-async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_by_the_next(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_erase_meeting_a_move_fails(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = cluster.primaries[0]
     slot, scan = slot_of(namespace, shards_of(cluster, namespace, source)[0]), operations._scan
     moves = [Move(cluster, slot, source, cluster.another(source)), Move(cluster, slot, cluster.another(source), source)]
@@ -296,9 +294,7 @@ async def test_an_erase_that_meets_a_slot_which_has_moved_tells_so_and_is_done_b
     moves[0].make()
 
 
-async def test_who_is_cancelled_while_connections_close_that_ask_for_nodes_has_closed_them(
-    cluster: Cluster,
-) -> None:
+async def test_who_is_cancelled_while_connections_close_that_ask_for_nodes_has_closed_them(cluster: Cluster) -> None:
     key = cluster.key_of(cluster.primaries[1])
     link = link_to(cluster.primaries[0])
     await link.command(key, "PING")
@@ -762,9 +758,7 @@ async def test_a_cluster_that_is_down_says_so(bare: Cluster, namespace: str, cap
     assert not any(record.startswith("b") for record in inbox.digests)
 
 
-async def test_an_idle_worker_has_a_connection_a_shard_that_listens_and_soon_two_for_calls_to_each_primary(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_worker_has_few_wires(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SPARE", 0.2)
     cluster.allow("quiet", "~*", "+@all")
 

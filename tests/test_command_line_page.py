@@ -56,9 +56,7 @@ async def fill(url: str, namespace: str) -> list[str]:
         return [letter.id async for letter in engine.dead_letters()]
 
 
-def test_the_page_names_the_fields_of_each_object(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_each_field_is_named(server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("AIODIGEST_URL", server.url)
     monkeypatch.setenv("AIODIGEST_NAMESPACE", namespace)
 

@@ -169,9 +169,7 @@ def test_durations_have_units_or_are_seconds(text: str, seconds: float) -> None:
     assert duration(text) == seconds
 
 
-def test_the_lock_of_a_pipe_is_in_the_data_folder_under_the_name_of_its_namespace_and_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lock_of_a_pipe_is_in_the_data_folder_by_namespace_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIODIGEST_DATA", "/data")
     assert lock_path("embedded:///some%20where", "pipe-a") == File("/some where/pipes/pipe-a.lock")
     assert lock_path("embedded://", "pipe-a") == File("/data/pipes/pipe-a.lock")

@@ -260,9 +260,7 @@ async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
     ids=["connecting and the answer", "connecting", "waiting for a connection"],
 )
 @virtual_time
-async def test_all_that_a_call_waits_for_has_one_timeout_together_and_what_was_not_sent_is_not_stored(
-    connecting: float, calls: int, stored: list[str]
-) -> None:
+async def test_all_that_a_call_waits_for_has_one_timeout(connecting: float, calls: int, stored: list[str]) -> None:
     server = SlowServer(connecting)
     connections = Connections(server.url, 5)
     assert await failures([add(connections) for _ in range(calls)]) == stored
@@ -408,9 +406,7 @@ NO_SERVERS = [
         ("redis+sentinel://h/mail?ssl_cert_reqs=none", "TLS"),
     ],
 )
-def test_what_is_wrong_with_a_url_is_said_shortly_and_a_piece_of_its_password_is_not_told(
-    source: object, told: str
-) -> None:
+def test_what_is_wrong_with_a_url_is_said_shortly_and_no_piece_of_its_password(source: object, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_url(source)
     message = str(caught.value)

@@ -117,9 +117,7 @@ def test_a_bar_on_a_terminal_keeps_nothing_from_standard_output(own: Server, tmp
     assert b"user:1" not in terminal.shown
 
 
-def test_a_letter_whose_timeline_cannot_take_it_stays_and_is_told(
-    own: Server, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_letter_not_taken_stays_and_is_told(own: Server, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     bury(own, Entry("user:1", 1), Entry("user:2", 1))
     retry, error = RetryPolicy(backoff=lambda _: 60.0), ConnectionError("503")
     asyncio.run(attempt(own.url, Entry("user:1", 1), error=error, policy=AT_ONCE, retry=retry))
@@ -181,9 +179,7 @@ async def swept(act: Act, *keys: str) -> BulkWork:
     return work
 
 
-async def test_a_timeline_that_takes_no_letter_yet_is_asked_again_and_its_letters_keep_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_busy_timeline_is_asked_again_and_letters_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_module, "RETRY_INTERVAL", 0)
     asked: list[str] = []
 

@@ -127,9 +127,7 @@ async def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None
         ),
     ],
 )
-async def test_what_cannot_be_decoded_is_kept_raw_with_its_timestamp_beside_the_others(
-    bad: bytes, timestamp: int
-) -> None:
+async def test_what_cannot_be_decoded_is_kept_raw_with_its_timestamp_beside_others(bad: bytes, timestamp: int) -> None:
     contents = await read([entry("a"), bad, entry("b")], CODEC)
     assert [record.id for record in contents.records] == ["a", "b"]
     assert [record.timestamp.timestamp() for record in contents.raw] == [timestamp]
@@ -302,9 +300,7 @@ def when_cancelled(error: BaseException | None) -> Callable[[Digest[JSON]], Awai
         (when_cancelled(None), Outcome(closing(1, 1), "delivered", 1, True)),
     ],
 )
-async def test_only_of_a_callback_that_was_cancelled_for_its_time_and_did_not_return_the_outcome_is_unknown(
-    callback: Reply, outcome: Outcome
-) -> None:
+async def test_only_a_callback_that_overstays_has_an_unknown_outcome(callback: Reply, outcome: Outcome) -> None:
     assert await plain(callback, A) == outcome
 
 
@@ -417,9 +413,7 @@ async def test_a_partial_failure_keeps_what_failed_and_closes_the_rest(
 
 
 @pytest.mark.parametrize("failed", [{"nobody": "x"}, {"a": "x", "nobody": "y"}, {"\ud800": "x"}, {1: "x"}, {None: "x"}])
-async def test_a_partial_failure_that_names_an_unknown_id_keeps_all_and_says_so(
-    failed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_partial_failure_of_unknown_ids_keeps_all(failed: Any, caplog: pytest.LogCaptureFixture) -> None:
     outcome = await plain(PartialFailure(failed), A, B)
     assert outcome == Outcome(retrying(ANY), "failed")
     assert "PartialFailure names" in retry_of(outcome).error
@@ -435,9 +429,7 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
     assert "first byte" in outcome.reason
 
 
-async def test_what_a_callback_raised_is_freed_with_its_outcome_and_no_cycle_is_left(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_a_callback_raised_is_freed_in_no_cycle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aiodigest")  # a line that was caught keeps its error
 
     class Refused(Exception):  # built-in errors take no weak references
@@ -459,9 +451,7 @@ async def test_what_a_callback_raised_is_freed_with_its_outcome_and_no_cycle_is_
     assert [each() for each in raised] == [None]
 
 
-async def test_only_the_first_of_a_kind_of_failures_in_a_row_is_logged_with_its_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_of_failures_of_a_kind_only_the_first_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     errors = iter([ValueError("a"), ValueError("b"), KeyError("c"), ValueError("d"), None, ValueError("e")])
 
     async def callback(digest: Digest[JSON]) -> None:
@@ -525,9 +515,7 @@ async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog:
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 2
 
 
-async def test_a_callback_that_is_no_async_function_has_delivered_and_is_complained_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_callback_that_is_not_async_delivered_and_is_complained_of(caplog: pytest.LogCaptureFixture) -> None:
     def plain(digest: Digest[JSON]) -> None:
         pass
 

@@ -59,9 +59,7 @@ async def test_a_demo_shows_a_burst_as_one_digest_and_a_receiver_recover(capsys:
 
 
 @pytest.mark.processes
-def test_a_demo_that_has_come_to_its_end_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_demo_that_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("aiodigest.cli.demo.story", lambda: [Event(0, "#builds", "build 1")])
     code, output, errors = command("demo")

@@ -157,9 +157,7 @@ NO_EVICTION = "CONFIG SET maxmemory-policy noeviction"
         ("cluster", cluster_state("ok", "10923"), "problem", "10,923 of 16,384", ""),
     ],
 )  # fmt: skip
-def test_what_a_server_tells_is_in_order_or_told_with_what_to_do(
-    check: str, facts: dict[str, Any], level: str, told: str, remedy: str
-) -> None:
+def test_facts_of_a_server_are_judged(check: str, facts: dict[str, Any], level: str, told: str, remedy: str) -> None:
     found = of(check_server(ServerFacts(**facts)), check)
     assert (found.level, bool(found.remedy)) == (level, level != "ok")
     assert told in found.message
@@ -296,9 +294,7 @@ def allowed(role: str, *but: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "may"), [("producer", "add"), ("worker", "deliver"), ("operator", "look, move by hand")]
 )
-async def test_a_user_of_one_role_hears_what_it_may_and_which_commands_the_others_take(
-    own: Server, role: str, may: str
-) -> None:
+async def test_a_user_of_one_role_hears_what_it_may_and_what_others_take(own: Server, role: str, may: str) -> None:
     with own.client() as client:
         own.allow(client, "limited", "~{mail}:*", *allowed(role))
     async with DigestEngine(own.url, namespace="mail") as engine:
@@ -350,9 +346,7 @@ async def test_what_a_server_does_not_have_is_told_and_not_guessed() -> None:
 # What a namespace holds
 
 
-async def test_records_that_nobody_delivers_are_a_problem_until_a_worker_is_there(
-    engine: Engine, server: Server, namespace: str
-) -> None:
+async def test_records_are_a_problem_until_a_worker_is_there(engine: Engine, server: Server, namespace: str) -> None:
     delivered = asyncio.Queue[Digest[Any]]()
     found = of(await engine.examine(), "workers", "problem")
     assert found.message == "nobody delivers (there never was a worker), and 1 timeline held"
@@ -447,9 +441,7 @@ async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, serv
     assert findings[0].remedy == f"unless it runs: aiodigest reshard --namespace {namespace} --to 4"
 
 
-async def test_a_layout_that_does_not_fit_is_told_and_stays_as_it_is(
-    engine: Engine, namespace: str, client: Any
-) -> None:
+async def test_a_layout_that_does_not_fit_is_told_and_stays(engine: Engine, namespace: str, client: Any) -> None:
     client.hset(f"{{{namespace}}}:layout", "version", "1:7:3")
     found = of(await engine.examine(), "shards", "problem")
     assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:7:3"
@@ -561,9 +553,7 @@ def strange(cluster: Cluster) -> Node:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("fresh", [False, True], ids=["later", "at its start"])
-async def test_a_primary_that_has_lost_its_users_is_a_problem_with_its_shards(
-    cluster: Cluster, sixteen: Engine, fresh: bool
-) -> None:
+async def test_a_primary_without_users_is_told_with_its_shards(cluster: Cluster, sixteen: Engine, fresh: bool) -> None:
     victim = strange(cluster)
     victim.ask("ACL", "DELUSER", "clerk")
     url = cluster.url.replace(USER, "clerk", 1)
@@ -583,9 +573,7 @@ async def test_a_primary_that_has_lost_its_users_is_a_problem_with_its_shards(
     assert not [one for one in findings if place in one.message and one.level == "note"]
 
 
-async def test_a_rule_that_lacks_on_one_primary_what_it_has_on_the_others_is_a_problem(
-    cluster: Cluster, sixteen: Engine
-) -> None:
+async def test_a_rule_that_differs_on_one_primary_is_a_problem(cluster: Cluster, sixteen: Engine) -> None:
     victim = strange(cluster)
     victim.ask("ACL", "SETUSER", "clerk", "-zadd", "-hset")
     findings = await sixteen.examine()
@@ -607,9 +595,7 @@ async def test_who_may_not_ask_which_slots_are_on_their_way_is_told_so(cluster: 
     assert not [one for one in await sixteen.examine() if one.message.endswith(told)]
 
 
-async def test_a_replica_that_does_not_know_the_user_is_noted_before_it_is_the_primary(
-    cluster: Cluster, sixteen: Engine
-) -> None:
+async def test_a_replica_without_the_user_is_noted_before_it_is_the_primary(cluster: Cluster, sixteen: Engine) -> None:
     primary = cluster.primaries[0]
     replica = cluster.replica_of(primary)
     replica.ask("ACL", "SETUSER", "clerk", "off")
@@ -620,9 +606,7 @@ async def test_a_replica_that_does_not_know_the_user_is_noted_before_it_is_the_p
 
 
 @pytest.mark.cluster
-async def test_behind_sentinels_too_replicas_are_asked_whether_they_know_the_user(
-    behind_sentinels: Place, namespace: str
-) -> None:
+async def test_behind_sentinels_too_replicas_are_asked_for_the_user(behind_sentinels: Place, namespace: str) -> None:
     with behind_sentinels.client_of("") as client:
         info = client.info()
         ports = [info[f"slave{number}"]["port"] for number in range(2)]
@@ -637,9 +621,7 @@ async def test_behind_sentinels_too_replicas_are_asked_whether_they_know_the_use
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["later", "at its start"])
-async def test_a_shard_whose_slot_is_being_moved_is_a_problem_that_no_failover_mends(
-    cluster: Cluster, sixteen: Engine, fresh: bool
-) -> None:
+async def test_a_shard_whose_slot_moves_is_told_as_a_problem(cluster: Cluster, sixteen: Engine, fresh: bool) -> None:
     source = strange(cluster)
     tag = next(key for key in source.ask("KEYS", "{post:*}:layout") if cluster.primary_of(key.decode()) is source)
     move = Move(cluster, key_slot(tag), source, cluster.another(source))
@@ -655,9 +637,7 @@ async def test_a_shard_whose_slot_is_being_moved_is_a_problem_that_no_failover_m
     assert of(findings, "namespace").message.endswith(" (in the 15 of 16 shards in reach)")
 
 
-async def test_after_a_failover_the_primaries_that_there_are_now_are_looked_at(
-    cluster: Cluster, sixteen: Engine
-) -> None:
+async def test_after_a_failover_the_primaries_of_now_are_looked_at(cluster: Cluster, sixteen: Engine) -> None:
     heir = cluster.replica_of(cluster.primaries[0])
     heir.ask("CLUSTER", "FAILOVER")
     await until(lambda: heir.is_primary)

@@ -292,9 +292,7 @@ async def test_a_binary_that_cannot_serve_is_refused(
         await EmbeddedServer(folder).start()
 
 
-async def test_a_server_that_cannot_be_used_is_an_error_with_its_last_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
-) -> None:
+async def test_the_last_words_of_a_server_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, hasty: None) -> None:
     script = f"""#!/bin/sh
 case "$*" in
     --version) echo Redis server v=9.9.9 ;;

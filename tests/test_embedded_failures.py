@@ -334,9 +334,7 @@ async def test_what_was_acknowledged_until_the_folder_was_moved_is_in_the_moved_
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["sockets in the folder", "sockets elsewhere"])
-async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stays_and_no_other_touches_its_sockets(
-    folder: Path, elsewhere: bool
-) -> None:
+async def test_who_comes_after_a_replaced_folder_gets_the_server_that_stays(folder: Path, elsewhere: bool) -> None:
     folder = folder / LONG if elsewhere else folder
     async with started(folder) as (server, _):
         first = pid_of(server)
@@ -355,9 +353,7 @@ async def test_who_comes_after_the_folder_was_replaced_gets_the_server_that_stay
     await until(lambda: not server.socket.parent.exists())
 
 
-async def test_a_server_that_is_slow_to_open_its_socket_is_not_taken_for_up_while_one_that_was_there_before_answers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_server_is_not_taken_for_up_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder / LONG
     async with started(folder) as (server, _):
         old = supervisor_of(pid_of(server))
@@ -481,9 +477,7 @@ EmbeddedServer._run_supervisor = lambda *a: (run(*a), os.kill(os.getpid(), 9))
     ],
     ids=["before there is a supervisor", "before it is in"],
 )
-async def test_a_user_who_dies_while_it_launches_a_supervisor_stands_in_nobodys_way(
-    folder: Path, new_user: NewUser, death: str
-) -> None:
+async def test_a_user_who_dies_at_a_launch_stands_in_nobodys_way(folder: Path, new_user: NewUser, death: str) -> None:
     assert await new_user(before=death).says() == ""
     async with started(folder) as (server, client):
         assert await client.set("key", "value")

@@ -73,9 +73,7 @@ async def test_the_service_buries_what_is_for_nobody(example: Any) -> None:
         ]
 
 
-async def test_the_service_keeps_the_one_build_that_it_has_no_text_for(
-    example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_service_keeps_a_build_without_a_text(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     async with example.mail() as builds, TestEngine(builds) as t:
         for status in ("failed", "flaky"):
             await builds.add("ann@example.org", example.Build(repo="shop", number=1, status=status), record_id=status)
@@ -87,9 +85,7 @@ async def test_the_service_keeps_the_one_build_that_it_has_no_text_for(
     assert timeline.last_error == "flaky: no text for 'flaky' yet"
 
 
-async def test_the_service_tells_who_is_on_call_within_a_minute_and_others_later(
-    example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_service_tells_who_is_on_call_first(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     async with example.mail() as builds, TestEngine(builds) as t:
         for number in (1, 2, 3):
             for person in ("oncall@example.org", "ann@example.org"):

@@ -197,9 +197,7 @@ async def test_no_password_is_told(namespace: str) -> None:
         (lambda: [DigestEngine(namespace="mail")], -1, "overdue must be at least 0"),
     ],
 )
-def test_routes_that_could_not_tell_are_refused(
-    engines: Callable[[], list[DigestEngine[Any]]], overdue: float, told: str
-) -> None:
+def test_mute_routes_are_refused(engines: Callable[[], list[DigestEngine[Any]]], overdue: float, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         health_routes(*engines(), overdue=overdue)
 
@@ -238,9 +236,7 @@ def told_to_come_again(answer: httpx2.Response) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize("stored", ["no", "unknown"])
 @virtual_time
-async def test_a_request_that_finds_no_server_is_told_to_come_again_and_what_is_known_of_its_record(
-    stored: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_without_a_server_is_told_to_come_again(stored: str, caplog: pytest.LogCaptureFixture) -> None:
     backend = WatchedBackend()
     engine = engine_on(backend)
     async with engine, client_of(app_of(engine)) as client:
@@ -311,9 +307,7 @@ async def test_the_answer_is_for_nothing_else_and_for_no_websocket(request_: Any
         ("opentelemetry", "opentelemetry.metrics", "otel"),
     ],
 )
-def test_without_the_extra_the_import_names_it_and_what_a_library_itself_lacks_is_not_mended_by_it(
-    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_it_is_named(module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
             if name == library:

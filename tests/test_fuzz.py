@@ -458,9 +458,7 @@ def test_everything_that_an_engine_can_be_asked_is_drawn() -> None:
 
 @every
 @given(asked=st.lists(calls, min_size=5, max_size=40), replied=st.lists(replies, max_size=10))
-async def test_whatever_an_engine_is_asked_it_answers_or_raises_a_typed_error_and_goes_on_delivering(
-    server: Server, asked: list[Call], replied: list[tuple[str, Any]]
-) -> None:
+async def test_whatever_is_asked_is_answered(server: Server, asked: list[Call], replied: list[tuple[str, Any]]) -> None:
     async with fuzzed(server, policy=policy_of) as fuzz:
         fuzz.replies = iter(replied)
         for name, drawn in asked:
@@ -554,9 +552,7 @@ MAKING: dict[str, Callable[[Any, dict[str, Any]], object]] = {
 
 @every
 @given(drawn=st.lists(constructors, min_size=1, max_size=20))
-def test_whatever_an_engine_and_its_parts_are_made_of_they_are_made_or_refused_with_a_typed_error(
-    drawn: list[Made],
-) -> None:
+def test_an_engine_and_its_parts_are_made_of_anything_or_refused_with_a_typed_error(drawn: list[Made]) -> None:
     for what, arguments in drawn:
         tried["calls"] += 1
         try:
@@ -648,9 +644,7 @@ async def plant(fuzz: Fuzzed, key: str, when: str, entries: Sequence[bytes]) -> 
     entries=st.lists(mutated, min_size=20, max_size=80),
     when=st.sampled_from(("waiting", "retry wait", "under delivery")),
 )
-async def test_whatever_stands_in_a_log_sound_records_are_delivered_and_the_others_set_aside_raw(
-    server: Server, entries: list[bytes], when: str
-) -> None:
+async def test_whatever_stands_in_a_log_sound_records_come(server: Server, entries: list[bytes], when: str) -> None:
     tried["entries"] += len(entries)
     waiting = RetryPolicy(max_attempts=3, backoff=lambda n: 1000.0)
     async with fuzzed(server, policy=patient, retry=waiting) as fuzz:
@@ -727,9 +721,7 @@ def garble(fuzz: Fuzzed, name: str, done: Sequence[Garbling]) -> None:
         max_size=6,
     ),
 )
-async def test_whatever_becomes_of_one_timeline_the_others_go_on_and_it_can_be_deleted(
-    server: Server, failed: bool, done: list[Garbling], asked: list[Call]
-) -> None:
+async def test_a_garbled_timeline_may_go(server: Server, failed: bool, done: list[Garbling], asked: list[Call]) -> None:
     waiting = RetryPolicy(max_attempts=3, backoff=lambda n: 1000.0)
     async with fuzzed(server, sound=False, policy=patient, retry=waiting) as fuzz:
         fuzz.replies = iter([("raise", 0)] if failed else [])
@@ -753,9 +745,7 @@ async def test_whatever_becomes_of_one_timeline_the_others_go_on_and_it_can_be_d
     done=st.lists(letter_garbling, min_size=1, max_size=3),
     asked=st.lists(st.sampled_from(("dead_letter", "replay", "dead_letters", "stats")), max_size=4),
 )
-async def test_whatever_becomes_of_a_dead_letter_it_is_told_with_a_typed_error_and_can_be_discarded(
-    server: Server, done: list[Garbling], asked: list[str]
-) -> None:
+async def test_whatever_becomes_of_a_letter_it_may_go(server: Server, done: list[Garbling], asked: list[str]) -> None:
     async with fuzzed(server, sound=False, policy=patient) as fuzz:
         fuzz.replies = iter([("reject", "no")])
         await fuzz.engine.add("k", SECRET)

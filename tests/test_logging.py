@@ -48,9 +48,7 @@ def test_every_line_of_the_log_carries_fields_and_one_logger_a_module_writes_it(
 
 
 @virtual_time
-async def test_a_failed_delivery_is_logged_with_the_fields_that_the_page_names(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failed_delivery_is_logged_with_the_fields_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(digest: Digest[JSON]) -> None:
         raise ValueError("no such mailbox")
 

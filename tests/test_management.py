@@ -111,9 +111,7 @@ async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
         ([], (0, None, about(300), about(300), 1)),
     ],
 )
-async def test_peek_shows_the_failure_or_the_cool_down_that_a_timeline_waits_after(
-    replies: list[BaseException], told: Sequence[object]
-) -> None:
+async def test_peek_shows_why_a_timeline_waits(replies: list[BaseException], told: Sequence[object]) -> None:
     async with after_one_delivery(*replies, retry=RETRY, policy=Policy(increment_delay=0)) as (engine, _):
         await engine.add("key", 2)
         seen = await look(engine)
@@ -227,9 +225,7 @@ async def test_delete_during_a_delivery_cancels_it_and_a_later_add_starts_anew()
     assert inbox.values == [[1], [2]]
 
 
-async def test_a_delivery_that_ends_after_its_timeline_was_deleted_ends_quietly(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_delivery_whose_timeline_was_deleted_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
     inbox = Inbox(lasting(5))
     async with delivering(inbox) as (engine, _):
         await engine.add("key", 1)

@@ -172,9 +172,7 @@ async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key
         (None, None),
     ],
 )
-async def test_each_attempt_is_counted_as_what_came_of_it(
-    reply: BaseException | None, reason: str | None, prometheus: Prometheus
-) -> None:
+async def test_each_attempt_is_counted(reply: BaseException | None, reason: str | None, prometheus: Prometheus) -> None:
     timeout = 0.05 if reason == "timeout" else 300  # of the others none may end by it
     attempts = RetryPolicy(max_attempts=1 if reason == "buried" else 2)
     engine, inbox = watched(prometheus, reply, retry=attempts, delivery_timeout=timeout)
@@ -223,9 +221,7 @@ async def test_a_collection_is_one_call_to_the_server_and_nothing_else_makes_any
         assert store.count("counts") == 4
 
 
-async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_does_not_wait(
-    prometheus: Prometheus,
-) -> None:
+async def test_a_collection_in_the_loops_thread_has_the_last_figures_at_once(prometheus: Prometheus) -> None:
     store = WatchedBackend()
     engine, _ = watched(prometheus, store=store)
     async with engine:
@@ -238,9 +234,7 @@ async def test_a_collection_in_the_thread_of_the_loop_has_the_last_figures_and_d
         assert store.count("counts") == 1
 
 
-async def test_while_the_server_is_away_only_the_figures_of_the_process_are_given(
-    prometheus: Prometheus, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_outage_leaves_the_process_figures(prometheus: Prometheus, caplog: pytest.LogCaptureFixture) -> None:
     store = WatchedBackend()
     engine, _ = watched(prometheus, store=store)
     assert await asyncio.to_thread(prometheus.types) == OF_THE_PROCESS  # not entered
@@ -253,9 +247,7 @@ async def test_while_the_server_is_away_only_the_figures_of_the_process_are_give
     assert not caplog.records
 
 
-async def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_the_engine_s_timeout(
-    prometheus: Prometheus, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_slow_server_is_waited_for_a_timeout(prometheus: Prometheus, caplog: pytest.LogCaptureFixture) -> None:
     class Last(WatchedBackend):
         async def counts(self) -> dict[str, int]:
             early.gates["counts"].set()  # whose answer so comes only if none is asked after another
@@ -293,9 +285,7 @@ async def test_backoff_and_an_outage_are_told_without_a_call(prometheus: Prometh
     assert figures["aiodigest_backend_unavailable{namespace=test}"] == 1
 
 
-async def test_engines_of_one_process_have_their_own_series_and_those_of_one_namespace_share_them(
-    prometheus: Prometheus,
-) -> None:
+async def test_engines_of_one_process_have_their_own_series_unless_of_one_namespace(prometheus: Prometheus) -> None:
     shared, other, second = WatchedBackend(), WatchedBackend(), Prometheus()
     engines = [engine_on(shared), engine_on(shared), engine_on(other)]
     engines[2].namespace = "other"
@@ -451,9 +441,7 @@ async def test_a_delivery_is_linked_to_the_spans_of_other_processes_that_added_i
     }
 
 
-async def test_what_is_left_of_a_digest_and_a_dead_letter_that_is_replayed_lead_back_to_their_adds(
-    worker: DigestEngine[JSON], namespace: str, traced: Traced
-) -> None:
+async def test_remains_lead_back_to_their_adds(worker: DigestEngine[JSON], namespace: str, traced: Traced) -> None:
     inbox = Inbox(PartialFailure({"second": "no"}), Reject("no such mailbox"))
     worker.observe(inbox.observe)
     async with worker:
@@ -474,9 +462,7 @@ async def test_what_is_left_of_a_digest_and_a_dead_letter_that_is_replayed_lead_
     assert told == [("partial", 1, ["first", "second"]), ("rejected", 2, ["second"]), ("delivered", 1, ["second"])]
 
 
-async def test_a_trace_context_goes_with_its_entry_through_compaction_and_capacity(
-    server: Server, namespace: str
-) -> None:
+async def test_a_trace_goes_with_its_entry_through_compaction_and_capacity(server: Server, namespace: str) -> None:
     backend, terms, numbers = RedisBackend(server.url, namespace=namespace), Policy(capacity=4).terms, count(1)
 
     async def add(record: str, traced: bool = True) -> None:
@@ -631,9 +617,7 @@ async def test_a_span_that_nobody_records_is_not_taken_along(traced: Traced) -> 
 
 
 @pytest.mark.parametrize("method", ["on_start", "on_end"])
-async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
-    method: str, traced: Traced, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_span_stops_a_delivery(method: str, traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
     def fail(self: object, span: Any, *_: object) -> None:
         if span.name == "deliver test":
             raise RuntimeError("the processor is broken")
@@ -648,9 +632,7 @@ async def test_whatever_goes_wrong_with_a_span_the_delivery_goes_on(
     assert vars(line).items() >= fields.items()
 
 
-async def test_a_span_that_cannot_be_read_keeps_no_record_from_being_stored(
-    traced: Traced, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreadable_span_stops_no_record(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(trace.NonRecordingSpan):
         def get_span_context(self) -> trace.SpanContext:
             raise RuntimeError("the tracer is broken")

@@ -44,9 +44,7 @@ async def test_adds_to_a_server_that_stands_still_wait_for_room_and_are_stored_w
 @pytest.mark.parametrize(
     ("timelines", "records", "size"), [(8, 100, LARGE), (4, 300, 1)], ids=["a quarter of a MiB", "a thousand entries"]
 )
-async def test_one_claim_answers_a_slice_and_the_rest_is_paged(
-    server: Server, namespace: str, timelines: int, records: int, size: int
-) -> None:
+async def test_a_claim_answers_a_slice(server: Server, namespace: str, timelines: int, records: int, size: int) -> None:
     backend = RedisBackend(server.url, namespace=namespace)
     await backend.connect()
     terms, random = Policy().terms, Random(1)

@@ -37,9 +37,7 @@ def flat(wait: Any) -> Callable[[int], Any]:
         *product([RetryPolicy], ["max_attempts"], [0, -1, 1001, 1.0, True, "12", nan]),
     ],
 )
-def test_what_is_no_duration_or_no_whole_number_in_range_is_refused_by_name(
-    settings: Callable[..., object], field: str, value: object
-) -> None:
+def test_a_field_of_no_use_is_refused_by_name(settings: Callable[..., object], field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=field):
         settings(**{field: value})
 
@@ -54,9 +52,7 @@ def test_what_is_no_duration_or_no_whole_number_in_range_is_refused_by_name(
         ({"max_age": 0.001}, {"max_age": 0}, "max_age"),
     ],
 )
-def test_no_delay_may_be_above_the_maximum_nor_another_field_beyond_its_bound(
-    allowed: dict[str, Any], refused: dict[str, Any], message: str
-) -> None:
+def test_no_field_may_be_beyond_its_bounds(allowed: dict[str, Any], refused: dict[str, Any], message: str) -> None:
     Policy(**allowed)
     with pytest.raises(InvalidArgument, match=message):
         Policy(**refused)

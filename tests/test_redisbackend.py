@@ -235,9 +235,7 @@ async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> Non
 
 @pytest.mark.parametrize(("state", "call"), [("waiting", "schedule"), ("leased", "maintenance")])
 @pytest.mark.usefixtures("emptied")
-async def test_20_000_due_timelines_become_ready_in_slices_that_block_nobody(
-    backend: RedisBackend, raw: Raw, clock: Clock, state: str, call: str
-) -> None:
+async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clock, state: str, call: str) -> None:
     await claim(backend, 0)
     raw.client.zadd(raw.key(state), {f"k{number}": NOW + number % 1_000 for number in range(MANY)})
     clock.now += 2_000
@@ -276,9 +274,7 @@ async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: Redis
 
 
 @pytest.mark.parametrize("error", ["", "upstream failure"])  # which proxies answer that have lost the server
-async def test_a_lost_reply_leaves_an_add_unknown_and_adding_again_keeps_one_record(
-    server: Server, namespace: str, error: str
-) -> None:
+async def test_an_add_whose_reply_is_lost_may_be_repeated(server: Server, namespace: str, error: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         await backend.add(0, [record("warm")])
         requests = proxy.requests
@@ -322,9 +318,7 @@ COUNTED = {"renew": (THREE, NO_ITEM), "retry": (THREE, NO_ITEM), "close": (NO_IT
 
 @pytest.mark.parametrize("lie", [b":7\r\n", b"$-1\r\n", b"*2\r\n:1\r\n*0\r\n", THREE, NO_ITEM])
 @pytest.mark.parametrize("call", CALLS)
-async def test_after_an_answer_to_another_question_what_may_be_repeated_is_and_all_else_is_unknown(
-    server: Server, namespace: str, call: str, lie: bytes
-) -> None:
+async def test_after_an_answer_to_another_question(server: Server, namespace: str, call: str, lie: bytes) -> None:
     if lie in {"open": b"$-1\r\n", "read": NO_ITEM, "look": NO_ITEM}.get(call, b""):
         return  # which it may well be
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
@@ -386,9 +380,7 @@ async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, clie
         assert await backend.add(0, [record("k")]) == [is_first]
 
 
-async def test_a_backend_needs_a_descriptor_to_read_its_scripts_with_until_it_is_connected_and_then_no_more(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_connecting_alone_reads_scripts(server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -448,9 +440,7 @@ async def test_the_mark_of_the_last_digest_is_kept_as_long_as_its_cool_down(back
     assert month < raw.client.pttl(raw.key("meta:k")) <= month + 3_600_000
 
 
-async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_taken_for_one_that_outlived_its_ttl(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_expired(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     raw.client.delete(raw.key("meta:k"))  # they may be on their way to another node of a cluster, or were evicted
     claims = await claim(backend)
@@ -462,9 +452,7 @@ async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_taken_for
 
 
 @pytest.mark.parametrize("part", ["log", "open"])
-async def test_a_timeline_whose_records_are_gone_is_counted_and_cleaned_and_makes_no_digest(
-    backend: RedisBackend, raw: Raw, part: str
-) -> None:
+async def test_a_timeline_whose_records_are_gone_is_told_as_expired(backend: RedisBackend, raw: Raw, part: str) -> None:
     await backend.add(0, [record("k"), record("k", "b")])
     if part == "open":
         [lease] = (await claim(backend)).leases
@@ -506,9 +494,7 @@ async def test_the_keys_of_a_dead_letter_end_after_30_days(backend: RedisBackend
 
 
 @pytest.mark.parametrize("begins", ["an add", "a claim"])
-async def test_whoever_begins_a_namespace_says_how_many_shards_it_has_and_another_count_is_refused_and_stores_nothing(
-    server: Server, namespace: str, client: Any, begins: str
-) -> None:
+async def test_who_begins_a_namespace_sets_its_shards(server: Server, namespace: str, client: Any, begins: str) -> None:
     async with connected(server.url, namespace, shards=4) as backend:
         await (backend.claim(3, 10, LEASE, LIMITS) if begins == "a claim" else backend.add(0, [record("k")]))
     before = set(client.scan_iter(match=f"*{namespace}*"))
@@ -531,9 +517,7 @@ async def test_a_process_cannot_write_to_a_layout_that_was_changed_under_it(back
     assert await backend.add(0, [record("k", "b")]) == [False]
 
 
-async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_shard_count_can_still_be_had(
-    server: Server, namespace: str, client: Any
-) -> None:
+async def test_looking_at_a_namespace_that_is_not_there_makes_none(server: Server, namespace: str, client: Any) -> None:
     for shards in (None, 2):
         async with DigestEngine(server.url, namespace=namespace, shards=shards) as engine:
             assert await engine.stats() == Stats()
@@ -549,9 +533,7 @@ async def test_looking_at_a_namespace_that_is_not_there_leaves_no_key_and_any_sh
         assert (await engine.stats()).ready == 20
 
 
-async def test_of_two_that_begin_a_namespace_with_other_shard_counts_the_second_is_refused(
-    server: Server, namespace: str
-) -> None:
+async def test_who_begins_a_namespace_second_with_another_count_is_refused(server: Server, namespace: str) -> None:
     async with connected(server.url, namespace, shards=4) as one, connected(server.url, namespace, shards=1) as other:
         await one.add(2, [record("k")])
         for call in (other.add(0, [record("k")]), claim(other), other.operations.counts()):
@@ -708,9 +690,7 @@ async def test_a_hold_that_is_no_number_ends_after_a_lease(backend: RedisBackend
     assert recovered == [2]
 
 
-async def test_without_a_doorbell_that_can_be_read_all_is_claimed_and_no_attempt_is_lost(
-    backend: RedisBackend, raw: Raw
-) -> None:
+async def test_with_a_broken_doorbell_all_is_claimed_and_no_attempt_is_lost(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     raw.client.delete(raw.key("wake"))
     raw.client.set(raw.key("wake"), "x")
@@ -833,9 +813,7 @@ async def nameless(backend: RedisBackend, raw: Raw) -> RedisBackend:
 
 
 @pytest.mark.parametrize("since", [[], ["b"]])
-async def test_the_records_of_a_digest_whose_name_is_gone_are_delivered_with_what_came_since(
-    nameless: RedisBackend, since: list[str]
-) -> None:
+async def test_a_nameless_digest_is_delivered_with_what_came_since(nameless: RedisBackend, since: list[str]) -> None:
     await nameless.add(0, [record("k", name) for name in since])
     [lease] = (await claim(nameless)).leases
     assert [unpack(entry).id.decode() for entry in lease.entries] == ["a", *since]

@@ -272,9 +272,7 @@ def test_what_a_docstring_says_becomes_a_section_with_links() -> None:
         ("[a](../no_such_file.py)", "[a](../no_such_file.py)"),
     ],
 )
-def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(
-    written: str, shown: str
-) -> None:
+def test_a_link_out_of_documents_leads_to_a_page_of_the_site_unless_it_is_a_folder(written: str, shown: str) -> None:
     assert loaded("hooks").relinked(written, "docs/x.md", "howto/x.md") == shown
 
 
@@ -287,9 +285,7 @@ def test_a_link_out_of_the_documents_leads_to_a_page_of_the_site_unless_it_is_a_
         ('<link rel="stylesheet" href="//example.org/x.css">', True),
     ],
 )
-def test_a_page_that_needs_a_part_from_elsewhere_is_warned_of(
-    html: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_with_a_part_from_elsewhere_is_told(html: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     assert loaded("hooks").on_post_page(html, page, None) == html
     assert bool(caplog.records) == warned

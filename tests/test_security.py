@@ -267,9 +267,7 @@ def ask_nothing(*_: str) -> frozenset[str]:
 NO_ASKING = "aiodigest.backends.redis.namespace.commands_of", ask_nothing  # so that the server refuses
 
 
-async def test_the_rule_for_resharding_is_enough_and_no_command_of_it_can_be_left_out(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_command_for_resharding_can_be_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     await reshard(server, *commands("resharder"))
     monkeypatch.setattr(*NO_ASKING)
@@ -365,9 +363,7 @@ async def test_a_rule_is_of_one_namespace_alone(server: Server, role: str) -> No
             await elsewhere.aclose()
 
 
-async def test_rules_for_several_shards_are_told_from_those_for_one_where_the_namespace_is_new(
-    server: Server, namespace: str
-) -> None:
+async def test_rules_for_several_shards_are_told_apart_in_a_new_namespace(server: Server, namespace: str) -> None:
     keys = f"~{{{namespace}}}:layout", f"~{{{namespace}:*}}:*"
     with server.client() as client:
         server.allow(client, "several", *keys, *commands("producer"))
@@ -395,9 +391,7 @@ async def test_several_shards_work_with_the_keys_that_are_given_for_them(server:
 # Bounds
 
 
-async def test_the_bounds_of_an_engine_go_for_each_call_and_nothing_over_them_is_stored(
-    server: Server, namespace: str
-) -> None:
+async def test_bounds_of_an_engine_go_for_each_call_and_nothing_over_is_stored(server: Server, namespace: str) -> None:
     large, long, taken = os.urandom(1_200_000).hex(), "x" * 33, count()
     bounds = Bounds(value=4_000_000, name=32, records=1500)
     backend = RedisBackend(server.url, namespace=namespace)
@@ -509,9 +503,7 @@ async def delivered(url: str | redis.asyncio.Redis, namespace: str) -> list[Any]
 
 
 @both_ways
-async def test_rediss_adds_and_delivers_with_a_certificate_of_the_client_where_it_is_asked_for(
-    trusted: Path, ends: Ends, namespace: str
-) -> None:
+async def test_rediss_delivers_with_a_client_certificate_if_asked(trusted: Path, ends: Ends, namespace: str) -> None:
     port, good = free_port(), issue(trusted.parent, "good", "localhost")
     certificate, key = issue(trusted.parent, "mine", "me")
     url = secure(port, ssl_ca_certs=trusted)
@@ -547,9 +539,7 @@ async def test_connections_share_what_was_read_of_certificates_until_the_files_a
         ("system", "unable to get local issuer|self-signed"),
     ],
 )
-async def test_a_certificate_that_does_not_verify_is_refused_and_why_is_said(
-    trusted: Path, ends: Ends, namespace: str, flaw: str, words: str
-) -> None:
+async def test_a_false_certificate_is_refused(trusted: Path, ends: Ends, namespace: str, flaw: str, words: str) -> None:
     port, past = free_port(), datetime.now(UTC) - timedelta(days=1)
     dates = {"not_before": past - timedelta(days=1), "not_after": past} if flaw == "expired" else {}
     by = trustme.CA() if flaw == "stranger" else AUTHORITY
@@ -682,9 +672,7 @@ BAD_URLS = [
 
 @passwords
 @pytest.mark.parametrize("kind", SOURCES)
-async def test_nothing_that_can_be_printed_has_the_password(
-    kind: str, password: str, namespace: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_password_is_shown(kind: str, password: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     asyncio.get_running_loop().set_debug(True)
     source = SOURCES[kind](password)
@@ -758,9 +746,7 @@ STATS = "stats", "--namespace", "mail"
         (URLS[0], ("doctor", "--namespace", "mail")),
     ],
 )
-def test_the_command_line_tells_no_password_and_takes_it_from_the_environment(
-    url: str, command: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_commands_tell_no_password_of_the_environment(url: str, command: tuple[str, ...], tmp_path: Path) -> None:
     done = aiodigest(tmp_path, *command, AIODIGEST_URL=in_url(url, ODD), AIODIGEST_TIMEOUT="300ms")
     assert done.returncode in (2, 69)
     assert SECRET.encode() not in done.stdout + done.stderr

@@ -161,9 +161,7 @@ async def test_a_sync_add_is_refused_where_it_would_block_an_event_loop(engine: 
         engine.sync.add_many([])
 
 
-def test_a_policy_function_must_not_add_in_the_thread_that_serves_all_and_may_raise_whatever_it_does(
-    server: Server, namespace: str
-) -> None:
+def test_a_policy_function_may_raise_but_not_add_in_the_thread_that_serves_all(server: Server, namespace: str) -> None:
     def policy(key: str) -> Policy:
         if key == "adds":
             engine.sync.add("other", 1)
@@ -240,9 +238,7 @@ def test_a_server_that_is_away_is_told_and_used_again_when_it_is_back() -> None:
         assert not engine.activity.unavailable
 
 
-def test_a_thread_that_cannot_be_started_is_told_as_an_outage(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_thread_is_told_as_an_outage(server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -289,9 +285,7 @@ def test_a_signal_handler_may_add_while_the_thread_is_started(
     assert fresh._loop.is_closed(), "the end has found the thread"
 
 
-def test_an_add_that_is_interrupted_when_the_loop_is_closed_says_nothing_of_it(
-    engine: DigestEngine[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_add_interrupted_at_a_close_is_silent(engine: DigestEngine[int], caplog: pytest.LogCaptureFixture) -> None:
     async def end() -> bool:
         asyncio.get_running_loop().stop()  # before the thread that waits is told
         stopped.set()
@@ -376,9 +370,7 @@ def test_an_add_imports_nothing_since_a_child_forked_meanwhile_would_wait_for_ev
 
 @pytest.mark.processes
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_forked_processes_add_by_themselves_and_leave_the_connections_of_their_parent_alone(
-    busy: bool, data: Path
-) -> None:
+def test_forked_processes_add_by_themselves_and_leave_connections_of_their_parent_alone(busy: bool, data: Path) -> None:
     names = ["first", "second", "third", "fourth", "fifth", *([] if busy else ["sixth"])]
     with running_server() as server, server.client() as client:
         before = client.info("stats")["total_connections_received"]

@@ -122,9 +122,7 @@ def test_keys_and_errors_of_strangers_are_shown_as_text() -> None:
     assert not set("\x1b\x07\r\u202e") & set(text)
 
 
-async def test_of_many_timelines_the_work_for_a_look_is_bounded(
-    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_many_a_look_is_bounded(server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "SHOWN", 2)
     monkeypatch.setattr(looks, "SCANNED", 3)
     async with DigestEngine(server.url, namespace=namespace) as engine:
@@ -211,9 +209,7 @@ def test_looks_go_on_while_the_server_is_away_and_ctrl_c_ends_them_with_0(tmp_pa
 
 @pytest.mark.processes
 @pytest.mark.parametrize("key", [b"q", b"Q", b"\x03", b""], ids=["q", "Q", "ctrl-c", "sigterm"])
-def test_on_a_terminal_it_looks_again_and_again_until_a_key_or_sigterm_and_leaves_the_terminal_as_it_was(
-    key: bytes, place: Server, tmp_path: Path
-) -> None:
+def test_on_a_terminal_it_looks_until_a_key_or_sigterm(key: bytes, place: Server, tmp_path: Path) -> None:
     with on_terminal(tmp_path, "top", *OPTIONS, "--url", place.url, "--interval", "100ms") as top:
         first = top.until("q quits", "healthy", "1 waiting, 1 ready", "overdue", ESCAPED, "patient")
         assert b"\x1b[?1049h" in first

@@ -243,9 +243,7 @@ async def test_whatever_makes_a_server_unavailable_adds_say_so_in_time_and_worke
     assert told(caplog) == (1, 1)
 
 
-async def test_an_engine_that_only_adds_tells_in_the_log_once_that_its_server_is_away_and_once_that_it_is_back(
-    namespace: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_outage_of_adds_is_logged_once_and_its_end(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     with running_server() as server:
         async with DigestEngine[JSON](server.url, namespace=namespace, timeout=TIMEOUT) as engine:
             await engine.add("k", 1)
@@ -287,9 +285,7 @@ async def test_a_server_that_is_not_there_or_whose_name_is_not_known_is_found_wh
     assert told(caplog) == (1, 1)
 
 
-async def test_of_many_connections_into_a_black_hole_one_call_fails_and_the_next_has_a_new_one(
-    namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_many_black_holes_one_call_fails(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port, clock = free_port(), Clock(monkeypatch)
     with server_on(port):
         async with Relay(port) as relay, DigestEngine[JSON](relay.url, namespace=namespace, timeout=TIMEOUT) as engine:
