@@ -105,9 +105,6 @@ def test_what_the_bridge_does_by_itself_runs_in_no_thread_s_context() -> None:
     assert backend.seen == ["nowhere"] * 2
 
 
-# Replaced by a test
-
-
 async def test_adds_that_a_replaced_backend_refuses_fail_alone() -> None:
     engine, backend = DigestEngine[JSON](namespace="test"), WatchedBackend(shards=2)
     backend.down_shards = {1}

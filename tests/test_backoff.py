@@ -35,9 +35,6 @@ def top(low: float, high: float) -> float:
     return high
 
 
-# iteration backoff
-
-
 def test_iteration_backoff_has_the_waits_of_sentry_timelines() -> None:
     backoff = IterationBackoff()
     assert [backoff(n) for n in range(5)] == [300 << min(n, 2) for n in range(5)] == [300, 600, 1200, 1200, 1200]
@@ -47,9 +44,6 @@ def test_iteration_backoff_has_the_waits_of_sentry_timelines() -> None:
 def test_iteration_backoff_doubles_for_so_many_steps_and_stays(base: float, steps: int, n: int) -> None:
     backoff = IterationBackoff(base, steps)
     assert backoff(n) == base * 2 ** min(n, steps) <= backoff(n + 1) <= backoff(steps)
-
-
-# interval backoff
 
 
 def test_interval_backoff_has_the_waits_of_sentry_digests() -> None:
@@ -62,9 +56,6 @@ def test_interval_backoff_takes_timedeltas_and_keeps_its_own_copy() -> None:
     backoff = IntervalBackoff(intervals, default=timedelta(minutes=15))
     intervals[0] = 1
     assert (backoff(0), backoff(1)) == (30.0, 900.0)
-
-
-# decorrelated jitter
 
 
 def test_decorrelated_jitter_has_the_published_windows() -> None:
@@ -106,9 +97,6 @@ def test_jittered_waits_are_uniform_over_their_window(n: int) -> None:
 def test_the_default_source_draws_different_waits() -> None:
     jitter = DecorrelatedJitter()
     assert len({jitter(4) for _ in range(100)}) > 90
-
-
-# what all strategies share
 
 
 def test_longest_is_the_top_of_the_window_or_the_wait_itself() -> None:
@@ -174,16 +162,10 @@ def test_a_setting_of_no_use_is_refused_by_name(settings: Callable[..., object],
         settings(**arguments)
 
 
-# backoff mode: the settings
-
-
 def test_the_wait_of_a_level_doubles_up_to_the_maximum() -> None:
     assert [BackoffMode().wait(level) for level in range(9)] == [1, 2, 4, 8, 16, 32, 64, 120, 120]
     assert BackoffMode(multiplier=timedelta(seconds=5), maximum=timedelta(minutes=1)).wait(3) == 40
     assert BackoffMode().wait(10**6) == 120
-
-
-# backoff mode: the consumer
 
 
 def failing_consumer(threshold: int = 1, maximum: float = 120) -> ConsumerBackoff:

@@ -117,9 +117,6 @@ def test_a_server_that_goes_away_meanwhile_is_told_with_what_may_be_left(own: Se
         assert b"Traceback" not in process.errors
 
 
-# erase
-
-
 def keys_of(place: Place, tag: str) -> set[bytes]:
     with place.client_of(tag) as client:
         return set(client.scan_iter(match=f"{{{tag}}}:*", count=1000))

@@ -218,9 +218,6 @@ async def staged(ground: Ground, address: str = "", **options: Any) -> AsyncGene
             check_invariants(state)
 
 
-# What is there before a call
-
-
 async def nothing(stage: Stage) -> None: ...
 
 
@@ -289,9 +286,6 @@ async def drain(stage: Stage) -> None:
         await behind.close(shard, [Close(lease, lease.size, lease.size, 0, LIMITS, LEASE) for lease in leases])
     assert await behind.operations.reshard(OTHERWISE)
     await probe(stage)
-
-
-# Calls
 
 
 async def answer_of(call: Awaitable[object]) -> object:
@@ -617,8 +611,6 @@ async def test_an_add_that_waits_for_a_replica_may_be_cancelled_at_any_await_and
             finally:
                 thaw(replica)
 
-
-# Entering and leaving
 
 INTO = [*(on_ground("single", name, name=name) for name in IN), on_ground("several", "delivering", name="cluster")]
 

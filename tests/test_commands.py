@@ -29,9 +29,6 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")
 
 
-# Fields
-
-
 @pytest.mark.parametrize(
     ("template", "key"),
     [
@@ -108,9 +105,6 @@ def test_what_is_no_time_is_told_from_one(time: JSON) -> None:
         time_of(Path("time"), {"time": time})
 
 
-# Lines
-
-
 def test_lines_are_cut_and_numbered_whatever_the_chunks() -> None:
     splitter = Splitter("log")
     chunks = [b"on", b"e\ntwo\n", b"", b"\nfo", b"ur"]
@@ -125,9 +119,6 @@ def test_a_line_that_never_ends_takes_bounded_memory() -> None:
     [long, short] = splitter.feed(b"\nshort\n")
     assert len(long.text) == LONGEST_LINE + 1
     assert short == ("log:2", b"short")
-
-
-# Standard output
 
 
 async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -> None:
@@ -156,9 +147,6 @@ def test_half_a_line_that_a_kill_left_in_a_file_is_ended(before: bytes, after: b
     with path.open("ab") as file:
         prepare(file.fileno())
     assert path.read_bytes() == after
-
-
-# Options and errors
 
 
 @pytest.mark.parametrize(
@@ -269,9 +257,6 @@ def test_a_service_runs_on_uvloop_if_it_is_installed_and_else_on_asyncio(monkeyp
     assert run_service(loop()) == "uvloop"
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert run_service(loop()) == "asyncio"
-
-
-# The log as JSON
 
 
 def logged(message: str, *arguments: object, error: BaseException | None = None, **fields: object) -> dict[str, Any]:

@@ -168,9 +168,6 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_that_says_what_was_done(o
     assert b" of 200 dead letters were replayed\n" in errors
 
 
-# The order in which it goes about it
-
-
 async def swept(act: Act, *keys: str) -> BulkWork:
     """A sweep of letters of these timelines, which has no engine, and so needs none."""
     letters = [Summary(f"letter-{number}", key, EPOCH, 1) for number, key in enumerate(keys, 1)]

@@ -100,9 +100,6 @@ def retry_of(outcome: Outcome) -> Retry:
     return outcome.report
 
 
-# contents
-
-
 async def test_records_are_in_order_of_their_timestamps_in_utc_and_then_of_arrival() -> None:
     entries = [entry("a", timestamp=9), entry("b", timestamp=5), entry("c", timestamp=9), entry("d", timestamp=1)]
     records = (await read(entries, CODEC)).records
@@ -203,9 +200,6 @@ async def test_large_digests_are_read_one_after_the_other_and_small_ones_beside_
     assert slow.decoded == [1] * many + [2] * many
 
 
-# errors in words
-
-
 class Mute(Exception):
     def __str__(self) -> str:
         raise ValueError
@@ -217,9 +211,6 @@ def test_an_error_is_described_in_one_bounded_line_that_can_be_stored() -> None:
     assert describe(Mute()) == "Mute: a Mute"
     assert len(describe(ValueError("x" * 10_000))) == ERROR_LENGTH
     describe(ValueError("a lone surrogate \ud800")).encode()
-
-
-# how a delivery may end
 
 
 async def test_the_callback_gets_the_digest_that_the_lease_names() -> None:
@@ -365,9 +356,6 @@ async def test_a_digest_whose_attempts_are_used_up_is_buried_with_the_last_error
     assert outcome == Outcome(closing(1, 0, NewDeadLetter(last or "no attempt had a known outcome")), "buried")
 
 
-# signals
-
-
 @pytest.mark.parametrize("delay", [nan, -1, "soon", None])
 async def test_retry_after_with_what_is_no_delay_is_a_failure(delay: Any) -> None:
     outcome = await plain(RetryAfter(delay), A)
@@ -418,9 +406,6 @@ async def test_a_partial_failure_of_unknown_ids_keeps_all(failed: Any, caplog: p
     assert outcome == Outcome(retrying(ANY), "failed")
     assert "PartialFailure names" in retry_of(outcome).error
     assert "no record of it" in caplog.text
-
-
-# records that are not for the callback
 
 
 async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
@@ -483,9 +468,6 @@ async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_i
 async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_cool_down(attempts: int) -> None:
     outcome = await plain(AssertionError("called"), OLD, cut_ms=2000, attempt=attempts)
     assert outcome == Outcome(closing(1, 0, aged=1, counts=False), "empty")
-
-
-# policies and strategies of the user's that fail
 
 
 async def unknown_policy(key: str) -> Policy:

@@ -73,9 +73,6 @@ def run(*command: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, **settings)
 
 
-# Code
-
-
 def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
     assert {block.language for block in BLOCKS} <= {"python", "sh", "py", "", *PARSERS}
     assert {block.document.name for block in BLOCKS} >= {"README.md", "CONTRIBUTING.md", "design.md"}
@@ -175,9 +172,6 @@ def test_the_quickstart_of_the_readme_is_the_example() -> None:
     assert quickstart.text in (ROOT / "examples" / "quickstart.py").read_text()
 
 
-# The policy table
-
-
 @pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "design.md"], ids=lambda path: path.name)
 def test_the_policy_table_names_every_field_with_its_default(document: Path) -> None:
     names = {field.name for field in fields(Policy)}
@@ -185,9 +179,6 @@ def test_the_policy_table_names_every_field_with_its_default(document: Path) -> 
     assert [name for name, _ in rows] == [field.name for field in fields(Policy)]
     for (name, told), field in zip(rows, fields(Policy), strict=True):
         assert re.match(rf"{re.escape(in_words(field))}\b", told), f"{name} is said to be {told}"
-
-
-# The tables of the engine, and the commands
 
 
 def test_the_readme_names_every_argument_of_an_engine() -> None:

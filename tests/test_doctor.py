@@ -69,9 +69,6 @@ async def claim(server: Server, namespace: str) -> None:
     await backend.aclose()
 
 
-# What a server tells
-
-
 def info(**told: str) -> dict[str, Any]:
     return {"info": told}
 
@@ -189,9 +186,6 @@ def test_the_reference_names_every_check_and_the_unit_of_every_value() -> None:
     assert {ast.literal_eval(call.args[0]) for call in measured} == {check for check, unit in told.items() if unit}
 
 
-# Real servers
-
-
 def test_a_server_that_evicts_and_saves_nothing_is_told_of_both_with_what_to_do(command: Command) -> None:
     with running_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as server:
         code, output, errors = command("doctor", *OPTIONS, "--url", all_may(server))
@@ -284,9 +278,6 @@ async def test_a_server_that_freezes_meanwhile_is_unavailable(own: Server) -> No
             thaw(own)
 
 
-# Users
-
-
 def allowed(role: str, *but: str) -> list[str]:
     return [word for word in rules()[role] if word.startswith("+") and word not in but]
 
@@ -341,9 +332,6 @@ async def test_what_a_server_does_not_have_is_told_and_not_guessed() -> None:
     assert "not looked at, since " in found.message
     assert "unknown command" in found.message
     assert of(findings, "persistence").message.endswith("whether it saves was not told")
-
-
-# What a namespace holds
 
 
 async def test_records_are_a_problem_until_a_worker_is_there(engine: Engine, server: Server, namespace: str) -> None:
@@ -477,9 +465,6 @@ async def test_too_few_replicas_are_a_problem(namespace: str) -> None:
         assert of(await examined(url, wait_replicas=2), "replicas").level == "problem"
         at = f"redis://127.0.0.1:{replica.options[1]}/0"
         assert of(await examined(at), "role").level == "problem"
-
-
-# A cluster
 
 
 @pytest.fixture

@@ -95,9 +95,6 @@ async def test_the_supervisor_is_a_bare_interpreter_that_holds_nothing_of_its_la
             assert supervisor_of(supervisor) != os.getpid()
 
 
-# Shared
-
-
 async def test_processes_share_one_server_whoever_leaves_first(folder: Path, new_user: NewUser) -> None:
     first = new_user()
     pid = await first.server()
@@ -185,9 +182,6 @@ async def test_a_cancelled_start_or_stop_leaves_nothing(folder: Path) -> None:
         await until(lambda: not processes_of(server))
 
 
-# Gone
-
-
 async def test_it_is_gone_when_all_its_users_were_killed(folder: Path, new_user: NewUser) -> None:
     users = [new_user() for _ in range(3)]
     pid, *_ = [await each.server() for each in users]
@@ -243,9 +237,6 @@ async def test_ctrl_c_at_the_user_who_launched_it_does_not_end_it(folder: Path, 
         assert launcher.process.returncode != 0
         assert await client.ping()
         assert server.pid == pid
-
-
-# Errors
 
 
 async def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:

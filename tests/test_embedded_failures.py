@@ -92,9 +92,6 @@ async def write_until_it_fails(client: redis.asyncio.Redis, size: int = 1) -> in
     return acknowledged
 
 
-# Up again
-
-
 async def test_a_killed_server_is_back_with_all_that_it_acknowledged(folder: Path) -> None:
     async with started(folder) as (server, client):
         writing = asyncio.create_task(write_until_it_fails(client))
@@ -203,9 +200,6 @@ async def test_what_a_power_cut_leaves_does_not_prevent_a_start(folder: Path) ->
         assert await client.get("key") == "value"
 
 
-# The disk
-
-
 async def test_when_the_disk_refuses_writes_the_reason_is_told_until_it_takes_them(folder: Path, hasty: None) -> None:
     async with started(folder) as (server, client):
         assert await client.rpush("list", "x")
@@ -228,9 +222,6 @@ async def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(folder: Path, n
     said = await new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))").says()
     assert said.startswith(f"BackendUnavailable the embedded server in {folder} is down: exit status 1: ")
     assert "File too large" in said
-
-
-# No descriptor is left
 
 
 def leave_no_descriptor(pid: int) -> tuple[int, int]:
@@ -292,9 +283,6 @@ async def test_a_user_without_a_descriptor_comes_back_when_it_has_one(new_user: 
     )
     assert await user.says() == "back"
     assert lives(await user.server())
-
-
-# Deleted while it runs
 
 
 @pytest.mark.parametrize(
@@ -408,9 +396,6 @@ async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(
         assert (folder / "appendonlydir" / "appendonly.aof.3.incr.aof").exists()
 
 
-# Damaged while it was down
-
-
 async def test_damage_that_the_server_does_not_understand_is_told_and_kept(folder: Path, hasty: None) -> None:
     file = await fill(folder)
     damaged = file.read_bytes().replace(b"value 50", b"\0GARBAGE\0" * 3)
@@ -461,9 +446,6 @@ async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Pa
     manifest.with_name("moved").rename(manifest)
     async with started(folder) as (_, client):
         assert await client.llen("list") == 100
-
-
-# Users who die
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,6 @@ async def asked(client: httpx2.AsyncClient, path: str = "/healthz") -> tuple[int
     return answer.status_code, answer.json()["engines"]
 
 
-# Health
-
-
 async def test_a_healthy_engine_is_alive_and_ready(server: Server, namespace: str) -> None:
     async with DigestEngine(server.url, namespace=namespace) as engine, client_of(app_of(engine)) as client:
         assert await asked(client, "/livez") == (200, {namespace: {"ok": True, "reason": ""}})
@@ -211,9 +208,6 @@ async def test_the_routes_may_have_a_prefix_and_are_not_in_the_schema() -> None:
     assert app.openapi()["paths"] == {}
 
 
-# Adding
-
-
 @virtual_time
 async def test_an_endpoint_gets_the_engine_and_a_test_may_put_another_in_its_place() -> None:
     engine, other = engine_on(WatchedBackend()), engine_on(WatchedBackend())
@@ -296,9 +290,6 @@ async def test_the_answer_is_for_nothing_else_and_for_no_websocket(request_: Any
     assert raised.value is error
 
 
-# Without FastAPI
-
-
 @pytest.mark.parametrize(
     ("module", "library", "extra"),
     [
@@ -333,9 +324,6 @@ def test_all_that_is_public_in_an_integration_is_named_and_nothing_else(module: 
         if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == names.__name__
     }  # fmt: skip
     assert made == set(names.__all__)
-
-
-# Servers
 
 
 def told(data: Path) -> list[dict[str, Any]]:

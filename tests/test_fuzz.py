@@ -83,9 +83,6 @@ def told() -> Iterator[None]:
         print(f"fuzz: {number} {what}")
 
 
-# Odd things
-
-
 class Odd(Exception):
     """What the objects below raise: the caller's own, and not ours to explain."""
 
@@ -254,9 +251,6 @@ RAISED: dict[str, Callable[[Digest[JSON], Any], BaseException]] = {
 replies = st.one_of(st.just(("return", None)), st.tuples(st.sampled_from(("return", "returns", *RAISED)), odd))
 
 
-# The engine under test
-
-
 class Fuzzed:
     """A delivering engine, what it has delivered, and canaries to see that it still does."""
 
@@ -382,9 +376,6 @@ def check(error: BaseException, secret: bool = False) -> None:
             assert isinstance(result, bool) or check(result) is None
 
 
-# What callers give
-
-
 def arguments_of(fuzz: Fuzzed, drawn: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     arguments = {name: real(value) for name, value in drawn.items()}
     letter = arguments.get("letter_id")
@@ -478,8 +469,6 @@ async def test_whatever_is_asked_is_answered(server: Server, asked: list[Call], 
                 fuzz.erased |= name == "erase"
 
 
-# What engines are made of
-
 Made = tuple[str, dict[str, Any]]
 
 
@@ -566,8 +555,6 @@ def test_an_engine_and_its_parts_are_made_of_anything_or_refused_with_a_typed_er
         except Odd:  # of the iterable, or of what is asked whether it is true: the caller's own
             assert what in ("partial", "later")
 
-
-# What stands in Redis
 
 ZSTD = b"\x02"
 FRAME = JSONCodec[JSON](compress_above=0).encode("mail " * 100)[1:]

@@ -80,9 +80,6 @@ async def after_one_delivery(
         yield engine, inbox
 
 
-# looking
-
-
 async def test_peek_shows_a_timeline_and_leaves_it_as_it_is() -> None:
     async with engine_on(WatchedBackend(), policy=Policy(initial_delay=60)) as engine:
         await engine.add("key", "b", record_id="x")
@@ -201,9 +198,6 @@ async def test_what_is_made_due_by_hand_wakes_the_worker_of_its_own_process_alth
         assert now() == pytest.approx(1, abs=0.1)
 
 
-# deleting and removing
-
-
 async def test_delete_during_a_delivery_cancels_it_and_a_later_add_starts_anew() -> None:
     ended: list[float] = []
 
@@ -242,9 +236,6 @@ async def test_remove_drops_one_record_and_respects_the_timeline_s_own_capacity(
             await engine.add("key", name, record_id=name)
         assert [await engine.remove("key", "c") for _ in range(2)] == [True, False]
         assert values(await look(engine)) == ["b"]
-
-
-# rescheduling
 
 
 async def test_reschedule_moves_a_waiting_timeline_to_a_time_or_by_a_delay() -> None:
@@ -343,9 +334,6 @@ async def test_a_key_that_is_none_is_refused_everywhere(key: Any) -> None:
             await engine.remove("key", key)
 
 
-# dead letters
-
-
 async def buried(engine: DigestEngine[JSON], inbox: Inbox, key: str, *values: JSON) -> str:
     """Add records whose delivery ``inbox`` rejects; the id of their dead letter."""
     await engine.add_many(Entry(key, value, str(value)) for value in values)
@@ -417,9 +405,6 @@ async def test_replay_delivers_a_dead_letter_again_and_drops_it_although_the_doo
         with pytest.raises(InvalidState, match="no dead letter"):
             await engine.replay(letter_id)
     assert [(digest.attempt, values(digest)) for digest in inbox.digests] == [(1, [1]), (1, [1])]
-
-
-# health and activity
 
 
 async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_overdue() -> None:

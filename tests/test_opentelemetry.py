@@ -141,9 +141,6 @@ def watched(
     return engine, inbox
 
 
-# Metrics
-
-
 async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key(prometheus: Prometheus) -> None:
     engine, inbox = watched(prometheus, RuntimeError(KEY))
     async with engine.delivering(inbox):
@@ -364,9 +361,6 @@ async def test_an_engine_is_instrumented_once_and_before_it_is_entered(prometheu
     instrument(late)
 
 
-# The dashboard and the page of alerts
-
-
 def metrics_in(text: str) -> set[str]:
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\baiodigest_\w+", text)}
 
@@ -393,9 +387,6 @@ def test_the_dashboard_can_be_imported_anywhere(dashboard: Any) -> None:
     for panel in dashboard["panels"]:
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-
-
-# Traces
 
 
 @pytest.fixture

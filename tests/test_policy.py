@@ -90,15 +90,9 @@ def test_a_strategy_that_returns_no_duration_is_refused_when_it_is_asked(wait: o
         Policies(Policy(), RetryPolicy(backoff=flat(wait)))
 
 
-# retries
-
-
 def test_the_span_is_the_sum_of_the_longest_waits() -> None:
     retry = RetryPolicy(max_attempts=4, backoff=DecorrelatedJitter(base=1, cap=20))
     assert retry.span == 3 + 9 + 20
-
-
-# the policies of an engine
 
 
 async def test_one_policy_serves_every_key_or_a_function_or_an_async_function_gives_each_its_own() -> None:

@@ -126,9 +126,6 @@ async def backend(
         check_invariants(redis_state(client, namespace))
 
 
-# Full and broken
-
-
 async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> None:
     with running_server("--maxmemory-policy", "noeviction") as server, server.client() as client:
         async with connected(server.url, namespace) as backend:
@@ -270,9 +267,6 @@ async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: Redis
     assert (await backend.operations.counts())["dead"] == 1_000
 
 
-# Replies that are lost
-
-
 @pytest.mark.parametrize("error", ["", "upstream failure"])  # which proxies answer that have lost the server
 async def test_an_add_whose_reply_is_lost_may_be_repeated(server: Server, namespace: str, error: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
@@ -371,9 +365,6 @@ async def test_two_processes_that_open_a_timeline_at_once_open_one(server: Serve
         assert sorted(lease.key for each in claims for lease in each.leases) == sorted(f"k{n}" for n in range(20))
 
 
-# Scripts, connections and clocks
-
-
 async def test_a_server_without_scripts_is_sent_them(backend: RedisBackend, client: Any) -> None:
     for is_first in (True, False):
         client.script_flush()
@@ -448,9 +439,6 @@ async def test_a_timeline_whose_facts_are_missing_is_delivered_and_not_expired(b
     assert [len(lease.entries) for lease in claims.leases] == [1]
 
 
-# What a server evicts
-
-
 @pytest.mark.parametrize("part", ["log", "open"])
 async def test_a_timeline_whose_records_are_gone_is_told_as_expired(backend: RedisBackend, raw: Raw, part: str) -> None:
     await backend.add(0, [record("k"), record("k", "b")])
@@ -488,9 +476,6 @@ async def test_the_keys_of_a_dead_letter_end_after_30_days(backend: RedisBackend
     name = await only_letter(backend)
     for kind in ("letter", "remains"):
         assert 30 * DAY - 60_000 < raw.client.pttl(raw.key(f"{kind}:{name}")) <= 30 * DAY
-
-
-# Layouts
 
 
 @pytest.mark.parametrize("begins", ["an add", "a claim"])
@@ -617,9 +602,6 @@ def test_making_a_backend_does_no_io_and_checks_its_arguments(options: dict[str,
         _ = RedisBackend("redis://nobody.invalid", **settings).shard_map
 
 
-# The doorbell
-
-
 async def test_the_doorbell_wakes_a_sleeper_for_an_earlier_schedule_and_nothing_else(backend: RedisBackend) -> None:
     bell = (await claim(backend)).wake_up
     sleeper = asyncio.create_task(backend.wait(0, bell))
@@ -650,9 +632,6 @@ async def test_a_backend_may_be_connected_again_from_another_loop(server: Server
     assert await asyncio.to_thread(asyncio.run, once()) == [False]
     with pytest.raises(BackendUnavailable, match="not connected"):
         await backend.operations.look("k")
-
-
-# Shared connections
 
 
 async def test_backends_with_the_same_client_share_connections(server: Server, namespace: str, client: Any) -> None:

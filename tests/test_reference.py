@@ -160,9 +160,6 @@ def entries_of(doc: str) -> dict[str, str]:
     return entries
 
 
-# Docstrings
-
-
 def test_every_public_name_is_explained() -> None:
     assert not [one.path for one in EVERYTHING if not one.doc]
 
@@ -213,9 +210,6 @@ def test_every_error_that_a_function_raises_is_named() -> None:
     raised = {one: raised_by(one.value, one.owner) & public for one in functions}
     unsaid = {one.path: raised[one] - one.inherited - set(re.findall(r"\w+", one.doc)) for one in functions}
     assert not {path: names for path, names in unsaid.items() if names}
-
-
-# Pages
 
 
 def test_every_public_name_is_on_one_page_of_the_reference() -> None:

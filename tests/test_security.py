@@ -62,9 +62,6 @@ PATIENCE = 60.0
 _numbers = count(1)
 
 
-# Users
-
-
 @dataclass
 class Stage:
     """Where a role is played: its user's backend, one that may do all, and a namespace of its own."""
@@ -388,9 +385,6 @@ async def test_several_shards_work_with_the_keys_that_are_given_for_them(server:
             assert {(await came.get()).key for _ in range(12)} == {f"k{number}" for number in range(12)}
 
 
-# Bounds
-
-
 async def test_bounds_of_an_engine_go_for_each_call_and_nothing_over_is_stored(server: Server, namespace: str) -> None:
     large, long, taken = os.urandom(1_200_000).hex(), "x" * 33, count()
     bounds = Bounds(value=4_000_000, name=32, records=1500)
@@ -425,9 +419,6 @@ async def test_bounds_of_an_engine_go_for_each_call_and_nothing_over_is_stored(s
         assert len(letter.id) > 32, "which is no name of the caller's"
         assert await engine.replay(letter.id)
         assert len(await engine.add_many(Entry("k", 1) for _ in range(1500))) == 1500
-
-
-# TLS
 
 
 AUTHORITY = trustme.CA()
@@ -597,8 +588,6 @@ async def test_tls_options_that_no_server_could_mend_are_named_at_once(option: s
     assert f"TLS cannot be set up with {name}={value!r}" in str(caught.value)
     assert PASSWORD not in everything(caught.value)
 
-
-# Passwords
 
 SECRET = "s3cr3t-of-the-test"
 # each piece of it would be noticed, as it is and as a URL has it

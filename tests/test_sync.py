@@ -53,9 +53,6 @@ def stored(url: str, namespace: str, key: str = "k") -> list[str]:
     return asyncio.run(look())
 
 
-# The same adds
-
-
 def test_sync_adds_store_their_records_and_tell_whether_they_are_due(engine: DigestEngine[int], server: Server) -> None:
     assert engine.sync.add("k", 1, record_id="a", timestamp=1.5) is True
     assert engine.sync.add_many(Entry(key, 1, record_id=key) for key in ("k", "l", "k")) == [False, True, False]
@@ -109,9 +106,6 @@ def test_a_sync_add_is_traced_to_what_the_thread_was_doing(engine: DigestEngine[
         doing.set(request)
         engine.sync.add("k", 1)
     assert told == ["first request", "second request"]
-
-
-# Threads and loops
 
 
 def test_fifty_threads_add_at_once_over_two_connections() -> None:
@@ -216,9 +210,6 @@ def test_the_connections_of_an_engine_that_nobody_holds_are_closed() -> None:
         until(lambda: len(client.client_list()) == before, "they are closed")
 
 
-# Outages
-
-
 def test_a_server_that_is_away_is_told_and_used_again_when_it_is_back() -> None:
     with running_server() as server:
         server.stop()
@@ -301,9 +292,6 @@ def test_an_add_interrupted_at_a_close_is_silent(engine: DigestEngine[int], capl
         fresh._loop.close()
     assert answer.cancel()
     assert caplog.records == []
-
-
-# The end of a process, and forks
 
 
 def run(program: str, data: Path, *arguments: object) -> list[str]:

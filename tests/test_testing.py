@@ -87,9 +87,6 @@ async def rehearsing(
         yield mail, t, callback
 
 
-# Time
-
-
 async def test_each_digest_is_delivered_at_its_own_due_time() -> None:
     async with rehearsing(policy=Policy(minimum_delay=300, increment_delay=30)) as (mail, t, callback):
         assert await mail.add("a", 1)
@@ -150,9 +147,6 @@ async def test_an_argument_that_cannot_be_used_is_refused(options: dict[str, Any
     with pytest.raises((InvalidArgument, ConfigurationError), match=f"{next(iter(options))} must be "):
         async with TestEngine(**arguments):
             pass
-
-
-# Taking over, and giving back
 
 
 async def test_an_engine_goes_back_to_its_own_server_with_nothing_of_the_test(server: Server, namespace: str) -> None:
@@ -260,9 +254,6 @@ async def test_a_test_engine_that_is_entered_again_begins_anew_and_outside_of_it
         assert (len(t.delivered), len(t.attempts)) == (1, 2), "they can be read when it was left"
 
 
-# Outcomes
-
-
 async def test_a_failure_that_was_asked_for_is_raised_in_place_of_the_callback() -> None:
     async with rehearsing(retry=RETRY) as (mail, t, callback):
         await mail.add("a", 1)
@@ -340,9 +331,6 @@ async def test_only_exceptions_can_be_asked_for(error: Any, times: int) -> None:
         TestEngine(engine()).fail_next(error, times)
 
 
-# What callbacks may do
-
-
 async def test_no_more_than_the_engines_concurrency_is_delivered_at_once() -> None:
     running, most = 0, 0
 
@@ -380,9 +368,6 @@ async def test_a_callback_cannot_advance_the_clock() -> None:
         assert str(timeline.last_error).startswith("ConfigurationError: advance is under way")
 
 
-# Several engines
-
-
 async def test_engines_on_one_clock_are_delivered_in_the_order_of_their_due_times() -> None:
     mail, slack = engine(policy=policy(initial_delay=20)), engine(policy=policy(initial_delay=10))
     async with TestEngine(mail, start=START) as t, TestEngine(slack, clock=t) as other:
@@ -395,9 +380,6 @@ async def test_engines_on_one_clock_are_delivered_in_the_order_of_their_due_time
         assert t.now == other.now == START + MINUTE
         assert (posted.came, mailed.came) == ([(10, [1])], [(20, [2]), (30, ["posted"])])
         assert (values(t.delivered), values(other.delivered)) == ([[2], ["posted"]], [[1]])
-
-
-# Web apps, threads, and tests without an event loop
 
 
 def app_on(mail: DigestEngine[JSON]) -> FastAPI:
@@ -509,9 +491,6 @@ def test_metrics_are_collected_in_a_test_too(caplog: pytest.LogCaptureFixture, m
     assert caplog.records == []
 
 
-# On a server
-
-
 @pytest.fixture(autouse=True)
 def binary(monkeypatch: pytest.MonkeyPatch) -> None:
     """An embedded server is of the kind that all tests run on."""
@@ -551,9 +530,6 @@ async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
             for _ in range(2):  # after the callback, and before it
                 with pytest.raises(BackendUnavailable):
                     await t.advance()
-
-
-# The same as in production
 
 
 OUTCOMES: dict[str, Callable[[Digest[JSON]], Exception]] = {

@@ -58,9 +58,6 @@ def drawn(seen: Look, lines: int | None = None, width: int = 200) -> str:
     return file.getvalue()
 
 
-# Looks
-
-
 def test_what_happens_a_second_is_the_difference_between_two_looks() -> None:
     before, now = look(10.0, digests=100, delivered=1_000), look(14.0, digests=102, delivered=1_009, aged=1)
     told = {"digests": 0.5, "delivered": 2.25, "dropped": 0, "aged": 0.25, "expired": 0, "buried": 0}
@@ -147,9 +144,6 @@ async def test_a_look_counts_once_and_is_healthy_or_not_by_what_it_shows(server:
     assert seen.health == Health(False, seen.stats.health().reason, seen.stats.overdue)
 
 
-# Where there is no terminal
-
-
 def test_one_look_is_printed_as_plain_lines(place: Server, command: Command) -> None:
     code, output, errors = command("top", *OPTIONS, "--url", place.url)
     assert (code, errors) == (0, "")
@@ -202,9 +196,6 @@ def test_looks_go_on_while_the_server_is_away_and_ctrl_c_ends_them_with_0(tmp_pa
                 pass
             assert process.interrupt(signal.SIGINT) == 0
             assert process.errors == b""
-
-
-# On a terminal
 
 
 @pytest.mark.processes
