@@ -116,6 +116,13 @@ def own() -> Iterator[Server]:
 
 
 @pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    """A client of that server which may do all, for looking behind the backend's back."""
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
 def namespace() -> str:
     """A namespace that no other test uses."""
     return f"test-{next(_numbers)}"
@@ -196,18 +203,12 @@ async def store(memory_or_place: Place | None, namespace: str) -> AsyncIterator[
     """A store in memory and in each place, and a check of what the test leaves in it."""
     numbers = count(1)
     store: Store
-
-    def now() -> int:
-        return store.now
-
-    def nonce() -> str:
-        return f"n{next(numbers)}"
-
+    options: dict[str, Any] = {"now": lambda: store.now, "nonce": lambda: f"n{next(numbers)}"}
     if memory_or_place is None:
-        store = Store(ReferenceBackend(now=now, nonce=nonce))
+        store = Store(ReferenceBackend(**options))
         yield store
         return
-    backend = RedisBackend(memory_or_place.url, namespace=namespace, now=now, nonce=nonce)
+    backend = RedisBackend(memory_or_place.url, namespace=namespace, **options)
     store = Store(backend)
     await backend.connect()
     yield store

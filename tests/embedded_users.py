@@ -57,12 +57,9 @@ class User:
     def __init__(self, folder: Path, then: str = "pass", before: str = "", imports: str = "", **variables: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", USER.format(then=then, before=before, imports=imports), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
             env={**os.environ, "AIODIGEST_PACKAGE": str(Path(embedded.__file__).parents[2]), **variables},
-            start_new_session=True,
-            text=True,
-        )
+        )  # fmt: skip
         assert self.process.stdin
         assert self.process.stdout
         self._input, self._output = self.process.stdin, self.process.stdout

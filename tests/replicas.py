@@ -204,12 +204,10 @@ class Relay:
             self._open.discard(writer)
             self._lost.discard(writer)
 
-    async def _pipe(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, client: asyncio.StreamWriter
-    ) -> None:
+    async def _pipe(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, user: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             while data := await source.read(1 << 20):
                 if self.mode == "cut":
                     return
-                if client not in self._lost:
+                if user not in self._lost:
                     sink.write(data)

@@ -95,9 +95,8 @@ def online(facts: dict[str, Any]) -> set[int]:
 
     ``facts``: its answer to ``INFO replication``.
     """
-    return {
-        int(each["port"]) for name, each in facts.items() if re.fullmatch(r"slave\d+", name) and "online" in str(each)
-    }
+    replicas = [each for name, each in facts.items() if re.fullmatch(r"slave\d+", name)]
+    return {int(each["port"]) for each in replicas if "online" in str(each)}
 
 
 def limit_files(pid: int, size: int) -> None:

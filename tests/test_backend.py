@@ -15,19 +15,11 @@ import redis
 from engines import Inbox, VirtualLoop, WatchedBackend, engine_on, now, policy, settle
 from userland import DEADLINE
 
-from aiodigest import (
-    JSON,
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    Digest,
-    DigestEngine,
-    Entry,
-    PartialAdd,
-)
+from aiodigest import JSON, Digest, DigestEngine, Entry
 from aiodigest.backend import Add
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
 from aiodigest.testing import TestEngine
 
 WHERE: ContextVar[str] = ContextVar("where", default="nowhere")

@@ -35,20 +35,17 @@ def top(low: float, high: float) -> float:
     return high
 
 
-def test_iteration_backoff_has_the_waits_of_sentry_timelines() -> None:
-    backoff = IterationBackoff()
+def test_backoffs_have_the_waits_of_sentry_timelines_and_digests() -> None:
+    backoff: Callable[[int], float] = IterationBackoff()
     assert [backoff(n) for n in range(5)] == [300 << min(n, 2) for n in range(5)] == [300, 600, 1200, 1200, 1200]
+    backoff = IntervalBackoff({0: 30, 1: 300}, default=900)
+    assert [backoff(n) for n in range(4)] == [30, 300, 900, 900]
 
 
 @given(base=durations, steps=st.integers(0, 10), n=counts)
 def test_iteration_backoff_doubles_for_so_many_steps_and_stays(base: float, steps: int, n: int) -> None:
     backoff = IterationBackoff(base, steps)
     assert backoff(n) == base * 2 ** min(n, steps) <= backoff(n + 1) <= backoff(steps)
-
-
-def test_interval_backoff_has_the_waits_of_sentry_digests() -> None:
-    backoff = IntervalBackoff({0: 30, 1: 300}, default=900)
-    assert [backoff(n) for n in range(4)] == [30, 300, 900, 900]
 
 
 def test_interval_backoff_takes_timedeltas_and_keeps_its_own_copy() -> None:
@@ -66,11 +63,12 @@ def test_decorrelated_jitter_has_the_published_windows() -> None:
     assert 1 <= jitter(10**6) <= 60
 
 
-def test_the_random_source_is_injectable() -> None:
+def test_the_random_source_is_injectable_and_by_default_draws_different_waits() -> None:
     assert DecorrelatedJitter(random=top)(2) == 9
     assert DecorrelatedJitter(random=lambda low, high: low)(2) == 1
     one, other = (DecorrelatedJitter(random=Random(7).uniform) for _ in range(2))
     assert [one(n) for n in range(9)] == [other(n) for n in range(9)]
+    assert len({DecorrelatedJitter()(4) for _ in range(100)}) > 90
 
 
 @given(base=durations, factor=st.floats(1, 1000), n=counts, seed=st.integers())
@@ -92,11 +90,6 @@ def test_jittered_waits_are_uniform_over_their_window(n: int) -> None:
     sample = sorted((jitter(n) - low) / (high - low) for _ in range(draws))
     distance = max(max((i + 1) / draws - x, x - i / draws) for i, x in enumerate(sample))
     assert distance < 1.63 / math.sqrt(draws)  # Kolmogorov-Smirnov at the 1 % level
-
-
-def test_the_default_source_draws_different_waits() -> None:
-    jitter = DecorrelatedJitter()
-    assert len({jitter(4) for _ in range(100)}) > 90
 
 
 def test_longest_is_the_top_of_the_window_or_the_wait_itself() -> None:
@@ -328,13 +321,10 @@ def test_a_hundred_workers_do_not_return_at_once() -> None:
 
 
 signals = st.lists(st.tuples(st.sampled_from("+-"), st.sampled_from("abcdef"), st.floats(0, 200), st.floats(0, 300)))
+modes = st.builds(BackoffMode, st.integers(1, 4), st.floats(0.1, 100), st.floats(0, 500))
 
 
-@given(
-    mode=st.builds(BackoffMode, st.integers(1, 4), st.floats(0.1, 100), st.floats(0, 500)),
-    seed=st.integers(),
-    steps=signals,
-)
+@given(mode=modes, seed=st.integers(), steps=signals)
 def test_whatever_happens_the_consumer_rests_no_longer_than_its_maximum_and_then_tests(
     mode: BackoffMode, seed: int, steps: list[tuple[str, str, float, float]]
 ) -> None:
@@ -351,8 +341,7 @@ def test_whatever_happens_the_consumer_rests_no_longer_than_its_maximum_and_then
         assert backoff.level <= before + 1
         assert signal == "-" or backoff.level in (0, before)
         if backoff.level == 0:
-            assert backoff.resumes_at is None
-            assert backoff.allowed(now, 64) == 64
+            assert (backoff.resumes_at, backoff.allowed(now, 64)) == (None, 64)
             continue
         resumes_at = backoff.resumes_at
         assert resumes_at is not None

@@ -29,23 +29,14 @@ from servers import running_server
 from stores import LEASE, MINUTE, Store, ids
 from storestate import check_invariants, redis_state
 
-from aiodigest import (
-    JSON,
-    AiodigestError,
-    ConfigurationError,
-    Digest,
-    DigestEngine,
-    Entry,
-    Finding,
-    Policy,
-    Timeline,
-)
+from aiodigest import JSON, Digest, DigestEngine, Entry, Finding, Policy, Timeline
 from aiodigest.backend import Backend, Close, Lease, Move, Operations, StoredTimeline
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
 from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.operations import RedisOperations
+from aiodigest.errors import AiodigestError, ConfigurationError
 
 NAME = "stage"  # of the namespace, and of the connections of what is cancelled
 OTHERWISE = 4  # shards of the layout that a namespace may go over to

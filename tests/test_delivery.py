@@ -240,10 +240,8 @@ async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
     ("reply", "number", "outcome"),
     [
         (ValueError("smtp is down"), 2, Outcome(retrying("ValueError: smtp is down", 20_000), "failed", success=False)),
-        (
-            ValueError("no more"), 3,
-            Outcome(closing(1, 0, NewDeadLetter("ValueError: no more")), "buried", success=False),
-        ),
+        (ValueError("no more"), 3,
+         Outcome(closing(1, 0, NewDeadLetter("ValueError: no more")), "buried", success=False)),
         (Reject("address gone"), 1, Outcome(closing(1, 0, NewDeadLetter("address gone")), "rejected")),
         (Reject(), 1, Outcome(closing(1, 0, NewDeadLetter("rejected by the callback")), "rejected")),
         (RetryAfter(timedelta(minutes=2)), 3, Outcome(retrying(ANY, 120_000, give_back=True), "deferred")),
@@ -371,26 +369,18 @@ BAD_ALONE = NewDeadLetter(ANY, [b"bad"])
     ("failed", "entries", "number", "outcome"),
     [
         (PartialFailure({}), [A], 1, Outcome(closing(1, 1), "delivered", 1, True)),
-        (
-            PartialFailure(["b"]), [A, B, C], 1,
-            Outcome(retrying("b: failed", taken=3, failed=[b"b"], delivered=2), "partial", 2),
-        ),
+        (PartialFailure(["b"]), [A, B, C], 1,
+         Outcome(retrying("b: failed", taken=3, failed=[b"b"], delivered=2), "partial", 2)),
         (BOTH, [A, B], 1, Outcome(retrying("a: bounced; b: full"), "failed")),
         # what is too old goes
         (BOTH, [A, B, OLD], 1, Outcome(retrying(ANY, taken=3, failed=[b"a", b"b"], aged=1), "partial")),
         # what cannot be decoded is kept for the dead letter to come
-        (
-            PartialFailure({"a": "x"}), [A, B, BAD], 1,
-            Outcome(retrying("a: x", taken=3, failed=[b"a", b"bad"], delivered=1), "partial", 1),
-        ),
-        (
-            PartialFailure({"a": "x"}), [A, B, BAD], 3,
-            Outcome(closing(3, 1, NewDeadLetter("a: x", [b"a"]), BAD_ALONE), "buried", 1),
-        ),
-        (
-            BOTH, [A, B, BAD], 3,
-            Outcome(closing(3, 0, NewDeadLetter("a: bounced; b: full", [b"a", b"b"]), BAD_ALONE), "buried"),
-        ),
+        (PartialFailure({"a": "x"}), [A, B, BAD], 1,
+         Outcome(retrying("a: x", taken=3, failed=[b"a", b"bad"], delivered=1), "partial", 1)),
+        (PartialFailure({"a": "x"}), [A, B, BAD], 3,
+         Outcome(closing(3, 1, NewDeadLetter("a: x", [b"a"]), BAD_ALONE), "buried", 1)),
+        (BOTH, [A, B, BAD], 3,
+         Outcome(closing(3, 0, NewDeadLetter("a: bounced; b: full", [b"a", b"b"]), BAD_ALONE), "buried")),
         (PartialFailure({"a": "\ud800\n" + "x" * 600}), [A], 1, Outcome(retrying(f"a: ? {'x' * 495}"), "failed")),
     ],
 )  # fmt: skip
@@ -470,23 +460,16 @@ async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_
     assert outcome == Outcome(closing(1, 0, aged=1, counts=False), "empty")
 
 
-async def unknown_policy(key: str) -> Policy:
-    raise KeyError(key)
+async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration_fail_the_attempt() -> None:
+    async def unknown(key: str) -> Policy:
+        raise KeyError(key)
 
+    async def endless(key: str) -> Policy:
+        return Policy(minimum_delay=lambda _: nan)
 
-async def policy_without_cool_down(key: str) -> Policy:
-    return Policy(minimum_delay=lambda _: nan)
-
-
-@pytest.mark.parametrize(
-    ("policy", "error"),
-    [(unknown_policy, "KeyError: 'key'"), (policy_without_cool_down, "minimum_delay")],
-)
-async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration_fail_the_attempt(
-    policy: Callable[[str], Awaitable[Policy]], error: str
-) -> None:
-    outcome = await attempt(AssertionError("called"), A, policy=policy)
-    assert (outcome.result, error in retry_of(outcome).error) == ("failed", True)
+    for policy, error in ((unknown, "KeyError: 'key'"), (endless, "minimum_delay")):
+        outcome = await attempt(AssertionError("called"), A, policy=policy)
+        assert (outcome.result, error in retry_of(outcome).error) == ("failed", True)
 
 
 async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:

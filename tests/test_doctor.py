@@ -48,12 +48,6 @@ def of(findings: list[Finding], check: str, level: str = "") -> Finding:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
 async def engine(server: Server, namespace: str) -> AsyncIterator[Engine]:
     """An engine whose namespace has a timeline ``k`` that waits."""
     async with DigestEngine(server.url, namespace=namespace, policy=LATER) as engine:

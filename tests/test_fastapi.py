@@ -24,16 +24,8 @@ from replicas import until
 from servers import Server, running_server
 from userland import DEADLINE, Program, running
 
-from aiodigest import (
-    JSON,
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    DigestEngine,
-    InvalidArgument,
-    LimitExceeded,
-    PartialAdd,
-)
+from aiodigest import JSON, BackendUnavailable, DigestEngine, PartialAdd
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, LimitExceeded
 from aiodigest.integrations.fastapi import answer_unavailable, dependency, health_router
 from aiodigest.integrations.starlette import health_routes
 

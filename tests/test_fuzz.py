@@ -27,36 +27,11 @@ from hypothesis import strategies as st
 from servers import Server
 from storestate import check_invariants, redis_state
 
-from aiodigest import (
-    JSON,
-    AiodigestError,
-    BackoffMode,
-    Bounds,
-    CodecError,
-    ConfigurationError,
-    DeadLetter,
-    DecorrelatedJitter,
-    Digest,
-    DigestEngine,
-    Draining,
-    Entry,
-    Finding,
-    Health,
-    IntervalBackoff,
-    InvalidArgument,
-    IterationBackoff,
-    JSONCodec,
-    LimitExceeded,
-    PartialAdd,
-    PartialFailure,
-    Policy,
-    Reject,
-    RetryAfter,
-    RetryPolicy,
-    Stats,
-    Sync,
-    Timeline,
-)
+from aiodigest import JSON, Bounds, DigestEngine, JSONCodec, PartialAdd, PartialFailure, Reject, RetryAfter, Sync
+from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff
+from aiodigest.errors import AiodigestError, CodecError, ConfigurationError, InvalidArgument, LimitExceeded
+from aiodigest.models import DeadLetter, Digest, Draining, Entry, Finding, Health, Stats, Timeline
+from aiodigest.policy import Policy, RetryPolicy
 from aiodigest.records.entries import identity, latest, pack
 
 EXAMPLES = int(os.environ.get("AIODIGEST_TEST_EXAMPLES", "25"))
@@ -106,44 +81,25 @@ def breaking() -> Iterator[Any]:
 
 
 ODD: dict[str, Callable[[], Any]] = {
-    "object": object,
-    "class": lambda: int,
-    "function": lambda: len,
-    "returns none": lambda: _nothing,
-    "raises": lambda: _raise,
-    "huge int": lambda: 10**5000,
-    "huge negative int": lambda: -(10**5000),
-    "large int": lambda: 10**400,
-    "64 bits": lambda: 2**64,
-    "63 bits": lambda: -(2**63),
-    "1 MB": lambda: SECRET * 80_000,
-    "1 MB of bytes": lambda: b"x" * 1_100_000,
-    "many of &": lambda: "?" * 100_000,
-    "surrogate": lambda: SECRET + "\ud800",
-    "key of a surrogate": lambda: {"\ud800": SECRET},
-    "key of an int": lambda: {1: SECRET},
-    "nan inside": lambda: {"a": [SECRET, float("nan")]},
-    "bytes inside": lambda: [SECRET, b"\xff"],
-    "deep": lambda: nested(150),
-    "deeper": lambda: nested(250),
-    "deepest": lambda: nested(50_000),
-    "endless": endless,
-    "set": lambda: {SECRET},
+    "object": object, "class": lambda: int, "function": lambda: len, "model": lambda: Policy, "module": lambda: logging,
+    "returns none": lambda: _nothing, "raises": lambda: _raise,
+    "huge int": lambda: 10**5000, "huge negative int": lambda: -(10**5000), "large int": lambda: 10**400,
+    "64 bits": lambda: 2**64, "63 bits": lambda: -(2**63),
+    "1 MB": lambda: SECRET * 80_000, "1 MB of bytes": lambda: b"x" * 1_100_000, "many of &": lambda: "?" * 100_000,
+    "surrogate": lambda: SECRET + "\ud800", "key of a surrogate": lambda: {"\ud800": SECRET},
+    "key of an int": lambda: {1: SECRET}, "set": lambda: {SECRET},
+    "nan inside": lambda: {"a": [SECRET, float("nan")]}, "bytes inside": lambda: [SECRET, b"\xff"],
+    "deep": lambda: nested(150), "deeper": lambda: nested(250), "deepest": lambda: nested(50_000), "endless": endless,
     "generator": lambda: (entry for entry in [Entry("a", 1), SECRET, Entry("b", SECRET)]),
     "breaking generator": breaking,
-    "naive": lambda: datetime(2020, 1, 1),
     "first": lambda: datetime.min.replace(tzinfo=timezone(timedelta(hours=23))),
     "last": lambda: datetime.max.replace(tzinfo=timezone(timedelta(hours=-23))),
-    "now": lambda: datetime.now(UTC),
-    "longest": lambda: timedelta.max,
-    "shortest": lambda: timedelta.min,
-    "model": lambda: Policy,
-    "module": lambda: logging,
-}
+    "naive": lambda: datetime(2020, 1, 1), "now": lambda: datetime.now(UTC),
+    "longest": lambda: timedelta.max, "shortest": lambda: timedelta.min,
+}  # fmt: skip
 
 
-def _nothing(*_: object) -> None:
-    pass
+def _nothing(*_: object) -> None: ...
 
 
 def _raise(*_: object) -> Any:
@@ -343,13 +299,10 @@ async def fuzzed(server: Server, sound: bool = True, **options: Any) -> AsyncGen
                 await fuzz.canary()
             left = keys_of(client, namespace)
             for tag in {key.partition(b"}")[0][1:] for key in left if sound and not fuzz.erased}:
-                if (
-                    client.hget(b"{%b}:layout" % tag, "version") == b"retired"
-                ):  # drained, with cool-downs and marks left
-                    kinds = {
-                        key.partition(b"}:")[2].partition(b":")[0] for key in left if key.startswith(b"{%b}" % tag)
-                    }
-                    assert kinds <= {b"layout", b"meta", b"moved", b"wake"}
+                if client.hget(b"{%b}:layout" % tag, "version") == b"retired":
+                    names = [key.partition(b"}:")[2] for key in left if key.startswith(b"{%b}" % tag)]
+                    # drained, with cool-downs and marks left
+                    assert {name.partition(b":")[0] for name in names} <= {b"layout", b"meta", b"moved", b"wake"}
                 else:
                     check_invariants(redis_state(client, tag.decode()))
             client.delete(*left)  # or a long run would fill the server

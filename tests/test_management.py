@@ -10,28 +10,11 @@ from typing import Any
 import pytest
 from engines import START, Inbox, WatchedBackend, delivering, engine_on, forever, holding, lasting, now, policy, settle
 
-from aiodigest import (
-    JSON,
-    Activity,
-    AiodigestError,
-    BackendUnavailable,
-    ConfigurationError,
-    DeadLetter,
-    Digest,
-    DigestEngine,
-    Entry,
-    Health,
-    InvalidArgument,
-    InvalidState,
-    PartialAdd,
-    Policy,
-    Reject,
-    RetryPolicy,
-    Stats,
-    Timeline,
-)
+from aiodigest import ConfigurationError, DigestEngine, Policy, RetryPolicy
 from aiodigest import engine as engine_module
 from aiodigest.backend import Move, StoredDeadLetter
+from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidArgument, InvalidState, PartialAdd, Reject
+from aiodigest.models import JSON, Activity, DeadLetter, Digest, Entry, Health, Stats, Timeline
 
 pytestmark = pytest.mark.virtual_time
 
@@ -68,9 +51,7 @@ async def letters_of(engine: DigestEngine[JSON]) -> list[DeadLetter[JSON]]:
 
 
 @asynccontextmanager
-async def after_one_delivery(
-    *replies: BaseException, **options: Any
-) -> AsyncGenerator[tuple[DigestEngine[JSON], Inbox]]:
+async def after_delivery(*replies: BaseException, **options: Any) -> AsyncGenerator[tuple[DigestEngine[JSON], Inbox]]:
     """An engine that has delivered a record of a timeline "key", and its inbox."""
     inbox = Inbox(*replies)
     async with delivering(inbox, **options) as (engine, _):
@@ -109,7 +90,7 @@ async def test_peek_shows_what_is_under_delivery_and_what_came_since() -> None:
     ],
 )
 async def test_peek_shows_why_a_timeline_waits(replies: list[BaseException], told: Sequence[object]) -> None:
-    async with after_one_delivery(*replies, retry=RETRY, policy=Policy(increment_delay=0)) as (engine, _):
+    async with after_delivery(*replies, retry=RETRY, policy=Policy(increment_delay=0)) as (engine, _):
         await engine.add("key", 2)
         seen = await look(engine)
     assert (seen.attempt, seen.last_error, seen.due, seen.cool_until, seen.iteration) == told
@@ -270,7 +251,7 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
     def choose(key: str) -> Policy:
         return Policy(minimum_delay=lambda iteration: gap * iteration, increment_delay=0)
 
-    async with after_one_delivery(policy=choose) as (engine, inbox):
+    async with after_delivery(policy=choose) as (engine, inbox):
         await engine.add("key", 2)
         gap = 50
         assert await engine.reschedule("key") == about(50)
@@ -279,7 +260,7 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
 
 
 async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
-    async with after_one_delivery(ValueError(), retry=RETRY) as (engine, inbox):
+    async with after_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         with pytest.raises(InvalidState, match="retry"):
             await engine.reschedule("key")
         await engine.reschedule("key", delay=7)

@@ -28,20 +28,10 @@ from prometheus_client import CollectorRegistry
 from servers import Server
 from userland import DEADLINE, ROOT, data_folder, environment
 
-from aiodigest import (
-    JSON,
-    ConfigurationError,
-    Digest,
-    DigestEngine,
-    Entry,
-    PartialFailure,
-    Policy,
-    Reject,
-    RetryAfter,
-    RetryPolicy,
-)
+from aiodigest import JSON, Digest, DigestEngine, Entry, Policy, RetryPolicy
 from aiodigest.backend import Add
 from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.errors import ConfigurationError, PartialFailure, Reject, RetryAfter
 from aiodigest.integrations._metrics import BUCKETS
 from aiodigest.integrations.opentelemetry import instrument, measure
 from aiodigest.records.entries import pack, unpack
@@ -160,15 +150,11 @@ async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (RuntimeError(), "failed"),
-        (RuntimeError(), "buried"),  # the last attempt
-        (RetryAfter(3600), "deferred"),
-        (Reject(), "rejected"),
-        (PartialFailure(["1"]), "partial"),
-        (forever, "timeout"),
-        (None, None),
+        (RuntimeError(), "failed"), (RuntimeError(), "buried"),  # the last attempt
+        (RetryAfter(3600), "deferred"), (Reject(), "rejected"), (PartialFailure(["1"]), "partial"),
+        (forever, "timeout"), (None, None),
     ],
-)
+)  # fmt: skip
 async def test_each_attempt_is_counted(reply: BaseException | None, reason: str | None, prometheus: Prometheus) -> None:
     timeout = 0.05 if reason == "timeout" else 300  # of the others none may end by it
     attempts = RetryPolicy(max_attempts=1 if reason == "buried" else 2)
@@ -331,10 +317,8 @@ def test_providers_may_be_set_after_an_engine_was_instrumented_and_before() -> N
         print(sorted(point.attributes["namespace"] for point in adds.data.data_points))
     """
     with data_folder() as data:  # a process of its own, since its providers can be set once
-        command = [sys.executable, "-c", dedent(program)]
-        done = subprocess.run(
-            command, env=environment(data), cwd=data, capture_output=True, text=True, timeout=DEADLINE
-        )
+        options: dict[str, Any] = {"env": environment(data), "cwd": data, "timeout": DEADLINE}
+        done = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, **options)
     assert (done.stdout, done.stderr) == ("[25, 25, 25]\n['after', 'before', 'given']\n", "")
 
 
@@ -529,13 +513,10 @@ AWAY = "OSError: mail server away"
 @pytest.mark.parametrize(
     ("reply", "attempts", "outcome", "kind", "told"),
     [
-        (None, 2, "delivered", None, None),
-        (None, 1, "delivered", None, None),
-        (RetryAfter(60), 2, "deferred", None, None),
-        (RetryAfter(60), 1, "deferred", None, None),
+        *((None, attempts, "delivered", None, None) for attempts in (2, 1)),
+        *((RetryAfter(60), attempts, "deferred", None, None) for attempts in (2, 1)),
+        *((Reject("no"), attempts, "rejected", None, None) for attempts in (2, 1)),
         (RetryAfter(-1), 2, "failed", f"{SIGNAL}.RetryAfter", "the delay of RetryAfter must be"),
-        (Reject("no"), 2, "rejected", None, None),
-        (Reject("no"), 1, "rejected", None, None),
         (PartialFailure({}), 2, "delivered", None, None),
         (PartialFailure({"1": "no"}), 2, "partial", None, None),
         (PartialFailure({"1": "no"}), 1, "buried", f"{SIGNAL}.PartialFailure", "1: no"),

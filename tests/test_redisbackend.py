@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -65,12 +65,10 @@ async def only_letter(backend: RedisBackend) -> str:
     return name
 
 
-Clock: TypeAlias = SimpleNamespace  # whose ``now`` a test moves
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock(now=NOW)
+def clock() -> SimpleNamespace:
+    """Has a ``now`` that a test moves."""
+    return SimpleNamespace(now=NOW)
 
 
 @asynccontextmanager
@@ -97,13 +95,6 @@ class Raw:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    """A client that may do all, for looking behind the backend's back."""
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
 def raw(client: Any, namespace: str) -> Raw:
     return Raw(client, namespace)
 
@@ -117,7 +108,7 @@ def emptied(client: Any) -> Iterator[None]:
 
 @pytest.fixture
 async def backend(
-    request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: Clock
+    request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: SimpleNamespace
 ) -> AsyncIterator[RedisBackend]:
     """A backend whose clock the test moves; what is left is checked, unless the test has been at the keys."""
     async with connected(server.url, namespace, now=lambda: clock.now) as backend:
@@ -157,7 +148,7 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
     ids=str,
 )  # fmt: skip
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
-    backend: RedisBackend, raw: Raw, clock: Clock, part: str, value: str
+    backend: RedisBackend, raw: Raw, clock: SimpleNamespace, part: str, value: str
 ) -> None:
     broken, told = [f"broken{number}" for number in range(3)], f"'{part}'" if value else "WRONGTYPE"
     for key in (*broken, "sound"):
@@ -186,9 +177,7 @@ async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_
 
 async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, client: Any) -> None:
     terms = Policy(initial_delay=900, capacity=900, max_size=800).terms
-    adds = [
-        Add(f"k{number % 5}", pack(f"{number // 5 % 1_000}".encode(), None, b"v"), terms) for number in range(10_000)
-    ]
+    adds = [Add(f"k{number % 5}", pack(b"%d" % (number // 5 % 1_000), None, b"v"), terms) for number in range(10_000)]
     client.config_resetstat()
     assert [result for result in await backend.add(0, adds) if result not in (True, False)] == []
     # 40 batches; each compaction reads some 1,000 entries, after which a call ends
@@ -232,7 +221,9 @@ async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> Non
 
 @pytest.mark.parametrize(("state", "call"), [("waiting", "schedule"), ("leased", "maintenance")])
 @pytest.mark.usefixtures("emptied")
-async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clock, state: str, call: str) -> None:
+async def test_20_000_move_in_slices(
+    backend: RedisBackend, raw: Raw, clock: SimpleNamespace, state: str, call: str
+) -> None:
     await claim(backend, 0)
     raw.client.zadd(raw.key(state), {f"k{number}": NOW + number % 1_000 for number in range(MANY)})
     clock.now += 2_000
@@ -247,7 +238,9 @@ async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clo
 
 
 @pytest.mark.usefixtures("emptied")
-async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend: RedisBackend, clock: Clock) -> None:
+async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(
+    backend: RedisBackend, clock: SimpleNamespace
+) -> None:
     await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
     clock.now += 2_000
     claims = await claim(backend, 3_000)
@@ -658,7 +651,9 @@ async def test_a_compaction_goes_on_where_the_count_of_drops_is_no_number(backen
     assert raw.client.llen(raw.key("log:k")) == 4
 
 
-async def test_a_hold_that_is_no_number_ends_after_a_lease(backend: RedisBackend, raw: Raw, clock: Clock) -> None:
+async def test_a_hold_that_is_no_number_ends_after_a_lease(
+    backend: RedisBackend, raw: Raw, clock: SimpleNamespace
+) -> None:
     await backend.add(0, [record("k")])
     assert (await claim(backend)).leases
     raw.client.hset(raw.key("layout"), "hold", "nan")

@@ -184,19 +184,10 @@ def test_a_server_that_goes_away_meanwhile_is_one_line_and_exit_code_69(place: S
         assert b"Traceback" not in process.errors
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("3", {3}),
-        ("0-7", set(range(8))),
-        ("0-3,8", {0, 1, 2, 3, 8}),
-        (" 1 , 5-6 ", {1, 5, 6}),
-        ("7-7,0,7", {0, 7}),
-        ("1023", {1023}),
-    ],
-)
-def test_shards_are_chosen_by_numbers_and_ranges(text: str, numbers: set[int]) -> None:
-    assert shard_numbers(text) == numbers
+def test_shards_are_chosen_by_numbers_and_ranges() -> None:
+    chosen = {"3": {3}, "0-7": {*range(8)}, "0-3,8": {0, 1, 2, 3, 8}, " 1 , 5-6 ": {1, 5, 6}, "7-7,0,7": {0, 7}}
+    chosen["1023"] = {1023}
+    assert {text: shard_numbers(text) for text in chosen} == chosen
 
 
 @pytest.mark.parametrize("text", ["", ",", "a", "3-", "-3", "7-3", "0-1024", "1024", "1.5", "0-3,", "99999999999", "٣"])

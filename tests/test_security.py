@@ -31,25 +31,13 @@ from servers import PASSWORD, Server, commands, rules, running_server, tls_binar
 from stores import Place
 from storestate import check_invariants, redis_state
 
-from aiodigest import (
-    AiodigestError,
-    BackendUnavailable,
-    Bounds,
-    ConfigurationError,
-    Digest,
-    DigestEngine,
-    Entry,
-    InvalidArgument,
-    InvalidState,
-    LimitExceeded,
-    PartialAdd,
-    Policy,
-)
+from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, PartialAdd, Policy
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.connections.url import read_url
+from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, InvalidState, LimitExceeded
 from aiodigest.records.entries import pack
 
 LEASE = 60_000
@@ -333,18 +321,13 @@ async def test_a_producer_s_user_cannot_deliver_look_or_move(server: Server) -> 
     async with staged(server, "producer", *commands("producer")) as stage:
         await stage.role.connect()
         await stage.role.add(0, adds("k", "a"))
+        role, operations = stage.role, stage.role.operations
         for call in (
-            lambda: stage.role.claim(0, 1, LEASE, LIMITS),
-            lambda: stage.role.operations.look("k"),
-            lambda: stage.role.operations.entries("k"),
-            lambda: stage.role.operations.dead_letters(0, 1),
-            lambda: stage.role.delete("k"),
-            lambda: stage.role.flush("k"),
-            lambda: stage.role.wait(0, "0-0"),
-            stage.role.operations.counts,
-        ):
+            role.claim(0, 1, LEASE, LIMITS), role.delete("k"), role.flush("k"), role.wait(0, "0-0"),
+            operations.look("k"), operations.entries("k"), operations.dead_letters(0, 1), operations.counts(),
+        ):  # fmt: skip
             with pytest.raises(ConfigurationError, match="refuses access"):
-                await call()
+                await call
         assert [lease.key for lease in (await stage.other.claim(0, 1, LEASE, LIMITS)).leases] == ["k"]
 
 
@@ -394,17 +377,11 @@ async def test_bounds_of_an_engine_go_for_each_call_and_nothing_over_is_stored(s
     await backend.aclose()
     async with DigestEngine(server.url, namespace=namespace, bounds=bounds) as engine:
         for call in (
-            lambda: engine.add(long, 1),
-            lambda: engine.add("k", 1, record_id=long),
-            lambda: engine.flush(long),
-            lambda: engine.delete(long),
-            lambda: engine.remove(long, "a"),
-            lambda: engine.remove("k", long),
-            lambda: engine.reschedule(long),
-            lambda: engine.peek(long),
-        ):
+            engine.add(long, 1), engine.add("k", 1, record_id=long), engine.remove(long, "a"), engine.remove("k", long),
+            engine.flush(long), engine.delete(long), engine.reschedule(long), engine.peek(long),
+        ):  # fmt: skip
             with pytest.raises(InvalidArgument, match="1 to 32 bytes of UTF-8, not 33"):
-                await call()
+                await call
         with pytest.raises(LimitExceeded, match="at most 4,000,000 bytes"):
             await engine.add("k", "x" * 4_000_000)
         with pytest.raises(LimitExceeded, match="at most 1,500 entries"):
@@ -610,18 +587,13 @@ def logged(caplog: pytest.LogCaptureFixture) -> str:
 
 
 URLS = [
-    "redis://user:{}@127.0.0.1:1/0",
-    "redis://:{}@127.0.0.1:1/0",
-    "rediss://user:{0}@127.0.0.1:1/0?ssl_password={0}",
-    "redis://127.0.0.1:1/0?username=user&password={}",
-    "unix://user:{}@/nowhere/s?db=0",
+    "redis://user:{}@127.0.0.1:1/0", "redis://:{}@127.0.0.1:1/0", "rediss://user:{0}@127.0.0.1:1/0?ssl_password={0}",
+    "redis://127.0.0.1:1/0?username=user&password={}", "unix://user:{}@/nowhere/s?db=0",
     "redis+sentinel://user:{0}@127.0.0.1:1/mail/0?sentinel_password={0}",
     "rediss+sentinel://user:{0}@127.0.0.1:1/mail/0?sentinel_password={0}&ssl_password={0}",
-    "redis+cluster://user:{}@127.0.0.1:1,localhost:1",
-    "redis+cluster://:{}@127.0.0.1:1",
-    "redis+cluster://127.0.0.1:1?username=user&password={}",
-    "rediss+cluster://user:{0}@127.0.0.1:1?ssl_password={0}",
-]
+    "redis+cluster://user:{}@127.0.0.1:1,localhost:1", "redis+cluster://:{}@127.0.0.1:1",
+    "redis+cluster://127.0.0.1:1?username=user&password={}", "rediss+cluster://user:{0}@127.0.0.1:1?ssl_password={0}",
+]  # fmt: skip
 
 
 def in_url(url: str, password: str) -> str:

@@ -23,17 +23,8 @@ from replicas import freeze, thaw
 from servers import PASSWORD, USER, Server, running_server
 from userland import DEADLINE, environment
 
-from aiodigest import (
-    BackendUnavailable,
-    Bounds,
-    ConfigurationError,
-    DigestEngine,
-    Entry,
-    InvalidArgument,
-    LimitExceeded,
-    PartialAdd,
-    Policy,
-)
+from aiodigest import Bounds, DigestEngine, Entry, Policy
+from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidArgument, LimitExceeded, PartialAdd
 from aiodigest.session import sync
 
 
@@ -299,10 +290,8 @@ def run(program: str, data: Path, *arguments: object) -> list[str]:
     quiet about."""
     path = program if program == "-c" else PROGRAMS / program
     command = [sys.executable, path, *map(str, arguments)]
-    pipe, settings = subprocess.PIPE, environment(data)
-    with subprocess.Popen(
-        command, env=settings, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as process:
+    pipe, env = subprocess.PIPE, environment(data)
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
             output, errors = process.communicate(timeout=DEADLINE)
         except subprocess.TimeoutExpired:

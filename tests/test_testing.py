@@ -28,23 +28,9 @@ from servers import Server, server_binary
 from starlette.testclient import TestClient
 from userland import DEADLINE
 
-from aiodigest import (
-    JSON,
-    BackendUnavailable,
-    BackoffMode,
-    ConfigurationError,
-    Delivery,
-    Digest,
-    DigestEngine,
-    Entry,
-    InvalidArgument,
-    PartialFailure,
-    Policy,
-    Reject,
-    RetryAfter,
-    RetryPolicy,
-)
+from aiodigest import JSON, BackoffMode, Delivery, Digest, DigestEngine, Entry, Policy, RetryPolicy
 from aiodigest.backends.embedded.server import EmbeddedServer
+from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidArgument, PartialFailure, Reject, RetryAfter
 from aiodigest.integrations.opentelemetry import instrument
 from aiodigest.testing import TestEngine
 

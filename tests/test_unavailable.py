@@ -213,12 +213,9 @@ async def test_whatever_makes_a_server_unavailable_adds_say_so_in_time_and_worke
         async with Relay(port) as relay:
             url = relay.url if block in (black_hole, cut_connections) else f"redis://127.0.0.1:{port}/0"
             engine = DigestEngine[JSON](
-                url,
-                namespace=namespace,
-                policy=lambda key: LATER if key == "before" else NO_GAP,
-                timeout=TIMEOUT,
+                url, namespace=namespace, policy=lambda key: LATER if key == "before" else NO_GAP, timeout=TIMEOUT,
                 lease_timeout=3,
-            )
+            )  # fmt: skip
             async with engine.delivering(worker):
                 await engine.add("before", 1)
                 await engine.add("first", 1)

@@ -50,9 +50,7 @@ class Inbox:
 class Traffic:
     """A producer that adds to every timeline, one record of each after the other, and a worker."""
 
-    def __init__(
-        self, source: Any, namespace: str, keys: Sequence[str], *, wait_replicas: int = 0, **options: Any
-    ) -> None:
+    def __init__(self, source: Any, namespace: str, keys: list[str], wait_replicas: int = 0, **options: Any) -> None:
         settings: dict[str, Any] = {"namespace": namespace, "value_type": int, "policy": NO_GAP, "drain_timeout": 5}
         settings |= {"timeout": 60, **options}
         self.producer = DigestEngine[int](source, wait_replicas=wait_replicas, **settings)
