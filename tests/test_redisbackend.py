@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import redis.asyncio
@@ -65,10 +65,12 @@ async def only_letter(backend: RedisBackend) -> str:
     return name
 
 
+Clock: TypeAlias = SimpleNamespace  # whose ``now`` a test moves
+
+
 @pytest.fixture
-def clock() -> SimpleNamespace:
-    """Has a ``now`` that a test moves."""
-    return SimpleNamespace(now=NOW)
+def clock() -> Clock:
+    return Clock(now=NOW)
 
 
 @asynccontextmanager
@@ -108,7 +110,7 @@ def emptied(client: Any) -> Iterator[None]:
 
 @pytest.fixture
 async def backend(
-    request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: SimpleNamespace
+    request: pytest.FixtureRequest, server: Server, client: Any, namespace: str, clock: Clock
 ) -> AsyncIterator[RedisBackend]:
     """A backend whose clock the test moves; what is left is checked, unless the test has been at the keys."""
     async with connected(server.url, namespace, now=lambda: clock.now) as backend:
@@ -148,7 +150,7 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
     ids=str,
 )  # fmt: skip
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
-    backend: RedisBackend, raw: Raw, clock: SimpleNamespace, part: str, value: str
+    backend: RedisBackend, raw: Raw, clock: Clock, part: str, value: str
 ) -> None:
     broken, told = [f"broken{number}" for number in range(3)], f"'{part}'" if value else "WRONGTYPE"
     for key in (*broken, "sound"):
@@ -221,9 +223,7 @@ async def test_large_values_do_not_swell_an_answer(backend: RedisBackend) -> Non
 
 @pytest.mark.parametrize(("state", "call"), [("waiting", "schedule"), ("leased", "maintenance")])
 @pytest.mark.usefixtures("emptied")
-async def test_20_000_move_in_slices(
-    backend: RedisBackend, raw: Raw, clock: SimpleNamespace, state: str, call: str
-) -> None:
+async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clock, state: str, call: str) -> None:
     await claim(backend, 0)
     raw.client.zadd(raw.key(state), {f"k{number}": NOW + number % 1_000 for number in range(MANY)})
     clock.now += 2_000
@@ -238,9 +238,7 @@ async def test_20_000_move_in_slices(
 
 
 @pytest.mark.usefixtures("emptied")
-async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(
-    backend: RedisBackend, clock: SimpleNamespace
-) -> None:
+async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend: RedisBackend, clock: Clock) -> None:
     await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
     clock.now += 2_000
     claims = await claim(backend, 3_000)
@@ -651,9 +649,7 @@ async def test_a_compaction_goes_on_where_the_count_of_drops_is_no_number(backen
     assert raw.client.llen(raw.key("log:k")) == 4
 
 
-async def test_a_hold_that_is_no_number_ends_after_a_lease(
-    backend: RedisBackend, raw: Raw, clock: SimpleNamespace
-) -> None:
+async def test_a_hold_that_is_no_number_ends_after_a_lease(backend: RedisBackend, raw: Raw, clock: Clock) -> None:
     await backend.add(0, [record("k")])
     assert (await claim(backend)).leases
     raw.client.hset(raw.key("layout"), "hold", "nan")
