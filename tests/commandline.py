@@ -17,8 +17,9 @@ from queue import Queue
 from typing import IO, Any, TypeAlias
 
 import pytest
+from servers import Server
 
-from aiodigest import Delivery, DigestEngine, Entry
+from aiodigest import Delivery, DigestEngine, Entry, Policy
 from aiodigest.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,16 @@ async def attempt(
         await engine.add_many(entries)
         for _ in {entry.key for entry in entries}:
             await attempts.get()
+
+
+def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
+    """Do something with the namespace ``mail``, as another process would; what is added waits for long."""
+
+    async def do() -> Any:
+        async with DigestEngine(server.url, namespace="mail", policy=Policy(initial_delay=1_500)) as engine:
+            return await work(engine)
+
+    return asyncio.run(do())
 
 
 class Running:

@@ -7,13 +7,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import DEADLINE, Command, attempt, environment, running
+from commandline import DEADLINE, Command, attempt, environment, manage, running
 from servers import Server
 from terminals import on_terminal, plain
 
@@ -36,14 +35,6 @@ def command(command: Command, own: Server, monkeypatch: pytest.MonkeyPatch) -> C
 def bury(server: Server, *entries: Entry[Any]) -> None:
     """A dead letter for each timeline of these entries."""
     asyncio.run(attempt(server.url, *entries, error=Reject("no such address"), policy=AT_ONCE))
-
-
-def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
-    async def do() -> Any:
-        async with DigestEngine(server.url, namespace="mail", policy=AT_ONCE) as engine:
-            return await work(engine)
-
-    return asyncio.run(do())
 
 
 def dead(server: Server) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
-from commandline import DEADLINE, Command, running
+from commandline import DEADLINE, Command, manage, running
 from replicas import until
 from servers import Server
 from terminals import on_terminal
@@ -22,18 +20,7 @@ from aiodigest.cli.options import Location
 from aiodigest.cli.reshard import Progress, _watch
 from aiodigest.cli.run.command import shard_numbers
 
-LATER = Policy(initial_delay=1_500)
 OPTIONS = "--namespace", "mail"
-
-
-def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
-    """Do something with the namespace ``mail``, as another process would."""
-
-    async def do() -> Any:
-        async with DigestEngine(server.url, namespace="mail", policy=LATER) as engine:
-            return await work(engine)
-
-    return asyncio.run(do())
 
 
 @pytest.fixture
