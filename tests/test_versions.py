@@ -153,7 +153,9 @@ def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Pl
     assert sources.keys() == load_scripts().keys() - {"permits"}
     with one_server.client_of("") as client:
         shas = {name: script.sha.encode() for name, script in load_scripts().items()}
-        others = {shas[name]: client.script_load(text).encode() for name, text in sources.items() if name not in CHANGED}
+        others = {
+            shas[name]: client.script_load(text).encode() for name, text in sources.items() if name not in CHANGED
+        }
     random = Random(7)
     ran = Counter[bool]()
 
