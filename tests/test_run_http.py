@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from textwrap import dedent
@@ -26,6 +27,7 @@ from replicas import until
 from starlette.requests import Request
 
 from aiodigest import DigestEngine
+from aiodigest.cli.run import guard
 from aiodigest.cli.run.http import Address, _Metrics, listening, parse_address, serving, url_of
 
 LOCAL = "127.0.0.1:0"
@@ -218,6 +220,35 @@ def test_a_port_that_is_taken_is_one_line_before_anything_is_delivered(folder: P
         done = aiodigest(folder / "data", "run", "services:mail", "--http", where, cwd=folder)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.decode() == f"aiodigest: --http cannot listen on {where}: Address already in use\n"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux sets the limits of another process")
+def test_half_sent_requests_take_neither_probes_nor_the_files_of_deliveries(folder: Path) -> None:
+    with service(folder, "services:mail") as (process, url), ExitStack() as opened:
+        resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (160, 160))
+        for _ in range(300):
+            half = opened.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), DEADLINE))
+            half.sendall(b"GET /livez HTTP/1.1\r\nHost: a")
+        assert httpx2.get(url + "/livez").status_code == 200
+        asyncio.run(add(folder, "quick"))
+        assert process.read_line() == b"began quick True\n"
+        assert process.interrupt(signal.SIGTERM) == 0
+    assert process.errors.count(b"\n") == 3
+
+
+async def test_a_request_whose_headers_never_end_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "TIMEOUT", 0.05)
+    with listening(parse_address(LOCAL)) as sockets:
+        async with serving(sockets, [engine_on(WatchedBackend())]):
+            reader, writer = await asyncio.open_connection(*sockets[0].getsockname())
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: a")
+            async with asyncio.timeout(DEADLINE):
+                with suppress(ConnectionResetError):
+                    await reader.read()
+            writer.close()
 
 
 @pytest.mark.parametrize(

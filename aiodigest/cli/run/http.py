@@ -97,6 +97,7 @@ async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> Asy
     from starlette.applications import Starlette
     from starlette.routing import Route
 
+    from aiodigest.cli.run.guard import BACKLOG, GuardedProtocol
     from aiodigest.integrations.opentelemetry import measure
     from aiodigest.integrations.starlette import health_routes
 
@@ -111,8 +112,9 @@ async def serving(sockets: Sockets, engines: Sequence[DigestEngine[Any]]) -> Asy
         measure(engine, meter_provider=provider)
     server = Server(
         uvicorn.Config(
-            Starlette(routes=routes), lifespan="off", ws="none", access_log=False, log_config=None,
-            log_level="warning", server_header=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
+            Starlette(routes=routes), http=GuardedProtocol, lifespan="off", ws="none", access_log=False,
+            log_config=None, log_level="warning", server_header=False, backlog=BACKLOG,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         )
     )  # fmt: skip
     task = asyncio.create_task(server.serve(list(sockets)))
