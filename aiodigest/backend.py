@@ -298,6 +298,10 @@ class Operations(Protocol):
         """Check the servers, and the namespace's contents there; changes nothing."""
         return []
 
+    async def exists(self) -> bool:
+        """Return True unless nothing was ever added to the namespace."""
+        return True
+
     async def erase(self) -> int:
         """Drop the namespace with all its contents; return the number of keys dropped."""
         ...

@@ -51,11 +51,11 @@ def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, comma
     assert "0 replicas of " in errors or "no answer in time" in errors  # where the machine is busy
 
 
-def test_a_name_that_was_never_used_is_asked_about(place: Server, command: Command) -> None:
-    code, _, errors = command("reshard", "--to", "4", "--namespace", "mial", "--url", place.url)
+def test_a_name_that_was_never_used_is_refused(place: Server, command: Command) -> None:
+    told = command("reshard", "--to", "4", "--namespace", "mial", "--url", place.url)
     where = f"namespace 'mial' on {hide_password(place.url)}"
-    told = f"aiodigest: {where} is empty, and nothing was ever delivered from it: is its name right?\n"
-    assert (code, errors) == (0, told)
+    assert told == (1, "", f"aiodigest: there is no {where}: is its name right?\n")
+    assert not place.client().exists("{mial}:layout")
     assert command("reshard", "--to", "1", *OPTIONS, "--url", place.url) == (0, ended(place, "1 shard"), "")
 
 

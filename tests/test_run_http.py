@@ -85,6 +85,12 @@ NO_SERVICES = """
         raise OSError("no database")
         yield
 
+    class App:
+        async def __call__(self, scope, receive, send):
+            pass
+
+    app = App()
+
     @asynccontextmanager
     async def strange():
         yield 3
@@ -258,6 +264,7 @@ async def test_a_request_whose_headers_never_end_is_hung_up_on(monkeypatch: pyte
         ("broken", "'no_services:broken' cannot be opened: OSError: no database (", 1),
         ("strange", "opens a int", 2),
         ("asyncio", "is a module", 2),
+        ("app", "'no_services:app' is a App: it must be a DigestEngine, or a function without parameters", 2),
     ],
 )
 def test_a_service_that_is_none_is_one_line(

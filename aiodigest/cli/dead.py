@@ -25,7 +25,6 @@ ID = typer.Argument(metavar="ID", show_default=False, help="The id of a dead let
 EVERY = "Every dead letter there is now. It asks first; where it cannot ask, --yes is needed."
 All: TypeAlias = Annotated[bool, typer.Option("--all", help=EVERY)]
 
-SHORTEST_ID = 4  # characters of the beginning of an id
 QUIET = 5.0  # seconds in which nothing has changed, before what is left is given up
 RETRY_INTERVAL = 0.5  # seconds
 
@@ -145,9 +144,7 @@ async def _find(engine: DigestEngine, id: str) -> DeadLetter[JSON]:
     """Return the dead letter of that id, or else the only one whose id starts with it."""
     if (letter := await engine.dead_letter(id)) is not None:
         return letter
-    found: list[DeadLetter[JSON]] = []
-    if len(id) >= SHORTEST_ID:
-        found = [one async for one in engine.dead_letters() if one.id.startswith(id)]
+    found = [one async for one in engine.dead_letters() if id and one.id.startswith(id)]
     if len(found) == 1:
         return found[0]
     which = f"{len(found)} dead letters begin with" if found else "there is no dead letter"

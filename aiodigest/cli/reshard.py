@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from aiodigest import Draining
+from aiodigest import Draining, InvalidState
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import is_terminal, print_json, say
 from aiodigest.cli.rendering import count
@@ -49,8 +49,8 @@ def reshard(
 
 async def _watch(location: Location, shards: int, progress: Progress, in_json: bool) -> None:
     async with location.engine() as engine:
-        if not any(asdict(await engine.stats()).values()):
-            say(f"{location.where} is empty, and nothing was ever delivered from it: is its name right?")
+        if not await engine.backend.operations.exists():
+            raise InvalidState(f"there is no {location.where}: is its name right?")
         async for left in engine.reshard(shards):
             if in_json:
                 print_json({"shards": shards, **asdict(left), "done": False})

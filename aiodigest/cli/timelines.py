@@ -14,6 +14,11 @@ from aiodigest.cli.rendering import count, printable, readable_time, record_rows
 
 ERROR_WIDTH = 80  # characters
 NO_RECORDS = "timeline {!r} holds no records"
+UNITS = dict.fromkeys(("waiting", "ready", "leased"), "timeline") | {
+    "dead": "dead letter",
+    "digests": "digest",
+    "letters_dropped": "dead letter",
+}  # of numbers that are not records
 STATES: tuple[State, ...] = get_args(State)
 
 
@@ -47,8 +52,9 @@ def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_
     if in_json:
         print_json(facts)
         return
-    rows = [(name.replace("_", " "), f"{number:,}") for name, number in facts.items() if name != "oldest_due"]
-    print_table(("", ""), [*rows, ("oldest due", readable_time(found.oldest_due))])
+    late = {"oldest_due": readable_time(found.oldest_due), "overdue": f"{found.overdue:,.1f} s"}
+    rows = {name: count(facts[name], UNITS.get(name, "record")) for name in facts if name not in late} | late
+    print_table(("", ""), [(name.replace("_", " "), text) for name, text in rows.items()])
 
 
 def timelines(
@@ -60,8 +66,9 @@ def timelines(
     """
     location = Location(url, namespace, timeout)
     found = location.ask(lambda engine: collect(engine.timelines(state)))
-    if not found and state is None:
-        say(f"{location.where} has no timelines")
+    if not found:
+        say(f"{location.where} has no {f'{state} ' if state else ''}timelines")
+        return
     if in_json:
         print_json(*map(view_json, found))
         return

@@ -112,6 +112,11 @@ class RedisOperations(Operations):
 
         return await examine(self._namespace, await self._namespace.connected())
 
+    async def exists(self) -> bool:
+        connections, root = await self._namespace.connected(), self._namespace.root
+        told = await connections.command(root, "HMGET", root, "current", "version")
+        return any(cast("list[bytes | None]", told))
+
     async def erase(self) -> int:
         connections, erased = await self._namespace.connected(), 0
         try:

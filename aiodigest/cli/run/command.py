@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import logging
 import operator
 import os
@@ -11,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from typing import Annotated, Any, TypeAlias, cast
 
 import typer
@@ -80,9 +81,11 @@ def find(name: str) -> Opener:
         raise ConfigurationError(f"{name!r}: {error}") from error
     if is_engine(found):
         return lambda: nullcontext(found)
-    if callable(found) and not isinstance(found, type):
-        return cast("Opener", found)  # what it returns is checked when it is called
-    wanted = "it must be a DigestEngine, or a function that opens one"
+    with suppress(TypeError, ValueError):  # of what cannot be called, or not without arguments, as apps
+        if not isinstance(found, type):
+            inspect.signature(found).bind()
+            return cast("Opener", found)  # what it returns is checked when it is called
+    wanted = "it must be a DigestEngine, or a function without parameters that opens one"
     raise ConfigurationError(f"{name!r} is a {type(found).__name__}: {wanted}")
 
 
