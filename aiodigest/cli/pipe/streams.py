@@ -27,6 +27,7 @@ Render: TypeAlias = Callable[[Digest[JSON]], bytes]
 
 CHUNK = 256 * 1024
 AHEAD = 4  # chunks read before they are wanted
+KEPT = 1024  # bytes before the place read, by which a file is known
 POLL = 0.2  # seconds between looks at the end of a file that may grow
 
 
@@ -82,30 +83,37 @@ class Source:
 
     def lines(self, follow: bool) -> Iterator[list[Line]]:
         """Yield lines in batches; with ``follow`` a file's end is not the end."""
-        splitter = Splitter(self._name)
+        splitter, last = Splitter(self._name), b""
         while True:
+            if follow and self._path is not None and self.size is not None and self._changed(self._path, last):
+                yield splitter.end()
+                splitter, last = Splitter(self._name), b""
             chunk = os.read(self._file, CHUNK)
             self.read += len(chunk)
+            last = (last + chunk)[-KEPT:]
             if chunk:
                 yield splitter.feed(chunk)
             elif not follow or self._path is None:
                 break
-            elif self._changed(self._path):
-                yield splitter.end()
-                splitter = Splitter(self._name)
             else:
                 time.sleep(POLL)
         yield splitter.end()
 
-    def _changed(self, path: Path) -> bool:
-        """True if a file read to its end was cut, or replaced by another; its beginning is then next."""
-        held = os.fstat(self._file)
+    def _changed(self, path: Path, last: bytes) -> bool:
+        """True if a file was cut, or read to its end and replaced by another; its beginning is then next.
+
+        ``last`` is what was read last: a file that was cut may have grown again to any length.
+        """
+        place = os.lseek(self._file, 0, os.SEEK_CUR)
+        if os.pread(self._file, len(last), place - len(last)) != last:
+            os.lseek(self._file, 0, os.SEEK_SET)
+            return True
         try:
             found = os.stat(path)
         except OSError:
             return False  # between two files, perhaps
-        unread = held.st_size - os.lseek(self._file, 0, os.SEEK_CUR)
-        if unread > 0 or (unread == 0 and os.path.samestat(found, held)):
+        held = os.fstat(self._file)
+        if held.st_size > place or os.path.samestat(found, held):
             return False  # written to after the last read, perhaps
         fresh = os.open(path, os.O_RDONLY)
         os.dup2(fresh, self._file)
