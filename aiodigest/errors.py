@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, cast
 
+JOINERS = "\u200c\u200d\xad"  # of words in many scripts and of emoji, and soft hyphens
+
 
 def shown(value: object, form: Callable[[object], str] = repr) -> str:
     """Quote a value for a message: never long, whatever the value and whatever its own ``form`` does."""
@@ -14,6 +16,11 @@ def shown(value: object, form: Callable[[object], str] = repr) -> str:
     except Exception:  # an object of the caller's, or an integer of more digits than Python prints
         return f"a {type(value).__name__[:100]}"
     return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+def printable(text: str) -> str:
+    """Return the text in one line, with escapes for what may control a terminal."""
+    return "".join(c if c.isprintable() or c in JOINERS else ascii(c)[1:-1] for c in text)
 
 
 class AiodigestError(Exception):

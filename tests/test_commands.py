@@ -19,7 +19,7 @@ from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import duration
-from aiodigest.cli.output import JSONLines, log_everything
+from aiodigest.cli.output import JSONLines, PlainText, log_everything
 from aiodigest.cli.pipe.command import lock_path
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
@@ -282,6 +282,19 @@ def test_no_field_breaks_a_line_or_hides_what_each_line_has() -> None:
     assert (told["nan"], told["odd"], told["key"]) == ("nan", "[[...]]", "{(1, 2): 3}")
     assert told["thing"].startswith("datetime.datetime(1970")
     assert told["text"] == "\udc80"
+
+
+def test_no_line_of_the_log_for_people_begins_with_what_was_planted() -> None:
+    planted = "hello\n2026-01-01 ERROR all is lost\x1b[2J"
+    try:
+        raise ConnectionError(planted)
+    except ConnectionError as raised:
+        reason = type(raised), raised, raised.__traceback__
+    record = logging.LogRecord("shop.mail", logging.WARNING, "mail.py", 1, "failed: %s", (planted,), reason)
+    head, *below = PlainText("%(levelname)s: %(message)s").format(record).split("\n")
+    assert head == "WARNING: failed: hello\\n2026-01-01 ERROR all is lost\\x1b[2J"
+    assert below
+    assert all(line.startswith("  ") and line.isprintable() for line in below)
 
 
 def test_all_that_a_process_logs_is_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

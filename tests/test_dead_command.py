@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commandline import DEADLINE, Command, attempt, environment, manage, running
 from servers import Server
 from terminals import on_terminal, plain
 
-from aiodigest import DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
+from aiodigest import Delivery, Digest, DigestEngine, Entry, InvalidState, Policy, Reject, RetryPolicy
+from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.cli import dead as command_module
 from aiodigest.cli.dead import Act, BulkWork, Summary
 
@@ -50,6 +53,37 @@ def test_all_letters_are_replayed_and_of_a_record_in_several_the_newest_wins(own
     assert dead(own) == 0
     timeline = manage(own, lambda engine: engine.peek("user:1"))
     assert [record.value for record in timeline.records] == ["newest"]
+
+
+def test_a_letter_that_another_program_wrote_controls_no_terminal_and_begins_no_line(
+    own: Server, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "\x1b[31mred\x07\nnext"
+
+    async def plant() -> None:
+        backend = RedisBackend(own.url, namespace="mail", nonce=lambda: hostile)
+        attempts: asyncio.Queue[Delivery] = asyncio.Queue()
+        engine = DigestEngine(namespace="mail", backend=backend, policy=AT_ONCE)
+        engine.observe(attempts.put_nowait)
+
+        async def refuse(digest: Digest) -> None:
+            raise Reject(hostile)
+
+        async with engine.delivering(refuse):
+            await engine.add(hostile, hostile, record_id=hostile)
+            await attempts.get()
+
+    asyncio.run(plant())
+    listed = command("dead", "list")[1]
+    shown = command("dead", "show", hostile)[1]
+    monkeypatch.setattr("aiodigest.cli.output.is_terminal", Mock(return_value=True))
+    monkeypatch.setattr(sys, "stdin", StringIO("y\n"))
+    code, discarded, asked = command("dead", "discard", hostile)
+    assert code == 0
+    assert discarded.lstrip().startswith("\\x1b[31mred\\x07\\nnext")  # after what typer prints where it asks
+    for text, lines in (listed, 2), (shown, 3), (asked, 1):
+        assert [line for line in text.splitlines() if not line.isprintable() or line.startswith("next")] == []
+        assert len(text.splitlines()) == lines
 
 
 def test_in_json_each_letter_is_an_object(own: Server, command: Command) -> None:

@@ -264,6 +264,22 @@ async def test_entries_that_found_no_server_are_answered_as_one_would_be(
     assert line.getMessage().startswith("POST /: ")
 
 
+async def test_a_path_that_a_client_makes_up_is_one_short_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI()
+    app.add_exception_handler(BackendUnavailable, answer_unavailable)
+
+    @app.get("/{name:path}")
+    async def get(name: str) -> None:
+        raise BackendUnavailable("away")
+
+    async with client_of(app) as client:
+        answer = await client.get("/a%1C2026-01-01%20ERROR%20all%20is%20lost%1B[2J" + "x" * 5_000)
+    assert answer.status_code == 503
+    [line] = caplog.records
+    assert line.getMessage().startswith("GET /a 2026-01-01 ERROR all is lost\\x1b[2Jxxx")
+    assert len(line.getMessage()) < 600
+
+
 REQUEST: Any = None
 WEBSOCKET: Any = WebSocket({"type": "websocket"}, REQUEST, REQUEST)
 

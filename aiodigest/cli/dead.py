@@ -45,7 +45,7 @@ def dead_list(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0,
 
     screen = console()
     for one in found:  # no table: an id and a time fill most of a line, and neither may be cut
-        print(f"{one.id}  {readable_time(one.buried_at)}  {count(len(one.records), 'record')}")
+        print(f"{shortened(one.id, ERROR_WIDTH)}  {readable_time(one.buried_at)}  {count(len(one.records), 'record')}")
         line = f"  {printable(one.key)}: {shortened(one.reason, ERROR_WIDTH)}"
         screen.print(Text(line), no_wrap=True, overflow="ellipsis")
 
@@ -60,8 +60,8 @@ def dead_show(
         print_json(view_json(found, records=True))
         return
     attempts = count(found.attempt, "attempt")
-    title = f"{printable(found.key)}: dead since {readable_time(found.buried_at)} after {attempts}"
-    print_table(("id", "timestamp", "value"), record_rows(found.records), f"{title}: {printable(found.reason)}")
+    title = f"{found.key}: dead since {readable_time(found.buried_at)} after {attempts}: {found.reason}"
+    print_table(("id", "timestamp", "value"), record_rows(found.records), title)
 
 
 @dead.command("replay")
@@ -130,7 +130,7 @@ def _work_on(location: Location, id: str | None, every: bool, verb: str, yes: bo
         _work_through(location, verb, yes, in_json)
         return
     letter = Summary.of(location.ask(lambda engine: _find(engine, id)))
-    records, key, text = count(letter.size, "record"), printable(letter.key), f"{letter.id} is discarded"
+    records, key, text = count(letter.size, "record"), letter.key, f"{letter.id} is discarded"
     if verb == "discard":
         confirm(yes, f"Discard dead letter {letter.id} of {location.namespace} ({records} of {key})?")
     facts = location.ask(lambda engine: _act(verb, engine, letter))

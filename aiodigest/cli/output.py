@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from aiodigest import AiodigestError, InvalidState
-from aiodigest.cli.rendering import as_json, printable
+from aiodigest.cli.rendering import LINE_WIDTH, as_json, printable, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ def say(text: str, end: str = "\n") -> None:
     """Print one line on standard error, even if nobody is listening."""
     if sys.stderr is not None:  # it is None when closed by the caller
         with suppress(OSError, ValueError):
-            print(f"aiodigest: {printable(text)}", end=end, file=sys.stderr, flush=True)
+            print(f"aiodigest: {shortened(text, LINE_WIDTH)}", end=end, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -40,7 +40,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 def confirm(yes: bool, question: str) -> None:
     """Ask, if there is a terminal to ask on; raises Abort if the answer is no."""
     if not yes and is_terminal(sys.stdin):
-        typer.confirm(question, abort=True, err=True)
+        typer.confirm(shortened(question, LINE_WIDTH), abort=True, err=True)
 
 
 def print_json(*objects: object) -> None:
@@ -55,7 +55,7 @@ def print_result(facts: dict[str, Any], text: str, in_json: bool, *, failure: st
     if failure:
         raise InvalidState(failure)
     if not in_json:
-        print(text)
+        print(shortened(text, LINE_WIDTH))
 
 
 def console() -> Console:
@@ -74,11 +74,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 
     screen = console()
     if title:
-        screen.print(Text(title), soft_wrap=True)
+        screen.print(Text(shortened(title, LINE_WIDTH)), soft_wrap=True)
     headers = [Column(name, no_wrap=name in UNFOLDED) for name in columns]
     table = Table(*headers, box=None, show_header=any(columns), pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
+        table.add_row(*(Text(shortened(cell, LINE_WIDTH), overflow="fold") for cell in row))
     screen.print(table)
 
 
@@ -119,14 +119,20 @@ class OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
         reason = f" ({type(error).__name__}: {error})" if error is not None else ""
-        return printable(f"aiodigest: {record.getMessage()}{reason}")
+        return shortened(f"aiodigest: {record.getMessage()}{reason}", LINE_WIDTH)
 
 
 class PlainText(logging.Formatter):
-    """Log records with time, traceback and all; but nothing in them can control a terminal."""
+    """Log records with time, traceback and all; but nothing in them can control a terminal, or look like another one.
+
+    All but the first line of a record is indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+        whole = super().format(record)
+        head = self.formatMessage(record)
+        below = map(printable, whole[len(head) :].split("\n")[1:])
+        return "\n  ".join([shortened(head, LINE_WIDTH), *below])
 
 
 class JSONLines(logging.Formatter):

@@ -16,6 +16,7 @@ from aiodigest import JSON, DeadLetter, Digest, Record, Timeline
 JOINERS = "\u200c\u200d\xad"  # within words of many scripts and within emoji; and hyphens for the end of a line
 VALUE_WIDTH = 200  # characters of a value in readable text
 FIELD_WIDTH = 60  # characters of one field of it
+LINE_WIDTH = 4_000  # characters of a line, whatever is in it
 RAW_WIDTH = 100  # characters of a value that is not JSON
 
 
@@ -75,7 +76,7 @@ def digest_text(digest: Digest[JSON], *, ids: bool = True, on_terminal: bool = F
     from rich.text import Text
 
     text = Text()
-    text.append(printable(digest.key), "bold cyan").append(f": {count(len(digest.records), 'record')}")
+    text.append(shortened(digest.key, LINE_WIDTH), "bold cyan").append(f": {count(len(digest.records), 'record')}")
     if digest.dropped:
         text.append(f" ({count(digest.dropped, 'older one')} dropped)", "red")
     if digest.attempt > 1:

@@ -10,7 +10,7 @@ import typer
 from aiodigest import DigestEngine, InvalidState, State
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
-from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
+from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
 
 ERROR_WIDTH = 80  # characters
 NO_RECORDS = "timeline {!r} holds no records"
@@ -87,7 +87,7 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     if in_json:
         print_json(view_json(found, records=True))
         return
-    title = f"{printable(key)}: {found.state}, due {readable_time(found.due)}, {count(len(found.records), 'record')}"
+    title = f"{key}: {found.state}, due {readable_time(found.due)}, {count(len(found.records), 'record')}"
     if found.attempt:
         title += f", attempt {found.attempt} {'is in progress' if found.state == 'leased' else 'was made'}"
     if found.last_error:
@@ -99,7 +99,7 @@ def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout 
     """Make a timeline due now."""
     flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
     failure = "" if flushed else NO_RECORDS.format(key)
-    print_result({"key": key, "flushed": flushed}, f"{printable(key)} is due now", in_json, failure=failure)
+    print_result({"key": key, "flushed": flushed}, f"{key} is due now", in_json, failure=failure)
 
 
 def delete(
@@ -110,7 +110,7 @@ def delete(
 
     On a terminal it asks first.
     """
-    confirm(yes, f"Delete timeline {printable(key)} of {namespace} with all its records?")
+    confirm(yes, f"Delete timeline {key} of {namespace} with all its records?")
     deleted = Location(url, namespace, timeout).ask(lambda engine: engine.delete(key))
     failure = "" if deleted else NO_RECORDS.format(key)
-    print_result({"key": key, "deleted": deleted}, f"{printable(key)} is deleted", in_json, failure=failure)
+    print_result({"key": key, "deleted": deleted}, f"{key} is deleted", in_json, failure=failure)

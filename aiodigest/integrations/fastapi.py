@@ -18,7 +18,9 @@ except ModuleNotFoundError as error:
         raise
     raise ConfigurationError("FastAPI is not installed: pip install 'aiodigest[fastapi]'") from error
 
+from aiodigest.errors import printable
 from aiodigest.integrations.starlette import health_routes
+from aiodigest.worker.reasons import one_line
 
 __all__ = ["answer_unavailable", "dependency", "health_router"]
 
@@ -75,7 +77,8 @@ async def answer_unavailable(request: Request, error: Exception) -> JSONResponse
             raise error
     if request.scope["type"] != "http":  # a websocket, which has been accepted perhaps: there is no answer to give
         raise error
-    logger.warning("%s %s: %s", request.method, request.url.path, error, extra={"reason": str(error)})
+    path = one_line(request.url.path)  # a client may write anything there
+    logger.warning("%s %s: %s", request.method, path, printable(str(error)), extra={"reason": str(error)})
     detail = "the service is unavailable at the moment: come again later"
     body = {"detail": detail, "stored": stored, "record_id": record_id}
     return JSONResponse(body, 503, {"Retry-After": "5"})  # seconds: a failover takes about as long

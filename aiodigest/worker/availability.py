@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Container
 
 from aiodigest.backoff import DecorrelatedJitter
-from aiodigest.errors import AiodigestError, ConfigurationError
+from aiodigest.errors import AiodigestError, ConfigurationError, printable
 from aiodigest.worker.tasks import elapse
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ class Availability:
             self._told.add(type(error))
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
-            logger.warning("the server %s: %s", state, error, exc_info=fault, extra={"reason": str(error)})
+            told = printable(str(error))
+            logger.warning("the server %s: %s", state, told, exc_info=fault, extra={"reason": str(error)})
         self._latest[call] = asyncio.get_running_loop().time(), str(error)
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()

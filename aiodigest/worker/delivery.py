@@ -310,7 +310,7 @@ class Dispatcher(Generic[T]):
     ) -> Outcome:
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
         line = "digest %s of %r is a dead letter after attempt %d: %s"
-        logger.error(line, lease.digest_id, lease.key, lease.attempt, reason, exc_info=error, extra=facts)
+        logger.error(line, one_line(lease.digest_id), lease.key, lease.attempt, reason, exc_info=error, extra=facts)
         return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from aiodigest.backend import Claims, Lease
-from aiodigest.errors import CodecError, DeliverySignal
+from aiodigest.errors import CodecError, DeliverySignal, printable
 from aiodigest.models import Delivery
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def text_of(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of bounded length, in UTF-8."""
-    return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]
+    """Return a text as one printable line of bounded length, in UTF-8."""
+    return printable(" ".join(text.encode(errors="replace").decode().split()))[:ERROR_LENGTH]
 
 
 def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None = None) -> dict[str, object]:
@@ -56,8 +56,8 @@ def log_let_go(shard: int, count: int) -> None:
 def log_losses(claims: Claims) -> None:
     """Log the problems a claim found: a few timelines by name, and the number of others."""
     for key, reason in claims.broken[:FEW]:
-        facts = {"timeline": key, "reason": reason}
-        logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, reason, extra=facts)
+        facts, told = {"timeline": key, "reason": reason}, one_line(reason)
+        logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, told, extra=facts)
     if more := claims.broken[FEW:]:
         facts = {"reason": more[0][1]}
         logger.error("%d more timelines cannot be read and are set aside for a lease", len(more), extra=facts)

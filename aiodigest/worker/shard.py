@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from aiodigest.backend import Claims, Close, Closed, Retired, Retry, entries_of
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost
+from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
 from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
@@ -192,10 +192,11 @@ class ShardWorker:
                     return
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
-            logger.warning("%s", error, extra=facts_of(active.lease))
+            logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))
         except AiodigestError as error:
             facts = facts_of(active.lease, error)
-            logger.error("timeline %r: %s; its lease will end", active.lease.key, error, extra=facts)
+            told = printable(str(error))
+            logger.error("timeline %r: %s; its lease will end", active.lease.key, told, extra=facts)
         except asyncio.CancelledError:
             if not (active.call.cancelled or self.has_ended):
                 line = "the delivery of %r was cancelled, and not by its worker; its lease will end"

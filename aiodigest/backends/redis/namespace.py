@@ -16,7 +16,15 @@ from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, explai
 from aiodigest.backends.redis.connections.url import Source, read_url
 from aiodigest.backends.redis.layout import RETIRED, Home, KnownLayout, Layout, learn, place
 from aiodigest.backends.redis.scripts import Argument, commands_of, load_script, load_scripts, text
-from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState, LeaseLost, shown
+from aiodigest.errors import (
+    AiodigestError,
+    BackendUnavailable,
+    ConfigurationError,
+    InvalidState,
+    LeaseLost,
+    printable,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -436,4 +444,4 @@ class Namespace:
         error = explain(problem, self.url)
         if isinstance(error, (BackendUnavailable, ConfigurationError)):
             return error
-        return InvalidState(f"timeline {key!r} is broken: {problem}")
+        return InvalidState(f"timeline {key!r} is broken: {printable(problem)}")
