@@ -302,6 +302,10 @@ class Operations(Protocol):
         """Return True unless nothing was ever added to the namespace."""
         return True
 
+    async def namespaces(self) -> list[str]:
+        """Return the namespaces on the same server, in order."""
+        return []
+
     async def erase(self) -> int:
         """Drop the namespace with all its contents; return the number of keys dropped."""
         ...

@@ -399,6 +399,7 @@ BACKEND = {
     "examine": Cancelled(lambda stage, _: names_of(stage.backend.operations.examine()), bury_and_add),
     "dead_letters": Cancelled(lambda stage, _: stage.backend.operations.dead_letters(0, 10), bury),
     "dead_letter": Cancelled(lambda stage, letter: stage.backend.operations.dead_letter(letter), bury),
+    "namespaces": Cancelled(lambda stage, _: stage.backend.operations.namespaces(), bury),
     "exists": Cancelled(lambda stage, _: stage.backend.operations.exists(), bury),
     "try_erase": Cancelled(lambda stage, _: stage.backend.operations.try_erase(), bury),
     "erase": Cancelled(lambda stage, _: stage.backend.operations.erase(), bury, in_steps=True),

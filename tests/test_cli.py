@@ -203,6 +203,31 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
         assert (top.end(), top.errors) == (1, b"")
 
 
+def test_a_value_is_added_as_json_or_as_text_and_told_to_be_due_or_to_wait(tmp_path: Path, command: Command) -> None:
+    asyncio.run(attempt(f"embedded://{tmp_path}", Entry("user:1", 1)))  # so that it waits
+    given = ('{"a": [1]}', {"a": [1]}), ("plain", "plain"), ("NaN", "NaN")
+    for number, (value, _) in enumerate(given):
+        assert command("add", "user:1", value, "--id", str(number)) == (0, "user:1 waits\n", "")
+    assert command("add", "user:1", "[1]", "--text", "--json") == (0, '{"key":"user:1","ready":false}\n', "")
+    held = json.loads(command("show", "user:1", "--json")[1])["records"]
+    assert sorted(map(str, (record["value"] for record in held))) == sorted(map(str, ["[1]", *dict(given).values()]))
+    assert [record["id"] for record in held][:3] == ["0", "1", "2"]
+    assert [command("add", "user:2", "1")[1] for _ in range(2)] == ["user:2 is due now\n"] * 2
+
+
+def test_the_namespaces_of_a_server_are_listed(tmp_path: Path, command: Command) -> None:
+    assert command("namespaces")[:2] == (0, "")
+    for name, shards in ("shop.b", 1), ("a", 4):
+
+        async def begin(name: str = name, shards: int = shards) -> None:
+            async with DigestEngine(f"embedded://{tmp_path}", namespace=name, shards=shards) as engine:
+                await engine.add_many(Entry(f"k{number}", 1) for number in range(20))
+
+        asyncio.run(begin())
+    assert command("namespaces") == (0, "a\nshop.b\n", "")
+    assert command("namespaces", "--json") == (0, '{"namespace":"a"}\n{"namespace":"shop.b"}\n', "")
+
+
 def test_the_version_is_printed(command: Command) -> None:
     assert command("--version") == (0, f"aiodigest {__version__}\n", "")
 

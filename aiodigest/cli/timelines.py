@@ -1,19 +1,23 @@
-"""``aiodigest stats``, ``timelines``, ``show``, ``flush`` and ``delete``: the timelines of an engine, from outside."""
+"""``aiodigest namespaces``, ``stats``, ``timelines``, ``show``, ``add``, ``flush``, ``delete``: views from outside."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import DigestEngine, InvalidState, State
+from aiodigest import JSON, DigestEngine, InvalidState, State
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
 from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
 
 ERROR_WIDTH = 80  # characters
 NO_RECORDS = "timeline {!r} holds no records"
+VALUE = "JSON, or text if it is no JSON."
+ADDED_ID = "The id of the record: it replaces one that waits under it. [default: a new one]"
 UNITS = dict.fromkeys(("waiting", "ready", "leased"), "timeline") | {
     "dead": "dead letter",
     "digests": "digest",
@@ -93,6 +97,45 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     if found.last_error:
         title += f", last error: {shortened(found.last_error, ERROR_WIDTH)}"
     print_table(("id", "timestamp", "value"), record_rows(found.records), title)
+
+
+def namespaces(url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
+    """List the namespaces on a server.
+
+    It scans the names of all keys, for which its user needs +scan.
+    """
+    found = Location(url, "any", timeout).ask(lambda engine: engine.backend.operations.namespaces())
+    if in_json:
+        print_json(*({"namespace": name} for name in found))
+    elif found:
+        print("\n".join(found))
+    else:
+        say("there are no namespaces")
+
+
+def add(
+    key: Key, value: Annotated[str, typer.Argument(help=VALUE)], namespace: Namespace,
+    id: Annotated[str | None, typer.Option(help=ADDED_ID)] = None,
+    as_text: Annotated[bool, typer.Option("--text", help="Take VALUE as text, even if it is JSON.")] = False,
+    url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Add a record to a timeline, under the default policy.
+
+    It says whether the timeline is due now.
+    """
+    record: JSON = value
+    if not as_text:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(value, parse_constant=int)  # which refuses NaN and the like
+
+    async def put(engine: DigestEngine) -> bool:
+        if await engine.add(key, record, record_id=id):
+            return True
+        found = await engine.peek(key)  # it may have been due before
+        return found is not None and found.state == "ready"
+
+    ready = Location(url, namespace, timeout).ask(put)
+    print_result({"key": key, "ready": ready}, f"{key} {'is due now' if ready else 'waits'}", in_json)
 
 
 def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:

@@ -6,6 +6,7 @@ is empty. Every step of it can be repeated, so that an interrupted change resume
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from aiodigest.models import Finding, State
 
 Fields = Sequence[bytes | int]
 NO_BOOKMARK = "", "", ""  # from the beginning
+ROOT = re.compile(r"\{([A-Za-z0-9_.-]{1,64})\}:layout")  # of a namespace, and not of one of its shards
 RESHARDING = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
 
 
@@ -117,13 +119,22 @@ class RedisOperations(Operations):
         told = await connections.command(root, "HMGET", root, "current", "version")
         return any(cast("list[bytes | None]", told))
 
+    async def namespaces(self) -> list[str]:
+        connections, found = await self._namespace.connected(), set[str]()
+        for server in await connections.find_primaries():
+            cursor = b""
+            while cursor != b"0":
+                cursor, keys = await _scan(server, connections, "{*}:layout", cursor)
+                found |= {match[1] for key in keys if (match := ROOT.fullmatch(text(key)))}
+        return sorted(found)
+
     async def erase(self) -> int:
         connections, erased = await self._namespace.connected(), 0
         try:
             for server in await connections.find_primaries():
                 cursor = b""
                 while cursor != b"0":
-                    cursor, keys = await _scan(server, connections, self._namespace.name, cursor)
+                    cursor, keys = await _scan(server, connections, f"{{{self._namespace.name}[:}}]*", cursor)
                     groups: dict[bytes, list[bytes]] = {}
                     for key in keys:
                         tag, _, name = key.partition(b"}")
@@ -139,7 +150,7 @@ class RedisOperations(Operations):
     async def try_erase(self) -> None:
         connections = await self._namespace.connected()
         for server in await connections.find_primaries():
-            await _scan(server, connections, self._namespace.name, b"")
+            await _scan(server, connections, f"{{{self._namespace.name}[:}}]*", b"")
 
     # Another number of shards
 
@@ -232,9 +243,8 @@ class RedisOperations(Operations):
 
 
 async def _scan(
-    server: ServerConnections, connections: Connections, namespace: str, cursor: bytes
+    server: ServerConnections, connections: Connections, keys: str, cursor: bytes
 ) -> tuple[bytes, list[bytes]]:
-    """Return one page of a server's keys, the namespace's only, and where the next page begins."""
-    keys = f"{{{namespace}[:}}]*"
+    """Return one page of a server's keys that match, and where the next page begins."""
     page = await connections.command("", "SCAN", cursor or 0, "MATCH", keys, "COUNT", SLICE, at=server)
     return cast("tuple[bytes, list[bytes]]", page)

@@ -87,7 +87,7 @@ def pipe(
     timeout: Timeout = 5.0,
     in_json: AsJson = False,
 ) -> int:
-    """Group a stream of JSON objects and print the groups as digests.
+    """Group a stream of JSON objects; print the groups as digests.
 
     The input has one object per line. The first line of a group is printed at once (after another run of the same
     command, once --minimum-delay has passed since the group's last digest); later lines wait and are printed together.
