@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,7 +18,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from clusters import until
-from commandline import DEADLINE, Command, aiodigest, digests, ids, ndjson, no_process_is_left, running
+from commandline import DEADLINE, Command, aiodigest, digests, environment, ids, ndjson, no_process_is_left, running
 from embedded_users import status
 from servers import Server
 
@@ -238,7 +240,8 @@ async def leave(server: Server, namespace: str, records: int) -> None:
 def test_what_an_earlier_run_has_left_takes_room(server: Server, namespace: str, pipe: Pipe) -> None:
     asyncio.run(leave(server, f"pipe-{namespace}", 900))
     result = pipe(*BY_KEY, input=ndjson(item(number) for number in range(1_500)))
-    assert (result.returncode, result.stderr) == (0, b"")
+    told = b"aiodigest: 900 lines left by an earlier run of this command: printed too\n"
+    assert (result.returncode, result.stderr) == (0, told)
     assert len(set(ids(result.stdout))) == len(ids(result.stdout)) == 2_400
 
 
@@ -281,6 +284,25 @@ def test_what_a_closed_reader_did_not_get_is_printed_by_the_next_run(tmp_path: P
     assert (again.returncode, ids(again.stdout)) == (0, ["other1"])
 
 
+@pytest.mark.processes
+def test_what_one_redirected_file_has_left_is_not_printed_with_another(tmp_path: Path) -> None:
+    for key in "ab":
+        (tmp_path / key).write_bytes(ndjson([item(1, key)]))
+
+    def run(key: str, output: Path) -> bytes:
+        command = [sys.executable, "-m", "aiodigest", "pipe", *BY_KEY]
+        with (tmp_path / key).open("rb") as given, output.open("wb") as out:
+            done = subprocess.run(
+                command, stdin=given, stdout=out, stderr=subprocess.PIPE, env=environment(tmp_path), timeout=DEADLINE
+            )
+        return done.stderr
+
+    assert b"No space left" in run("a", Path("/dev/full"))
+    for key, told in ("b", b""), ("a", b"aiodigest: 1 line left by an earlier run of this command: printed too\n"):
+        assert run(key, tmp_path / "out") == told
+        assert set(ids((tmp_path / "out").read_bytes())) == {f"{key}1"}
+
+
 def test_readable_text_shows_keys_and_fields_and_no_control_characters(pipe: Pipe) -> None:
     lines = ndjson([{"key": "a\x1b[2J", "text": "hi\x07\u202e", "more": {"x": 1}, "list": [1, 2]}])
     result = pipe("--group-by", "key", input=lines)
@@ -319,4 +341,5 @@ def test_what_was_taken_before_a_kill_is_printed_after_a_restart(tmp_path: Path)
     given = {one["id"] for one in map(json.loads, made_up_events().splitlines())}
     assert set(ids(output)) < given
     assert set(ids(output) + ids(again.stdout)) == given
-    assert (again.returncode, again.stderr) == (0, b"")
+    assert again.returncode == 0
+    assert re.fullmatch(rb"aiodigest: \d+ lines? left by an earlier run of this command: printed too\n", again.stderr)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ def pipe(
     The input has one object per line. The first line of a group is printed at once (after another run of the same
     command, once --minimum-delay has passed since the group's last digest); later lines wait and are printed together.
     At the end of the input all waiting lines are printed. Lines that were read are kept: after a crash, the same
-    command on the same machine prints them. The same command cannot run twice at once there, unless --namespace tells
+    command on the same machine prints them, and says so, whatever it reads then (but if standard input is a file, only
+    when it reads that file again). The same command cannot run twice at once there, unless --namespace tells
     the two apart.
     """
     if in_json:
@@ -112,7 +114,10 @@ def pipe(
     if not namespace:  # one that only the same command has; on a server that others may use, only on the same machine
         place = "" if url.startswith(EMBEDDED) else platform.node()
         names = [group_by.text, id and id.text, timestamp and timestamp.text]
-        meaning = [place, [os.path.abspath(path) for path in paths], names, output, astuple(policy)]
+        meaning: list[object] = [place, [os.path.abspath(path) for path in paths], names, output, astuple(policy)]
+        status = os.fstat(0)
+        if (not paths or Path("-") in paths) and stat.S_ISREG(status.st_mode):
+            meaning.append([status.st_dev, status.st_ino])  # what one file left is not printed with another
         namespace = hashlib.sha256(json.dumps(meaning).encode()).hexdigest()[:20]
     try:
         sources = open_sources(paths)

@@ -55,11 +55,12 @@ class Backpressure:
         self._engine, self._writer, self._capacity, self._repeats = engine, writer, capacity, repeats
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
-        self._progress = asyncio.Event()
+        self._progress, self._counted = asyncio.Event(), asyncio.Event()
         engine.observe(self._signal)
 
     async def deliver(self, digest: Digest[JSON]) -> None:
-        """Pass a digest on: the delivery callback."""
+        """Pass a digest on, once those of an earlier run are counted: the delivery callback."""
+        await self._counted.wait()
         await self._writer.deliver(digest)
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._held[digest.key] -= len(digest.records)
@@ -70,11 +71,12 @@ class Backpressure:
         if delivery.key == self._awaited:
             self._progress.set()
 
-    async def count_held(self) -> None:
+    async def count_held(self) -> int:
         """Count the records left by an earlier run."""
-        if self._capacity < inf:
-            async for timeline in self._engine.timelines():
-                self._held[timeline.key] = timeline.size
+        async for timeline in self._engine.timelines():
+            self._held[timeline.key] = timeline.size
+        self._counted.set()
+        return self._held.total()
 
     def reserve(self, key: str) -> bool:
         """Count a record about to be added; False, without counting it, if there is no room for it."""
@@ -128,7 +130,8 @@ class Feeder:
             bar = nullcontext()
         async with self._engine.delivering(self._backpressure.deliver):
             await self._engine.stats()  # a pipe without a server says so at once, in one line
-            await self._backpressure.count_held()
+            if left := await self._backpressure.count_held():
+                say(f"{count(left, 'line')} left by an earlier run of this command: printed too")
             freeze_garbage()
             reader = Reader(sources, follow)
             try:
