@@ -33,6 +33,7 @@ class RedisOperations(Operations):
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
+        self._keys = f"{{{namespace.name}[:}}]*"  # matches all of them
         self._goal: Layout | None = None  # what `reshard` was asked for, until `drain` has brought it to its end
 
     # Timelines
@@ -134,7 +135,7 @@ class RedisOperations(Operations):
             for server in await connections.find_primaries():
                 cursor = b""
                 while cursor != b"0":
-                    cursor, keys = await _scan(server, connections, f"{{{self._namespace.name}[:}}]*", cursor)
+                    cursor, keys = await _scan(server, connections, self._keys, cursor)
                     groups: dict[bytes, list[bytes]] = {}
                     for key in keys:
                         tag, _, name = key.partition(b"}")
@@ -150,7 +151,7 @@ class RedisOperations(Operations):
     async def try_erase(self) -> None:
         connections = await self._namespace.connected()
         for server in await connections.find_primaries():
-            await _scan(server, connections, f"{{{self._namespace.name}[:}}]*", b"")
+            await _scan(server, connections, self._keys, b"")
 
     # Another number of shards
 
