@@ -365,20 +365,10 @@ class Backend(Protocol):
         """
         ...
 
-    async def claim(
-        self,
-        shard: int,
-        count: int,
-        lease_ms: int,
-        limits: Limits,
-        *,
-        sample: bool = False,
-        since_ms: int | None = None,
-    ) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first.
 
         ``sample`` draws them from up to ``SAMPLE`` ready ones at random, those that have not failed first.
-        ``since_ms`` is ``now_ms`` of this worker's first claim of the shard; None in that one.
         """
         ...
 
@@ -386,9 +376,7 @@ class Backend(Protocol):
         """Return a page of the entries under delivery; ``LeaseLost`` if another worker has the lease."""
         ...
 
-    async def renew(
-        self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
-    ) -> Sequence[bool | AiodigestError]:
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> Sequence[bool | AiodigestError]:
         """Extend leases to ``lease_ms`` from now; False for a lost one. An empty call says that there is a worker."""
         ...
 

@@ -177,7 +177,10 @@ class ConsumerBackoff:
             self._probe_failed(key, now)
         if not self.level:
             return concurrency
-        return 0 if now < self._rest_end else max(0, PROBES - len(self._probes) - self._failed_probes)
+        if now < self._rest_end:
+            return 0
+        # one at least if none is under way: a claim sent before the rest may have brought more, some of them withdrawn
+        return max(not self._probes, PROBES - len(self._probes) - self._failed_probes)
 
     def began(self, key: str, now: float) -> None:
         """Report that a delivery of ``key`` has begun."""

@@ -302,7 +302,8 @@ class DigestEngine(Generic[T]):
 
         Unless somebody handles SIGTERM and SIGINT, as web servers do, they kill the process with what it delivers. With
         ``signals`` the first one cancels the block, which is left as above, and what comes after it goes on; a second
-        one ends the wait for deliveries. They are heard in the main thread alone.
+        one ends the wait for deliveries. Of nested blocks, the outer one delivers on until the inner one is left.
+        They are heard in the main thread alone.
 
         Raises ConfigurationError if there is no callback, the engine is entered already, another engine of this
         process delivers the same namespace to another callback, or ``signals`` is given in another thread.

@@ -208,6 +208,7 @@ class Proxy:
         self.spare = 0  # how many replies are passed on first
         self.swallow = 0  # how many are lost then, each with its connection
         self.lie = b""  # what is told instead of the next reply
+        self.refused = b""  # requests with this in them go no further, and are told the lie
         self.connections = 0
         self.requests = 0
         self._listener: asyncio.Server | None = None
@@ -233,7 +234,10 @@ class Proxy:
             while request := await reader.read(1 << 20):
                 self.requests += 1
                 await self.let_through()
-                server_writer.write(request)
+                if self.refused and self.refused in request:
+                    writer.write(self.lie)
+                else:
+                    server_writer.write(request)
         except ConnectionError:
             pass
         finally:
@@ -245,8 +249,8 @@ class Proxy:
         while reply := await reader.read(1 << 20):
             if self.swallows():
                 break
-            writer.write(self.lie or reply)
-            self.lie = b""
+            writer.write(reply if self.refused else self.lie or reply)
+            self.lie = self.lie if self.refused else b""
         writer.close()
 
     async def let_through(self) -> None:

@@ -61,8 +61,8 @@ class Store:
         adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
         return await self.backend.add(self.backend.shard_map.shard_of(key), adds)
 
-    async def claims(self, slots: int = 10, shard: int = 0, since_ms: int | None = None) -> Claims:
-        return await self.backend.claim(shard, slots, LEASE, self.policy.terms.limits, since_ms=since_ms)
+    async def claims(self, slots: int = 10, shard: int = 0) -> Claims:
+        return await self.backend.claim(shard, slots, LEASE, self.policy.terms.limits)
 
     async def claim(self, shard: int = 0) -> Lease:
         """The only digest that is due."""

@@ -24,7 +24,7 @@ def reference_state(machine: Shard) -> State:
     state: State = {name: {key.encode(): due for key, due in getattr(machine, name).items()} for name in SETS}
     state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
     state["layout"] |= {"seen": machine.seen_ms} if machine.seen_ms else {}
-    marks = {"hold": machine.hold_ms, "lease": machine.lease_ms, "newcomer": int(machine.newcomer)}
+    marks = {"hold": machine.hold_ms, "lease": machine.lease_ms, "past": machine.past_ms}
     state["layout"] |= marks if machine.seen_ms else {}
     timelines = {key.encode(): _timeline(held) for key, held in machine.held.items()}
     state["timelines"] = {key: timeline for key, timeline in timelines.items() if any(timeline.values())}

@@ -237,6 +237,19 @@ def test_a_probe_that_says_nothing_of_the_receiver_lets_the_next_one_through() -
     assert backoff.level == 2
 
 
+def test_more_probes_than_were_let_through_do_not_end_claiming_for_good() -> None:
+    """As a claim brings them that was sent before the rest, and answered after it."""
+    backoff = failing_consumer()
+    assert backoff.resumes_at is not None
+    keys, at = "abcdefgh", backoff.resumes_at
+    for key in keys:
+        backoff.began(key, at)
+    for key in keys[:-1]:
+        backoff.failed(key, at + 1, started=at)
+    backoff.withdrawn(keys[-1])
+    assert (backoff.level, backoff.allowed(at + 1, 64)) == (1, 1)
+
+
 def test_a_probe_that_hangs_counts_as_failed_until_it_succeeds() -> None:
     backoff = failing_consumer()
     at = probe(backoff, *"ab")

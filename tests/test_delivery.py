@@ -404,6 +404,18 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
     assert "first byte" in outcome.reason
 
 
+async def test_a_policy_function_that_leaves_its_task_cancelled_fails_its_delivery_alone() -> None:
+    async def choose(key: str) -> Policy:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        raise ValueError("no policy")
+
+    task = asyncio.create_task(attempt(None, entry("a"), policy=choose))
+    assert retry_of(await task).error == "ValueError: no policy"
+    assert not task.cancelling()
+
+
 async def test_what_a_callback_raised_is_freed_in_no_cycle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aiodigest")  # a line that was caught keeps its error
 

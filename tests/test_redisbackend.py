@@ -258,6 +258,22 @@ async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: Redis
     assert (await backend.operations.counts())["dead"] == 1_000
 
 
+@pytest.mark.parametrize("answer", ["LOADING the dataset", "NOAUTH Authentication required.", "ERR WAIT on a replica"])
+async def test_an_add_whose_wait_for_replicas_is_refused_may_be_stored(
+    server: Server, namespace: str, answer: str
+) -> None:
+    async with Proxy(server) as proxy, connected(server.url, namespace) as other:
+        await other.add(0, [record("k")])
+        backend = RedisBackend(proxy.url, namespace=namespace, wait_replicas=1)
+        await backend.connect()
+        proxy.refused, proxy.lie = b"WAIT", f"-{answer}\r\n".encode()
+        with pytest.raises(BackendUnavailable) as caught:
+            await backend.add(0, [record("k")])
+        assert caught.value.stored == "unknown"
+        assert len(await other.operations.entries("k")) == 2
+        await backend.aclose()
+
+
 @pytest.mark.parametrize("error", ["", "upstream failure"])  # which proxies answer that have lost the server
 async def test_an_add_whose_reply_is_lost_may_be_repeated(server: Server, namespace: str, error: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:

@@ -102,7 +102,6 @@ holds = st.sampled_from(HOLDS)
 small = st.integers(0, 4)
 numbers = st.integers(0, 49)  # which of what is there, see pick()
 picks = st.lists(st.integers(0, 9), min_size=1, max_size=3)  # which records of a digest
-known_for = st.sampled_from((None, None, 0, LEASE // 2, 10 * LEASE))  # ms since a worker was first answered
 delays = st.sampled_from((0, 1, 5_000, 300_000, DAY))
 seldom = st.sampled_from((False, False, False, True))
 set_aside = st.sampled_from((None, None, "all", "none"))
@@ -645,17 +644,9 @@ class Stores(RuleBasedStateMachine):
         policy=policies,
         lease_ms=st.sampled_from((LEASE, LEASE, 1_000)),
         sample=st.booleans(),
-        known_for=known_for,
     )
-    def claim(
-        self, slots: int, policy: Policy, lease_ms: int, sample: bool = False, known_for: int | None = None
-    ) -> None:
-        worker = {"sample": sample, "since_ms": self.since(known_for)}
-        self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, **worker).leases)
-
-    def since(self, known_for: int | None) -> int | None:
-        """When a worker was first answered that is known for so long; None for a new one."""
-        return None if known_for is None else self.clock.now - known_for
+    def claim(self, slots: int, policy: Policy, lease_ms: int, sample: bool = False) -> None:
+        self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, sample=sample).leases)
 
     @precondition(lambda self: bool(self.tried()))
     @rule(number=small, record_id=ids, policy=policies)
@@ -699,9 +690,9 @@ class Stores(RuleBasedStateMachine):
         for first, length in ((0, 1), (start, size + 1)):
             self.call("read", 0, lease, first, length)
 
-    @rule(picked=some(holds, numbers), known_for=known_for)
-    def renew(self, picked: Sequence[tuple[str, int]], known_for: int | None) -> None:
-        self.call("renew", 0, [self.lease(*each) for each in picked], LEASE, since_ms=self.since(known_for))
+    @rule(picked=some(holds, numbers))
+    def renew(self, picked: Sequence[tuple[str, int]]) -> None:
+        self.call("renew", 0, [self.lease(*each) for each in picked], LEASE)
 
     @rule(picked=some(holds, numbers, st.none() | small, st.booleans(), policies, set_aside | picks, delays))
     def close(self, picked: Sequence[Any]) -> None:

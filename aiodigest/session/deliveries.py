@@ -14,7 +14,7 @@ def begin_delivery(session: BackgroundSession, callback: object) -> None:
         return
     for other, (its_place, its_callback) in list(_callbacks.items()):
         if other.is_over:  # left behind by a fork, or with its loop
-            del _callbacks[other]
+            _callbacks.pop(other, None)
         elif its_place == place and its_callback != callback:
             raise ConfigurationError(
                 f"another engine on this namespace of {session.store.url} delivers in this process, to another "

@@ -202,7 +202,7 @@ class Dispatcher(Generic[T]):
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
         except BaseException as error:
-            return self._raised(attempt, error, call, task)._replace(error=error)
+            return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
         if lease.attempt > self.retry.max_attempts:
@@ -222,6 +222,10 @@ class Dispatcher(Generic[T]):
         finally:
             if span is not None:
                 span.left()
+        return await self._settled(outcome, call, task)
+
+    async def _settled(self, outcome: Outcome, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
+        """Return the outcome once the task can report it: what the user wrote may have left it cancelled."""
         if task is not None and task.cancelling() and not call.cancelled:
             await _uncancel(task)
         return outcome

@@ -50,7 +50,6 @@ class Leases:
         self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
         self._timer = Timer(self._expire)  # for the lease that ends first
-        self.since_ms: int | None = None  # when the store first answered a claim, by its clock
         self._failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
@@ -76,11 +75,9 @@ class Leases:
         self._shared.availability.failed(error, calls)
         self._shared.limit.changed.set()  # what waits to be reported makes room for others
 
-    def heard(self, at: float, now_ms: int) -> None:
-        """Note that the store has answered a claim that was sent at this time, at ``now_ms`` by its clock."""
+    def heard(self, at: float) -> None:
+        """Note that the store has answered a claim that was sent at this time, and heard of this worker by it."""
         self._heard = at
-        if self.since_ms is None:
-            self.since_ms = now_ms
 
     def extend(self, active: ActiveDelivery, since: float) -> None:
         """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
@@ -135,7 +132,7 @@ class Leases:
         renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
         sent, failures = asyncio.get_running_loop().time(), self._failures
         leases, lease_ms = [lease for _, lease in renewed], milliseconds(self._shared.lease_timeout)
-        kept = await self._shared.backend.renew(self._shard, leases, lease_ms, since_ms=self.since_ms)
+        kept = await self._shared.backend.renew(self._shard, leases, lease_ms)
         self._renewed = self._heard = sent
         self._failures_answered = failures
         for (active, lease), held in zip(renewed, kept, strict=True):

@@ -157,10 +157,8 @@ class ShardWorker:
                 if self.leases.active and self.leases.is_cut_off:  # else it might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
-                lease_ms, since_ms = milliseconds(shared.lease_timeout), self.leases.since_ms
-                claims = await shared.backend.claim(
-                    self.shard, count, lease_ms, shared.limits, sample=sample, since_ms=since_ms
-                )
+                lease_ms = milliseconds(shared.lease_timeout)
+                claims = await shared.backend.claim(self.shard, count, lease_ms, shared.limits, sample=sample)
         except Retired:
             raise
         except Exception as error:
@@ -168,7 +166,7 @@ class ShardWorker:
             self._claim_failed = True
             return None
         shared.availability.answered(self._claims)
-        self.leases.heard(sent, claims.now_ms)
+        self.leases.heard(sent)
         self._claim_failed = False
         shared.notice_layout()
         log_losses(claims)

@@ -136,21 +136,12 @@ class ReferenceBackend(Backend, Operations):
 
     # Delivering
 
-    async def claim(
-        self,
-        shard: int,
-        count: int,
-        lease_ms: int,
-        limits: Limits,
-        *,
-        sample: bool = False,
-        since_ms: int | None = None,
-    ) -> Claims:
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
             machine, now, nonce = self.machines[shard], self._now(), self._nonce()
-            machine.watch_gap(lease_ms, now, since_ms)
+            machine.watch_gap(lease_ms, now)
             machine.recover(now, now)
             machine.promote(machine.waiting, now)
             for key in self._sample(machine) if sample else [key for key, _ in earliest(machine.ready)[:SLICE]]:
@@ -165,7 +156,7 @@ class ReferenceBackend(Backend, Operations):
                     expired.append((key, size))
                 else:
                     leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}"))
-            nexts = [*machine.waiting.values(), *(max(end, machine.hold_ms) for end in machine.leased.values())]
+            nexts = [*machine.waiting.values(), *map(machine.recoverable_ms, machine.leased.values())]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired)
 
@@ -192,12 +183,10 @@ class ReferenceBackend(Backend, Operations):
                 raise LeaseLost(f"the lease on timeline {lease.key!r} is lost")
             return delivery.entries[start : start + count]
 
-    async def renew(
-        self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
-    ) -> list[bool]:
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
         with self._lock:
             machine, now = self.machines[shard], self._now()
-            machine.watch_gap(lease_ms, now, since_ms)
+            machine.watch_gap(lease_ms, now)
             held = [isinstance(machine.fenced(lease), Delivery) for lease in leases]
             for lease, is_held in zip(leases, held, strict=True):
                 if is_held:

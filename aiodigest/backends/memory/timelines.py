@@ -112,7 +112,7 @@ class Shard:
         self.seen_ms = 0
         self.lease_ms = 0
         self.hold_ms = 0
-        self.newcomer = False  # the latest hold was begun for one
+        self.past_ms = 0  # the end of the hold before
 
     # The schedule
 
@@ -142,22 +142,23 @@ class Shard:
         return moved
 
     def recover(self, deadline: int, now: int) -> list[tuple[str, int]]:
-        """Make ready what has a lease that ended by the deadline."""
-        return self.promote(self.leased, deadline) if now >= self.hold_ms else []
+        """Make ready what has a lease that ended by the deadline, and may be recovered."""
+        return self.promote(self.leased, deadline if now >= self.hold_ms else min(deadline, self.past_ms - 1))
 
-    def watch_gap(self, lease_ms: int, now: int, since_ms: int | None = None) -> None:
-        """Recover nothing for a lease after a gap of more than half a lease, in which holders could not renew.
+    def recoverable_ms(self, end: int) -> int:
+        """The time from which on a lease that ends at ``end`` may be recovered."""
+        return end if end < self.past_ms else max(end, self.hold_ms)
 
-        Workers that run for a moment now and then would hold it back for ever: once it was for a new one
-        (``since_ms`` is None), the next new one recovers at once, unless one was heard of meanwhile that was there
-        before, or stayed for a lease.
+    def watch_gap(self, lease_ms: int, now: int) -> None:
+        """Hold recovery back for a lease after a gap of more than half a lease, in which holders could not renew.
+
+        Leases that ended before the end of the hold before it have had that time already: else nothing would be
+        recovered where workers run for a moment now and then, and each begins with a gap.
         """
-        gap = self.seen_ms > 0 and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now
-        if gap and (since_ms is not None or not self.newcomer):
-            self.hold_ms, self.newcomer = now + lease_ms, since_ms is None
+        if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
+            self.hold_ms, self.past_ms = now + lease_ms, self.hold_ms
         self.hold_ms = min(self.hold_ms, now + lease_ms)
-        if since_ms is not None and since_ms < max(self.hold_ms, now) - lease_ms:
-            self.newcomer = False
+        self.past_ms = self.past_ms if self.past_ms <= now else 0  # else the clock has gone back
         self.seen_ms, self.lease_ms = now, lease_ms
 
     def look(self, key: str) -> StoredTimeline | None:

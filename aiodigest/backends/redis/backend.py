@@ -111,19 +111,9 @@ class RedisBackend(Backend):
 
     # Delivering
 
-    async def claim(
-        self,
-        shard: int,
-        count: int,
-        lease_ms: int,
-        limits: Limits,
-        *,
-        sample: bool = False,
-        since_ms: int | None = None,
-    ) -> Claims:
-        since = "" if since_ms is None else since_ms
+    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
         reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample), since
+            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample)
         )
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
@@ -146,14 +136,11 @@ class RedisBackend(Backend):
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
         return await self.namespace.read(shard, lease.key, lease.token, lease.digest_id, start, count)
 
-    async def renew(
-        self, shard: int, leases: Sequence[Lease], lease_ms: int, *, since_ms: int | None = None
-    ) -> list[bool | AiodigestError]:
-        since = "" if since_ms is None else since_ms
+    async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool | AiodigestError]:
         if not leases:  # only to tell that there is a worker
-            await self.namespace.call("renew", shard, lease_ms, since)
+            await self.namespace.call("renew", shard, lease_ms)
         return await self.namespace.call_each(
-            "renew", shard, [lease_ms, since], [*map(scripts.pack_lease, leases)], scripts.done
+            "renew", shard, [lease_ms], [*map(scripts.pack_lease, leases)], scripts.done
         )
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:

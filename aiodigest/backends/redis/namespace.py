@@ -294,18 +294,19 @@ class Namespace:
         """
         told, now = [] if told is None else told, self.time()
         while left := items[len(told) :]:
-            arguments = [*head, len(told) + 1] if numbered else [*head]
+            arguments, sent = [*head, len(told) + 1] if numbered else [*head], 0
             for item in left[:BATCH]:
                 if len(arguments) > ARGUMENTS:
                     break
                 arguments += item
+                sent += 1
             answers = cast("list[object]", await self.call(name, shard, *arguments, now=now))
             codes = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
-            fits = 0 < len(answers) <= len(left)  # else they are none at all, or another question's
+            fits = 0 < len(answers) <= sent  # else they are none at all, or another question's
             if not fits or codes & DEMOTED:
                 await self.leave(shard)
             if not fits:
-                problem = f"it returned {len(answers)} answers for {len(left)} items"
+                problem = f"it returned {len(answers)} answers for {sent} items"
                 raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
             told += [
                 self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)

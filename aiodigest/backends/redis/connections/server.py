@@ -138,7 +138,7 @@ class ServerConnections:
         wait_ms = max(1, int(1000 * (left - max(left / 10, 0.25))))
         try:
             have = await converse(connection, "WAIT", ("WAIT", replicas, wait_ms))
-        except exceptions.ResponseError as error:
+        except (exceptions.ResponseError, exceptions.BusyLoadingError, exceptions.AuthenticationError) as error:
             # it became a replica meanwhile, and loses anything its new primary does not have
             await self.hang_up()
             await drop(connection)

@@ -13,7 +13,6 @@
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of tokens and digests
 -- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
--- ARGV[8]   since (int or '', ms): when the caller was first answered here
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...)
 --
@@ -67,11 +66,8 @@ local function candidates(wanted)
   return {unpack(fresh, 1, 2 * wanted)}, #drawn == 0
 end
 
-local since = tonumber(ARGV[8])
-local hold = watch_gap(lease, since)
-if now >= hold then
-  promote(leased, now)
-end
+local recoverable, hold = watch_gap(lease)
+promote(leased, recoverable)
 promote(waiting, now)
 
 local looked, is_empty = 0, false -- is_empty: nothing is ready any more
@@ -107,7 +103,10 @@ else
   local next_due = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
   local next_end = tonumber(call('ZRANGE', leased, 0, 0, 'WITHSCORES')[2])
   if next_due or next_end then
-    wait = math.max(0, math.min(next_due or math.huge, next_end and math.max(next_end, hold) or math.huge) - now)
+    if next_end and next_end > recoverable then
+      next_end = math.max(next_end, hold)
+    end
+    wait = math.max(0, math.min(next_due or math.huge, next_end or math.huge) - now)
   end
 end
 return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired}

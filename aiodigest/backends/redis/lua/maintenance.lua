@@ -13,7 +13,8 @@
 
 local deadline = tonumber(ARGV[3]) or now
 local lease = tonumber(call('HGET', layout, 'lease')) or 0 -- another program may have written "nan"
-if lease > 0 and lease < 1e15 and now < watch_gap(lease) then
-  return {}
+if lease > 0 and lease < 1e15 then
+  local recoverable, hold = watch_gap(lease)
+  deadline = now < hold and math.min(deadline, recoverable) or deadline
 end
 return promote_and_wake(leased, deadline)

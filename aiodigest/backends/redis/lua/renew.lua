@@ -8,7 +8,6 @@
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
 -- ARGV[3]   lease (int, ms)
--- ARGV[4]   since (int or '', ms): when the caller was first answered here
 -- then      for each: key, token, digest id
 -- Returns   for each: 1, 0 if the lease is lost, or the text of an error
 --
@@ -16,10 +15,10 @@
 
 call('PERSIST', layout)
 
-local lease, since = tonumber(ARGV[3]), tonumber(ARGV[4])
+local lease = tonumber(ARGV[3])
 local answers = {}
-watch_gap(lease, since)
-for cursor = 5, #ARGV, 3 do
+watch_gap(lease)
+for cursor = 4, #ARGV, 3 do
   local key, token, digest_id = ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2]
   local held, problem = load(key)
   if not held then
