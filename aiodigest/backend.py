@@ -23,6 +23,7 @@ T = TypeVar("T")
 DEAD_LETTER_TTL_MS = 30 * 86_400_000
 DEAD_LETTER_BYTES = 256 * 1024 * 1024  # of a shard; over it the oldest go
 DEAD_LETTER_BASE = 512  # bytes that each is taken to need beside its key, reason and entries
+SAME_MS = 10_000  # two times that a policy function worked out, nearer than this, are the same
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 MAX_SHARDS = 1024
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
@@ -35,7 +36,7 @@ class Retired(AiodigestError):
 
 
 class Add(NamedTuple):
-    """A record to append; ``own`` says that its timeline's limits differ from its engine's default."""
+    """A record to append; ``own`` says that its timeline is to keep the limits, since a claim may not know them."""
 
     key: str
     entry: bytes
@@ -156,10 +157,11 @@ class Retry(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A target for ``reschedule`` of a waiting timeline.
+    """A target for ``reschedule`` of a waiting timeline, or of the cool-down of one without records.
 
     Give ``at_ms``, or ``delay_ms`` from now. With neither, the terms decide, with the ``gap_ms`` that the policy gives
-    after ``iteration``, if the timeline is still at that iteration.
+    after ``iteration``, if the timeline is still at that iteration. ``by_clock`` if these may have been worked out from
+    the time of day: such delays have not changed if they end at the same time as before.
     """
 
     terms: Terms
@@ -167,6 +169,7 @@ class Move(NamedTuple):
     delay_ms: int | None = None
     gap_ms: int = 0
     iteration: int = 0
+    by_clock: bool = False
 
 
 class StoredTimeline(NamedTuple):
@@ -212,6 +215,7 @@ class StoredDeadLetter:
     digest_id: str
     entries: Sequence[bytes] = field(default=(), repr=False)
     broken: bool = False
+    limits: Limits | None = field(default=None, compare=False)  # of its timeline, where the store tells them
 
     @property
     def size(self) -> int:
@@ -265,6 +269,10 @@ class Operations(Protocol):
         """Return a timeline, earliest due first: one for each shard that holds records of it, while resharding."""
         timeline = await self.look(key)
         return [] if timeline is None else [timeline]
+
+    async def cooling(self, key: str) -> list[int]:
+        """Return the iteration of a timeline that holds no records and is in a cool-down, of each shard with one."""
+        ...
 
     async def entries(self, key: str) -> list[bytes]:
         """Return all entries of a timeline: first those under delivery, then those that came since."""
@@ -447,15 +455,21 @@ class Backend(Protocol):
         ...
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        """Drop a record that is not under delivery; True if one was dropped."""
+        """Drop a record that is not under delivery; True if it was there, and no value of it is left in a digest."""
         ...
 
     async def reschedule(self, key: str, move: Move) -> int | None:
-        """Move the due time of a waiting timeline; return the new one, or None if none waits at this ``iteration``."""
+        """Move the due time of a waiting timeline; return the new one, or None if none waits at this ``iteration``.
+
+        By its terms, a cool-down without records is moved too; its new end is returned.
+        """
         ...
 
-    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
-        """Put a dead letter's records before newer ones, and schedule as an add would."""
+    async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
+        """Put a dead letter's records before newer ones, and schedule as an add would.
+
+        ``own`` is as in ``Add``; None takes the limits that the timeline has stored, or had as its digest failed.
+        """
         ...
 
     async def discard(self, letter_id: str) -> bool:

@@ -49,11 +49,12 @@ from aiodigest.models import (
     Stats,
     Timeline,
 )
-from aiodigest.policy import Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
+from aiodigest.policy import NO_POLICY, Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
 from aiodigest.records.entries import unpack
 from aiodigest.records.validation import (
     DEFAULT,
     MADE_UP,
+    TEN_YEARS,
     Bounds,
     can_call_back,
     can_observe,
@@ -173,7 +174,7 @@ class DigestEngine(Generic[T]):
         namespace: str,
         value_type: TypeForm[T] | TypeAdapter[T] = JSON,
         codec: Codec[T] | None = None,
-        policy: PolicySource = Policy(),
+        policy: PolicySource = NO_POLICY,
         retry: RetryPolicy = RetryPolicy(),
         backoff_mode: BackoffMode = BackoffMode(),
         shards: int | None = None,
@@ -544,7 +545,7 @@ class DigestEngine(Generic[T]):
             raise policy
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
         entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
-        return Add(key, entry, policy.terms, self._policies.own(policy))
+        return Add(key, entry, policy.terms, self._policies.own)
 
     # Looking at timelines and dead letters, and moving them by hand
 
@@ -571,7 +572,11 @@ class DigestEngine(Generic[T]):
         return await (await self._timeline(key)).delete(key)
 
     async def remove(self, key: str, record_id: str) -> bool:
-        """Drop the record ``record_id``; True if dropped. One under delivery, or of unknown outcome, stays."""
+        """Drop the record ``record_id``; True if it was there and is not delivered any more.
+
+        A value that is under delivery, or whose outcome is unknown, stays and may be delivered again: False, although a
+        newer value that waited is dropped.
+        """
         backend = await self._timeline(key)
         record = name(record_id, "record_id", self.bounds.name)
         policy = await self._policies.of(key, self.timeout)
@@ -583,10 +588,16 @@ class DigestEngine(Generic[T]):
         """Move the due time of a waiting timeline, and return it.
 
         To ``at`` (an aware datetime or epoch seconds, on the server's clock), or to ``delay`` (seconds or a timedelta)
-        from now; with neither, to the current policy's time. It never comes before the cool-down's end, nor later
-        than ``maximum_delay`` after the last digest. In a retry wait, ``at`` and ``delay`` move the next try.
+        from now. It never comes before the cool-down's end, nor later than ``maximum_delay`` after the last digest.
+        In a retry wait, ``at`` and ``delay`` move the next try.
 
-        Raises InvalidState if the timeline is not waiting, or if it waits for a retry and neither is given.
+        With neither, to the current policy's time: its delay after the last digest, or after the add that opened the
+        window. A delay that a policy function works out from the time of day moves nothing if it ends when the earlier
+        one does, to ten seconds; if its hour has changed, give ``at``. This moves a cool-down too: of one without
+        records the new end is returned, which may have passed, and the next record goes by it.
+
+        Raises InvalidState if the timeline neither waits nor, with neither given, is in a cool-down, or if it waits for
+        a retry and neither is given.
         """
         session, backend = self._entered(), await self._timeline(key)
         require(at is None or delay is None, "delay", "absent if at is given", delay)
@@ -596,14 +607,17 @@ class DigestEngine(Generic[T]):
         by_policy = at_ms is None and delay_ms is None
         while True:
             windows = await backend.operations.look_all(key)
-            if not windows:
+            cooling = await backend.operations.cooling(key) if by_policy and not windows else []
+            if not windows and not cooling:
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
             # a policy moves it from its iteration: one, except while resharding. None can be moved: the store says why
             waiting = {each.iteration for each in windows if each.state == "waiting" and not each.digest_id}
+            waiting.update(cooling)
             dues: list[int | None] = []
             for iteration in sorted(waiting if by_policy else ()) or [windows[0].iteration]:
                 gap_ms = policy.cool_ms(iteration) if iteration else 0
-                dues.append(await backend.reschedule(key, Move(policy.terms, at_ms, delay_ms, gap_ms, iteration)))
+                move = Move(policy.terms, at_ms, delay_ms, gap_ms, iteration, by_clock=self._policies.fixed is None)
+                dues.append(await backend.reschedule(key, move))
             moved = [due for due in dues if due is not None]
             if len(moved) == len(dues):  # else a digest was closed since the look
                 session.poke(backend.shard_map.shard_of(key))
@@ -687,6 +701,7 @@ class DigestEngine(Generic[T]):
         True if its timeline is due now. Of several letters of one timeline, replay the newest first: each goes before
         the records already there. Raises InvalidState if there is no such letter, or its timeline has a digest under
         delivery or in a retry wait, and LimitExceeded if it would outgrow its capacity: the letter stays.
+        An engine that was given no ``policy`` uses the limits that the timeline had, and moves no due time.
         """
         name(letter_id, "the id of a dead letter")
         session, backend = self._entered(), await self._backend()
@@ -696,7 +711,10 @@ class DigestEngine(Generic[T]):
         if letter.broken:
             raise InvalidState(f"dead letter {letter_id!r} is broken: {letter.reason}; it can only be discarded")
         policy = await self._policies.of(letter.key, self.timeout)
-        ready = await backend.replay(letter_id, policy.terms, self._policies.own(policy))
+        terms, own = policy.terms, self._policies.own
+        if policy is NO_POLICY:  # nor does it know when what waits is due, and leaves that
+            terms, own = terms._replace(increment_ms=0, maximum_ms=milliseconds(TEN_YEARS)), None
+        ready = await backend.replay(letter_id, terms, own)
         session.poke(backend.shard_map.shard_of(letter.key))
         return ready
 

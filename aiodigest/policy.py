@@ -156,6 +156,7 @@ class Policy:
         return Terms(initial, increment, maximum, Limits(self.capacity, self.max_size or 0, age, ttl))
 
 
+NO_POLICY = Policy()  # of an engine that was given none, as the command line's
 PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awaitable[Policy]]
 
 
@@ -167,9 +168,11 @@ class Policies:
         self.fixed = source if isinstance(source, Policy) else None
         self._retry = retry
         self._delivery_timeout = delivery_timeout
-        base = self.fixed or Policy()
+        # claims of an engine whose policy is a function trim nothing but by limits that are stored
+        base = self.fixed or Policy(capacity=MAX_CAPACITY)
         base.check(retry, delivery_timeout)
         self.limits = base.terms.limits
+        self.own = self.fixed is None  # the limits of a function's policies are stored with their timelines
 
     async def of(self, key: str, timeout: float | None = None) -> Policy:
         """Return the policy of the timeline ``key``.
@@ -214,7 +217,3 @@ class Policies:
             for _ in wanted[:ASKED]:
                 group.create_task(ask())
         return answers
-
-    def own(self, policy: Policy) -> bool:
-        """True if a timeline must keep its own limits, because a claim would bring others."""
-        return policy is not self.fixed and policy.terms.limits != self.limits

@@ -63,14 +63,14 @@ def part(name: str) -> str:
     return (LUA / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def instead_of(url: str, choose: Callable[[bytes], bytes]) -> Redis:
-    """A client for a backend, which runs the scripts that are chosen in place of those that are called."""
+def instead_of(url: str, choose: Callable[[bytes, bytes], bytes]) -> Redis:
+    """A client for a backend, which runs scripts that are chosen, by what they are given, in place of those called."""
 
     class Connection(UnixDomainSocketConnection):
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             head, mark, rest = command.partition(b"EVALSHA\r\n$40\r\n") if type(command) is bytes else (b"", b"", b"")
             if mark and head.count(b"\r\n") == 2:  # it is the command's name, and no argument
-                command = head + mark + choose(rest[:40]) + rest[40:]
+                command = head + mark + choose(rest[:40], rest[40:]) + rest[40:]
             await super().send_packed_command(command, check_health)
 
     client = cast("Any", Redis).from_url(url)
@@ -113,7 +113,7 @@ class Branches:
 
     def client(self, url: str) -> Redis:
         """A client for a backend, whose calls run the marked scripts."""
-        return instead_of(url, lambda sha: self._instead.get(sha, sha))
+        return instead_of(url, lambda sha, _: self._instead.get(sha, sha))
 
     def take(self, client: Any) -> set[str]:
         """The outcomes that were met since the last time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiodigest.backends.memory.timelines import Held, Shard
+from aiodigest.records.entries import identity
 
 State = dict[str, Any]
 
@@ -13,10 +14,10 @@ SETS = ("waiting", "ready", "leased")
 SHARED = (b"waiting", b"ready", b"leased", b"dead", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part", "cut",
-    "frozen", "parted", "since", "error", "flush", "own",
+    "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
 }  # fmt: skip
-KINDS = (b"log", b"open", b"meta", b"letter", b"remains", b"moved")
-REMEMBERED = {"iteration", "last", "cool", "done"}  # of a timeline without records
+KINDS = (b"log", b"open", b"meta", b"ids", b"letter", b"remains", b"moved")
+REMEMBERED = {"iteration", "last", "cool", "done", "opening"}  # of a timeline without records
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
 
 
@@ -29,9 +30,12 @@ def reference_state(machine: Shard) -> State:
     timelines = {key.encode(): _timeline(held) for key, held in machine.held.items()}
     state["timelines"] = {key: timeline for key, timeline in timelines.items() if any(timeline.values())}
     state["dead"] = {
-        letter.id: (letter.buried_ms, letter.key, letter.reason, letter.attempt, letter.digest_id, list(letter.entries))
+        letter.id: (
+            letter.buried_ms, letter.key, letter.reason, letter.attempt, letter.digest_id, list(letter.entries),
+            " ".join(map(str, letter.limits or ())),
+        )
         for letter in machine.dead.values()
-    }
+    }  # fmt: skip
     return state
 
 
@@ -39,7 +43,7 @@ def _timeline(held: Held) -> State:
     delivery = held.delivery
     meta: dict[str, str | int] = {
         "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
-        "dropped": held.dropped, "flush": int(held.flush),
+        "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms,
     }  # fmt: skip
     if held.own:
         meta["own"] = " ".join(map(str, held.own))
@@ -74,7 +78,10 @@ def redis_state(client: Any, tag: str) -> State:
         kind, colon, _ = key[len(prefix) :].partition(b":")
         assert colon, f"{key!r} is no key of a shard"
         assert kind in KINDS, f"{key!r} is no key of a shard"
-        pipe.lrange(key, 0, -1) if kind in (b"log", b"open", b"remains") else pipe.hgetall(key)
+        if kind == b"ids":
+            pipe.zrange(key, 0, -1)
+        else:
+            pipe.lrange(key, 0, -1) if kind in (b"log", b"open", b"remains") else pipe.hgetall(key)
         pipe.pttl(key)
     for key in shared:
         pipe.pttl(key)
@@ -98,24 +105,38 @@ def redis_state(client: Any, tag: str) -> State:
         elif kind == b"letter":
             facts[name] = value
         elif kind != b"moved":  # which tells for a day that a letter of a drained shard has come
-            empty: State = {"log": [], "open": [], "meta": {}}
+            empty: State = {"log": [], "open": [], "meta": {}, "ids": []}
             timeline = timelines.setdefault(name, empty)
             timeline[kind.decode()] = (
                 {field.decode(): text.decode() for field, text in value.items() if field.decode() in FIELDS}
                 if kind == b"meta"
                 else value
             )
+    for name, timeline in timelines.items():
+        _check_index(timeline, name in state["waiting"])
     state["timelines"] = {name: timeline for name, timeline in timelines.items() if any(timeline.values())}
     state["dead"] = {
         letter.decode(): (
             int(facts[letter][b"buried"]), facts[letter][b"key"].decode(), facts[letter][b"reason"].decode(),
             int(facts[letter][b"attempt"]), facts[letter][b"digest"].decode(), remains.pop(letter),
+            facts[letter][b"limits"].decode(),
         )
         for letter, _ in replies[3]
     }  # fmt: skip
     assert not remains, "records of dead letters that are no more"
     assert set(facts) == {letter for letter, _ in replies[3]}, "facts of dead letters that are no more"
     return state
+
+
+def _check_index(timeline: State, waits: bool) -> None:
+    """Take the index of a log's ids out of what is compared: the reference has none. If it is in force, it is right."""
+    ids, log = timeline.pop("ids"), timeline["log"]
+    assert any(timeline.values()) or not ids, "the index of a timeline that is no more"
+    if (counted := timeline["meta"].pop("counted", None)) and log and waits:
+        last, length, records = map(int, counted.split())
+        if (last, length) == (int(timeline["meta"].get("last", 0)), len(log)):
+            assert sorted(ids) == sorted({identity(entry) for entry in log})
+            assert len(ids) == records
 
 
 def forget(client: Any, tag: str) -> None:

@@ -393,6 +393,7 @@ BACKEND = {
     "discard": Cancelled(lambda stage, letter: stage.backend.discard(letter), bury),
     "look": Cancelled(lambda stage, _: stage.backend.operations.look("d"), add),
     "look_all": Cancelled(lambda stage, _: stage.backend.operations.look_all("d"), add),
+    "cooling": Cancelled(lambda stage, _: stage.backend.operations.cooling("d"), add),
     "entries": Cancelled(lambda stage, _: stage.backend.operations.entries("d"), add),
     "page": Cancelled(lambda stage, _: stage.backend.operations.page(0, "waiting", 10)),
     "counts": Cancelled(lambda stage, _: stage.backend.operations.counts(), bury_and_add),

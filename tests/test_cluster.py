@@ -585,7 +585,7 @@ VERBS: dict[str, Verb] = {
     "letter": lambda held: held.backend.operations.dead_letter(held.letter),
     "letters": lambda held: held.backend.operations.dead_letters(0, 10),
     # those of a change of the layout
-    "keep": lambda held: call(held, "keep", 0, "id", "key", "why", 1, 1, "digest", 0, 1, b"entry"),
+    "keep": lambda held: call(held, "keep", 0, "id", "key", "why", 1, 1, "digest", "", 0, 1, b"entry"),
     "carry": lambda held: call(held, "carry", 0, "1:1:1:0", "delivered", 5),
     "retire": lambda held: call(held, "retire", 0, ""),
 }

@@ -75,6 +75,11 @@ def break_worker(engine: DigestEngine[JSON]) -> None:
     scheduler.limit.available = fault
 
 
+def function_of(policy: Policy) -> Callable[[str], Policy]:
+    """A policy function that always answers the same."""
+    return lambda key: policy
+
+
 def slowly(seconds: float) -> Callable[[str], Awaitable[Policy]]:
     """A policy function that takes a while."""
 
@@ -775,6 +780,14 @@ async def test_what_an_embedded_server_says_is_told_once_to_whoever_waits_for_it
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many([Entry("key", 1, "x")])
     assert [*map(str, caught.value.results)] == ["connection refused (no space left on device)"]
+
+
+async def test_a_policy_drops_as_little_given_as_a_function_as_it_does_when_it_is_fixed() -> None:
+    large = policy(capacity=5000)
+    inbox, backend = Inbox(), await holding(*range(3000), policy=large)
+    async with delivering(inbox, backend, policy=function_of(large)):
+        await inbox.outcome()
+    assert ([len(digest.records) for digest in inbox.digests], inbox.digests[0].dropped) == ([3000], 0)
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, object]) -> object:

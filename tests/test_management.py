@@ -259,6 +259,30 @@ async def test_reschedule_in_a_cool_down_takes_what_the_strategy_says_today() ->
         assert now() == pytest.approx(50, abs=0.01)
 
 
+async def test_reschedule_leaves_what_is_due_at_an_hour_that_has_not_changed() -> None:
+    def choose(key: str) -> Policy:
+        return policy(initial_delay=600 - now())
+
+    async with delivering(Inbox(), policy=choose) as (engine, _):
+        await engine.add("key", 1)
+        await asyncio.sleep(300)
+        assert await engine.reschedule("key") == clock(600)
+
+
+async def test_reschedule_of_a_cool_down_without_records_takes_what_the_policy_says_today() -> None:
+    gap = 600.0
+
+    def choose(key: str) -> Policy:
+        return Policy(minimum_delay=gap)
+
+    async with after_delivery(policy=choose) as (engine, _):
+        with pytest.raises(InvalidState, match="no records"):
+            await engine.reschedule("key", delay=5)
+        gap = 0
+        assert await engine.reschedule("key") == pytest.approx(clock(0), abs=timedelta(milliseconds=1))
+        assert await engine.add("key", 2)
+
+
 async def test_reschedule_moves_the_next_try_of_a_digest_that_failed() -> None:
     async with after_delivery(ValueError(), retry=RETRY) as (engine, inbox):
         with pytest.raises(InvalidState, match="retry"):
@@ -386,6 +410,25 @@ async def test_replay_delivers_a_dead_letter_again_and_drops_it_although_the_doo
         with pytest.raises(InvalidState, match="no dead letter"):
             await engine.replay(letter_id)
     assert [(digest.attempt, values(digest)) for digest in inbox.digests] == [(1, [1]), (1, [1])]
+
+
+async def test_a_replay_by_an_engine_without_a_policy_keeps_limits_and_due_time() -> None:
+    inbox, daily = Inbox(Reject("no"), Reject("no")), policy(initial_delay=3600, maximum_delay=7200, max_size=3)
+    async with delivering(inbox, policy=daily) as (engine, backend):
+        first = await buried(engine, inbox, "key", 1, 2, 3)
+        await engine.add("key", 4)
+        await inbox.outcome(2)
+        await settle()
+        [second] = {letter.id for letter in await letters_of(engine)} - {first}
+        await engine.add("key", 5)
+        due = (await look(engine)).due
+        other = DigestEngine(namespace="other", backend=backend)
+        with other.replace_backend(backend):
+            assert not await other.replay(second)
+            assert (await look(engine)).due == due
+            assert await other.replay(first)
+        await settle()
+    assert [len(digest.records) for digest in inbox.digests] == [3, 1, 3, 2]
 
 
 async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_overdue() -> None:

@@ -106,11 +106,11 @@ async def test_one_policy_serves_every_key_or_a_function_or_an_async_function_gi
 
     one = Policies(small, RetryPolicy())
     assert await one.of("a") is small
-    assert (one.limits, one.own(small)) == (small.terms.limits, False)
+    assert (one.limits, one.own) == (small.terms.limits, False)
     for source in (plain, awaited):
         policies = Policies(source, RetryPolicy())
         assert [await policies.of(key) for key in ("small", "large")] == [small, large]
-        assert [policies.own(policy) for policy in (small, large)] == [True, False]
+        assert (policies.limits.capacity, policies.limits.max_size, policies.own) == (10_000, 0, True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from zlib import crc32
 
 import pytest
@@ -561,12 +561,13 @@ async def test_a_reply_that_is_lost_during_a_change_makes_nothing_happen_twice(s
 async def test_a_page_of_a_letter_is_kept_once_and_refused_if_it_lacks_those_before_it(place: Place) -> None:
     backend = await place.process(2)
     first, second = [add_of("k", each).entry for each in "ab"], [add_of("k", "c").entry]
-    facts = "letter", "k", "why", NOW, 1, "digest"
+    facts = "letter", "k", "why", NOW, 1, "digest", "9 2 0 500"
     for start, is_last, page in ((0, 0, first), (0, 0, first), (2, 1, second), (2, 1, second)):
         assert await backend.namespace.call("keep", 0, *facts, start, is_last, *page) == 1
     letter = await backend.operations.dead_letter("letter")
     assert letter is not None
     assert letter.entries == [*first, *second]
+    assert cast("list[bytes]", await backend.namespace.call("letter", 0, "letter", 0))[5] == b"9 2 0 500"
     assert await backend.namespace.call("keep", 1, "other", *facts[1:], 2, 1, *second) == 0
     assert await backend.operations.dead_letter("other") is None
 

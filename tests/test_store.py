@@ -60,6 +60,27 @@ async def test_nothing_is_removed_from_a_digest_under_delivery(store: Store) -> 
     assert (second.digest_id, ids(second)) == (first.digest_id, ["u", "v"])
 
 
+@pytest.mark.parametrize("state", ["leased", "unknown", "ready"])
+async def test_a_removal_of_a_newer_value_is_not_done_while_an_older_one_may_come_again(
+    store: Store, state: str
+) -> None:
+    await store.add("k", "u", "v", value="old")
+    lease = await store.claim()
+    await store.add("k", "u", value="new")
+    if state == "unknown":
+        await store.release(lease, started=True)
+    elif state == "ready":
+        await store.retry(lease)
+        await store.backend.flush("k")
+    limits = store.policy.terms.limits
+    assert not await store.backend.remove("k", b"u", limits), "its old value is still there"
+    assert await store.held("k") == [("u", "old"), ("v", "old")]
+    if state == "leased":
+        await store.retry(lease)
+        assert await store.backend.remove("k", b"u", limits)
+        assert await store.held("k") == [("v", "old")]
+
+
 async def removed(store: Store, ended: Awaitable[bool]) -> None:
     assert await ended
     await store.backend.remove("k", b"a", store.policy.terms.limits)
@@ -144,8 +165,7 @@ async def test_a_log_that_waits_is_never_longer_than_its_max_size_and_a_quarter(
     for number in range(4 * size):
         assert await store.add("k", f"{number % (size - 1)}", policy=policy, value=f"{number}") == [False]
         assert (await look(store)).logged <= size + size // 4
-    assert await store.add("k", *(f"new {number}" for number in range(1 + size // 4)), policy=policy)
-    assert await store.state("k") == "ready", "it is found full a quarter late at most"
+    assert await store.add("k", "new", policy=policy) == [True], "the record that fills it makes it due"
     newest = {f"{number % (size - 1)}": f"{number}" for number in range(4 * size)}
     assert dict(records((await store.claim()).entries)).items() >= newest.items()
 
@@ -271,12 +291,60 @@ async def test_max_size_distinct_records_are_due_at_once(store: Store) -> None:
     assert await store.due("k") == 0
 
 
+@pytest.mark.parametrize("size", [2, 3, 10, 1_000])
+async def test_the_record_that_fills_a_timeline_makes_it_due_whatever_was_added_again(store: Store, size: int) -> None:
+    store.policy = Policy(initial_delay=600, max_size=size)
+    before = [f"{number}" for number in range(size - 1)]
+    again = [before[-number % len(before)] for number in range(300)]
+    await store.add("k", *before, *again, *before)
+    assert await store.state("k") == "waiting"
+    assert await store.add("k", "last", "0") == [True, False]
+
+
 async def test_an_add_in_a_retry_wait_pushes_nothing_and_makes_nothing_ready(store: Store) -> None:
     store.policy = Policy(max_size=2)
     await store.add("k", "a")
     await store.retry(await store.claim(), 5_000)
     assert await store.add("k", "b", "c", "d") == [False, False, False]
     assert (await store.state("k"), await store.due("k")) == ("waiting", 5_000)
+
+
+@pytest.mark.parametrize(
+    ("late", "due"), [(0, 3_600_000), (10_000, 3_600_000), (-10_000, 3_600_000), (10_001, 3_010_001)]
+)
+async def test_a_delay_worked_out_from_the_time_of_day_moves_nothing_if_it_ends_when_it_did(
+    store: Store, late: int, due: int
+) -> None:
+    hour = Policy(initial_delay=3_600, increment_delay=0, maximum_delay=7_200)
+    await store.add("new", "a", policy=hour)
+    await store.add("cooling", "a")
+    await store.close(await store.claim(), cool=3_600_000)
+    await store.add("cooling", "b", policy=hour)
+    store.now += 600_000
+    now, wait = hour.terms._replace(initial_ms=3_000_000 + late), 3_000_000 + late
+    for key, iteration in (("new", 0), ("cooling", 1)):
+        move = Move(now, gap_ms=wait, iteration=iteration, by_clock=True)
+        assert await store.backend.reschedule(key, move) == NOW + due
+        assert await store.due(key) == due
+
+
+async def test_a_reschedule_by_policy_moves_the_end_of_a_cool_down_without_records(store: Store) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim(), cool=DAY)
+    store.now += 60_000
+    assert await store.backend.operations.cooling("k") == [1]
+    assert await store.backend.reschedule("k", Move(store.policy.terms, gap_ms=0, iteration=0)) is None
+    for wrong in (Move(store.policy.terms, delay_ms=1), Move(store.policy.terms, at_ms=0)):
+        with pytest.raises(InvalidState, match="only a waiting timeline"):
+            await store.backend.reschedule("k", wrong)
+    assert await store.backend.reschedule("k", Move(store.policy.terms, gap_ms=90_000, iteration=1)) == NOW + 90_000
+    assert await store.add("k", "b") == [False]
+    await store.backend.delete("k")
+    await store.add("k", "c")
+    await store.close(await store.claim(), cool=DAY)
+    assert await store.backend.reschedule("k", Move(store.policy.terms, gap_ms=0, iteration=1)) == store.now
+    assert await store.backend.operations.cooling("k") == []
+    assert await store.add("k", "d") == [True]
 
 
 async def test_reschedule_moves_a_waiting_timeline_and_no_other(store: Store) -> None:
@@ -677,6 +745,23 @@ async def test_a_replay_waits_until_no_digest_is_open(store: Store) -> None:
     await store.close(lease, cool=0)
     assert await store.backend.replay(letter.id, store.policy.terms, False)
     assert records((await store.claim()).entries) == [("x", "old")]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_replay_without_a_policy_keeps_the_limits_that_the_timeline_had(store: Store, stored: bool) -> None:
+    store.policy = Policy(initial_delay=600, max_size=2)
+    shard, limits = store.backend.shard_map.shard_of("k"), store.policy.terms.limits
+    for pair in ("ab", "cd"):
+        adds = [Add("k", pack(each.encode(), None, b"v"), store.policy.terms, stored) for each in pair]
+        assert await store.backend.add(shard, adds) == [False, True]
+        [lease] = (await store.backend.claim(shard, 1, LEASE, limits)).leases
+        close = Close(lease, 2, 0, 0, limits, LEASE, dead_letters=[NewDeadLetter("no")])
+        assert await store.backend.close(shard, [close]) == [Closed("closed")]
+    newest_first = [letter.id for letter in await read_letters(store)][::-1]
+    other = Policy(capacity=3).terms
+    assert [await store.backend.replay(letter, other, None) for letter in newest_first] == [True, False]
+    [lease] = (await store.backend.claim(shard, 1, LEASE, other.limits)).leases
+    assert (lease.size, lease.part) == (4, 2)
 
 
 async def test_a_replay_to_a_timeline_at_capacity_changes_nothing(store: Store) -> None:

@@ -79,6 +79,7 @@ POLICIES = (
     Policy(capacity=3, minimum_delay=1800, max_age=0.001),
     Policy(capacity=1, max_size=1, initial_delay=1200),
 )
+UNKNOWN = Policy(capacity=10_000)  # the limits of a claim whose engine has a function as its policy
 STEPS = (
     0, 1, 10, 1_000, 7_000, 29_999, 30_000, 31_000, 60_000, 300_000, 1_900_000, 90_000_000, 31 * DAY,
     -1, -40_000, -400_000,
@@ -101,12 +102,13 @@ sized = st.sampled_from((*POLICIES, *(policy for policy in POLICIES if policy.ma
 holds = st.sampled_from(HOLDS)
 small = st.integers(0, 4)
 numbers = st.integers(0, 49)  # which of what is there, see pick()
+owns = st.sampled_from((True, False, None))
 picks = st.lists(st.integers(0, 9), min_size=1, max_size=3)  # which records of a digest
 delays = st.sampled_from((0, 1, 5_000, 300_000, DAY))
 seldom = st.sampled_from((False, False, False, True))
 set_aside = st.sampled_from((None, None, "all", "none"))
 
-LOOKS = ("look", "entries", "page", "counts", "dead_letters", "dead_letter")
+LOOKS = ("look", "cooling", "entries", "page", "counts", "dead_letters", "dead_letter")
 READS = ("read", *LOOKS)
 SETTLED = ("close", "retry", "release", "flush", "read")  # what answers the same however late it is repeated
 REPEATABLE = (*SETTLED, "renew", "schedule", "maintenance", "delete", "remove", "reschedule", "replay", "discard")
@@ -199,7 +201,7 @@ class Pair:
         if self.alone:
             size = sum(letter.size for letter in self.reference.machines[0].dead.values())
             assert int(self._client.hget(self._key("sizes"), "") or 0) == size
-        entries = {entry for letter in self.kept["dead"].values() for entry in letter[-1]}
+        entries = {entry for letter in self.kept["dead"].values() for entry in letter[-2]}
         for key, timeline in self.kept["timelines"].items():
             entries |= {*timeline["log"], *timeline["open"]}
             if name := timeline["meta"].get("id"):
@@ -575,15 +577,19 @@ class Stores(RuleBasedStateMachine):
         self.adds = [Add(key, self.entry(name, None), policy.terms, own) for name in names]
         self.call("add", 0, self.adds)
 
-    @rule(number=numbers, policy=sized, times=st.integers(3, 8))
-    def add_one_again_and_again(self, number: int, policy: Policy, times: int) -> None:
-        """Make the entries as many as ``max_size``, and the records fewer."""
+    @rule(number=numbers, policy=sized, times=st.integers(3, 8), others=small, lost=st.booleans())
+    def add_one_again_and_again(self, number: int, policy: Policy, times: int, others: int, lost: bool) -> None:
+        """Make the entries as many as ``max_size``, and the records fewer; add others, or something else drops all."""
         self.bring("of one record", policy, number)
         key = self.key(5 * number, "of one record", policy)
         known = self.record(key, 0)  # of an entry that cannot be read it is no id to give
         again = known if known in IDS else IDS[0]
-        self.adds = [Add(key, self.entry(again, None), policy.terms) for _ in range(times)]
+        added = [*[again] * times, *IDS[: 0 if lost else others], again]
+        self.adds = [Add(key, self.entry(record_id, None), policy.terms) for record_id in added]
         self.call("add", 0, self.adds)
+        if lost and key in self.logs():
+            self.stores.drop(key)
+            self.call("add", 0, [Add(key, self.entry(again, None), policy.terms)])
 
     @precondition(lambda self: bool(self.adds))
     @rule()
@@ -641,7 +647,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(
         slots=st.sampled_from((0, 1, 2, 3, 3)),
-        policy=policies,
+        policy=st.sampled_from((*POLICIES, UNKNOWN)),
         lease_ms=st.sampled_from((LEASE, LEASE, 1_000)),
         sample=st.booleans(),
     )
@@ -760,12 +766,20 @@ class Stores(RuleBasedStateMachine):
         key = self.key(number, kind, policy)
         self.call("remove", key, b"unknown", policy.terms.limits)
         for record in records:
-            self.call("remove", key, self.record(key, record), policy.terms.limits)
+            name = self.record(key, record)
+            if self.call("remove", key, name, policy.terms.limits):
+                left = self.machine.held.get(key, Held()).entries
+                assert name not in map(identity, left), "it is said to be gone, and may be delivered"
 
     @rule(
         number=numbers,
-        kind=st.sampled_from((*MOVABLE * 2, "any")),
-        moves=some(st.sampled_from(("policy", "at", "delay")), st.sampled_from(STEPS), delays, st.integers(0, 1)),
+        kind=st.sampled_from((*MOVABLE * 2, "in cool-down", "in cool-down", "any")),
+        moves=some(
+            st.sampled_from(("policy", "policy", "clock", "at", "delay")),
+            st.sampled_from(STEPS),
+            delays,
+            st.integers(0, 1),
+        ),
         policy=policies,
     )
     def reschedule(self, number: int, kind: str, moves: Sequence[tuple[str, int, int, int]], policy: Policy) -> None:
@@ -776,7 +790,11 @@ class Stores(RuleBasedStateMachine):
                 self.call("reschedule", key, Move(policy.terms, gap_ms=300_000, iteration=iteration))
             self.call("reschedule", key, Move(policy.terms, delay_ms=300_000))
         for mode, at, delay, outdated in moves:
+            # as if it was worked out from the time of day, again or for another hour
+            wait = max(0, (held.cool_ms or held.opening_ms) - self.clock.now + (0, 10_000, -10_000, 10_001)[at % 4])
+            clock = policy.terms._replace(initial_ms=wait)
             move = {
+                "clock": Move(clock, gap_ms=wait, iteration=held.iteration, by_clock=True),
                 "at": Move(policy.terms, at_ms=self.clock.now + at),
                 "delay": Move(policy.terms, delay_ms=delay),
                 "policy": Move(policy.terms, gap_ms=delay, iteration=held.iteration + outdated),
@@ -797,6 +815,7 @@ class Stores(RuleBasedStateMachine):
         for _ in range(3 - min(3, len(self.found(state, POLICIES[0])))):
             self.bring(state, POLICIES[0], number)
         self.call("look", key)
+        self.call("cooling", key)
         self.call("entries", key)
         for _ in range(2):
             self.ends[state] = self.call("page", 0, state, size, self.ends.get(state)).end
@@ -804,8 +823,8 @@ class Stores(RuleBasedStateMachine):
         kept = self.stores.kept
         assert self.stores.state() == kept, "a read changed what is kept"
 
-    @rule(number=numbers, policy=policies, own=st.booleans(), discard=st.sampled_from((False, False, True)))
-    def replay_or_discard(self, number: int, policy: Policy, own: bool, discard: bool) -> None:
+    @rule(number=numbers, policy=policies, own=owns, discard=st.sampled_from((False, False, True)))
+    def replay_or_discard(self, number: int, policy: Policy, own: bool | None, discard: bool) -> None:
         for _ in range(2 - min(2, len(self.machine.dead))):
             lease = self.lease("held", 5 * number)
             _, old = self.ended(lease, lease.size, None)
@@ -830,6 +849,7 @@ class Stores(RuleBasedStateMachine):
         policy=st.sampled_from((*POLICIES, *POLICIES[3:5] * 2)),
         since=st.just([]) | st.lists(ids, max_size=4),
         other=sized,
+        own=owns,
         lost=st.booleans(),
         step=st.sampled_from((0, 0, 31 * DAY)),
     )
@@ -840,6 +860,7 @@ class Stores(RuleBasedStateMachine):
         policy: Policy,
         since: Sequence[bytes],
         other: Policy,
+        own: bool | None,
         lost: bool,
         step: int,
     ) -> None:
@@ -858,9 +879,9 @@ class Stores(RuleBasedStateMachine):
             self.call("add", 0, [Add(key, self.entry(each, None), other.terms) for each in since])
         self.clock.now += step
         for letter in self.call("dead_letters", 0, 100).items[-1:]:
-            if lost and self.fits(letter, other):
+            if lost and own is not None and self.fits(letter, other):
                 self.stores.drop(self.machine.dead[letter].key)
-            self.call("replay", letter, other.terms, False)
+            self.call("replay", letter, other.terms, own)
 
     def fits(self, letter_id: str, policy: Policy) -> bool:
         """Whether a letter's timeline has records in its log alone, and may have the letter's instead."""

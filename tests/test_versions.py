@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -37,7 +38,10 @@ OLD = Path(__file__).with_name("versions") / "fcaab53.tar.xz"
 SCRIPTS = (
     "import json; from aiodigest.scripts import *; print(json.dumps({n: load_script(n).source for n in COMMANDS}))"
 )
-CHANGED = ("renew", "claim", "maintenance")  # they know of newcomers by now: both run in the processes above alone
+# They know of newcomers by now, or the answers of the old version were wrong, or say less: both run in the processes
+# above alone, and this version's must cope with what the others leave.
+CHANGED = ("renew", "claim", "maintenance", "add", "letter", "look", "remove", "replay", "reschedule")
+LIMITS = re.compile(rb"\r\n\d+ \d+ \d+ \d+\r\n")  # of dead letters: the old script does not heed what close brings
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 
@@ -156,11 +160,12 @@ def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Pl
         others = {
             shas[name]: client.script_load(text).encode() for name, text in sources.items() if name not in CHANGED
         }
+    close = load_scripts()["close"].sha.encode()
     random = Random(7)
     ran = Counter[bool]()
 
-    def either(sha: bytes) -> bytes:
-        chosen = random.random() < 0.5
+    def either(sha: bytes, rest: bytes) -> bytes:
+        chosen = random.random() < 0.5 and not (sha == close and LIMITS.search(rest))
         ran[chosen] += 1
         return others.get(sha, sha) if chosen else sha
 

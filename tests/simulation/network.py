@@ -293,9 +293,9 @@ class Link(Backend, Operations):
 
     schedule, maintenance = _passed_on("schedule"), _passed_on("maintenance")
     flush, reschedule = _passed_on("flush"), _passed_on("reschedule")
-    look, entries, page, counts, erase, dead_letters, dead_letter = (
+    look, cooling, entries, page, counts, erase, dead_letters, dead_letter = (
         _passed_on(f"operations.{call}")
-        for call in ("look", "entries", "page", "counts", "erase", "dead_letters", "dead_letter")
+        for call in ("look", "cooling", "entries", "page", "counts", "erase", "dead_letters", "dead_letter")
     )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
@@ -308,10 +308,12 @@ class Link(Backend, Operations):
         def seen(went: bool) -> None:
             if went:
                 self._witness.removed(key, record_id.decode())
+            else:  # a newer value may have gone, and an older one, under delivery, stays
+                self._witness.records.removed(key, record_id.decode())
 
         return await self._ask_once("remove", seen, key, record_id, limits)
 
-    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
+    async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
         letter, records = await self._server.store.operations.dead_letter(letter_id), self._witness.records
         return await self._ask_once("replay", lambda _: letter and records.replayed(letter), letter_id, terms, own)
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from aiodigest.backend import (
     GIVE_BACK_MS,
+    SAME_MS,
     SAMPLE,
     SLICE,
     Add,
@@ -125,12 +126,9 @@ class ReferenceBackend(Backend, Operations):
                 held.log.append(stamp(entry, now))
                 held.own = limits if own else None
                 held.touch(limits.ttl_ms, now)
+                ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
                 if len(held.log) > limits.capacity + limits.capacity // 4:
                     held.log = machine.compact(held, held.log, limits.capacity)
-                ready = machine.open_or_push(key, held, terms, now)
-                size, over = limits.max_size, len(held.log) - limits.max_size
-                if size and over >= 0 and over % max(1, size // 4) == 0:
-                    ready = machine.fill(key, held, size, now) or ready
                 answers.append(ready)
         return answers
 
@@ -206,7 +204,7 @@ class ReferenceBackend(Backend, Operations):
                     continue
                 held = machine.held[key]
                 let_go = sum(
-                    machine.bury(f"{name}-{index}", letter, key, delivery, close.taken, now)
+                    machine.bury(f"{name}-{index}", letter, close, delivery, now)
                     for index, letter in enumerate(close.dead_letters, 1)
                 )
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
@@ -322,10 +320,12 @@ class ReferenceBackend(Backend, Operations):
             log = machine.compact(held, held.log, limits.capacity)
             held.log = [entry for entry in log if identity(entry) != record_id]
             removed = removed or len(held.log) < len(log)
-            delivery = held.delivery
-            if delivery and key in machine.waiting and not delivery.frozen and not delivery.token:
-                kept = [entry for entry in delivery.entries if identity(entry) != record_id]
-                if len(kept) < len(delivery.entries):
+            delivery = held.delivery or Delivery("")
+            kept = [entry for entry in delivery.entries if identity(entry) != record_id]
+            if len(kept) < len(delivery.entries):
+                if delivery.frozen or delivery.token or key not in machine.waiting:
+                    removed = False  # it may be delivered again as it is
+                else:
                     removed, delivery.entries, delivery.digest_id = True, kept, nonce
                     if not kept:
                         held.delivery = None
@@ -336,10 +336,16 @@ class ReferenceBackend(Backend, Operations):
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         with self._transition(self.shard_map.shard_of(key)) as (machine, now):
-            if key not in machine.waiting:
+            held, terms, waits = machine.held.get(key, Held()), move.terms, key in machine.waiting
+            by_hand = move.at_ms is not None or move.delay_ms is not None
+            if not waits and (by_hand or machine.placed(key) or held.cool_ms <= now):
                 raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
-            held, terms = machine.held[key], move.terms
-            if move.at_ms is not None or move.delay_ms is not None:
+
+            def placed(before: int, delay_ms: int) -> int:
+                is_same = move.by_clock and abs(now + delay_ms - before) <= SAME_MS
+                return before if is_same else held.last_ms + delay_ms
+
+            if by_hand:
                 due = max(now, move.at_ms if move.at_ms is not None else now + (move.delay_ms or 0))
                 if held.delivery is None:
                     due = max(held.cool_ms, min(due, held.last_ms + terms.maximum_ms))
@@ -348,35 +354,36 @@ class ReferenceBackend(Backend, Operations):
             elif held.iteration != move.iteration:
                 return None
             elif held.cool_ms:
-                held.cool_ms = held.last_ms + move.gap_ms
+                held.cool_ms = placed(held.cool_ms, move.gap_ms)
                 due = pushed(held, held.cool_ms, terms)
             else:
-                due = held.last_ms + terms.initial_ms
+                due = held.opening_ms = placed(held.opening_ms, terms.initial_ms)
+            if not waits:
+                return held.cool_ms
             held.touch(max(due - now, 0) + terms.limits.ttl_ms, now)
             machine.place(key, due, now)
             return due
 
     # Dead letters
 
-    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
+    async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
         holder = next((shard for shard, machine in enumerate(self.machines) if letter_id in machine.dead), 0)
         with self._transition(holder) as (machine, now):
             letter = machine.dead.alive(letter_id, now)
             if letter is None:
                 raise InvalidState(f"there is no dead letter {letter_id!r}")
-            key, limits = letter.key, terms.limits
-            held = machine.held.setdefault(key, Held())
+            key, held = letter.key, machine.held.setdefault(letter.key, Held())
+            kept = (held.own or letter.limits) if own is None else terms.limits if own else None
+            limits = kept or terms.limits
             if held.delivery:
                 raise InvalidState(f"timeline {key!r} has a digest under delivery or in a retry wait")
             size = distinct([*letter.entries, *held.log])
             if size > limits.capacity:
                 raise LimitExceeded(f"timeline {key!r} would hold {size} records; its capacity is {limits.capacity}")
             held.log[:0] = letter.entries
-            held.own = limits if own else None
+            held.own = kept
             held.touch(limits.ttl_ms, now)
-            ready = machine.open_or_push(key, held, terms, now)
-            if limits.max_size and len(held.log) >= limits.max_size:
-                ready = machine.fill(key, held, limits.max_size, now) or ready
+            ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
             del machine.dead[letter_id]
             return ready
 
@@ -399,6 +406,12 @@ class ReferenceBackend(Backend, Operations):
     async def look(self, key: str) -> StoredTimeline | None:
         with self._lock:
             return self.machines[self.shard_map.shard_of(key)].look(key)
+
+    async def cooling(self, key: str) -> list[int]:
+        with self._lock:
+            machine = self.machines[self.shard_map.shard_of(key)]
+            held = machine.held.get(key, Held())
+            return [held.iteration] if held.empty and held.cool_ms > self._now() else []
 
     async def entries(self, key: str) -> list[bytes]:
         with self._lock:

@@ -13,6 +13,7 @@ from aiodigest.backend import (
     MOVES,
     SLICE,
     Bookmark,
+    Close,
     Closed,
     Lease,
     NewDeadLetter,
@@ -50,6 +51,7 @@ class Held:
     iteration: int = 0
     last_ms: int = 0  # the last digest, or the add that opened the window
     cool_ms: int = 0
+    opening_ms: int = 0  # when the window was due as it opened; 0 if it was due at once
     dropped: int = 0
     end_ms: int = 0
     flush: bool = False
@@ -181,19 +183,21 @@ class Shard:
                 return self.place(key, pushed(held, held.cool_ms, terms), now)
             held.iteration = held.cool_ms = 0
             held.last_ms = now
+            held.opening_ms = now + terms.initial_ms if terms.initial_ms else 0
             return self.place(key, now + terms.initial_ms, now)
         if held.delivery or due <= now:
             return False
         return self.place(key, pushed(held, due, terms), now)
 
     def fill(self, key: str, held: Held, max_size: int, now: int) -> bool:
-        """Make a waiting timeline ready if it holds ``max_size`` records; if not, despite more entries, compact it."""
-        if key not in self.waiting or held.delivery:
+        """Make a waiting timeline ready if it holds ``max_size`` records, and compact one with many more entries."""
+        if key not in self.waiting or held.delivery or not max_size:
             return False
-        kept = latest(held.log)
-        if len(kept) < max_size < len(held.log):
-            held.log = kept
-        return len(kept) >= max_size and self.place(key, min(self.waiting[key], now), now)
+        if len(held.log) >= max_size and distinct(held.log) >= max_size:
+            return self.place(key, min(self.waiting[key], now), now)
+        if len(held.log) > max_size + max(1, max_size // 4):
+            held.log = latest(held.log)
+        return False
 
     def compact(self, held: Held, entries: Sequence[bytes], capacity: int) -> list[bytes]:
         """Return the newest ``capacity`` records; the older ones count as dropped."""
@@ -259,14 +263,16 @@ class Shard:
             full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
             self.place(key, now if flush or full else max(held.cool_ms, now), now)
 
-    def bury(self, letter_id: str, letter: NewDeadLetter, key: str, delivery: Delivery, taken: int, now: int) -> int:
+    def bury(self, letter_id: str, letter: NewDeadLetter, close: Close, delivery: Delivery, now: int) -> int:
         """Set records of a digest aside as a dead letter; return how many older ones are let go."""
-        entries = [entry for entry in latest(delivery.entries[:taken]) if not aged(entry, delivery.cut_ms)]
+        entries = [entry for entry in latest(delivery.entries[: close.taken]) if not aged(entry, delivery.cut_ms)]
         if letter.ids is not None:
             entries = only(entries, letter.ids)
         if entries:
+            key = close.lease.key
             facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
-            self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries)
+            limits = self.held[key].own or close.limits
+            self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries, limits=limits)
             self.counts["buried"] += len(entries)
             let_go = self.dead.prune(now)
             self.counts["letters_dropped"] += let_go

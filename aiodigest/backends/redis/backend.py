@@ -185,7 +185,8 @@ class RedisBackend(Backend):
 
     async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
         packed = scripts.pack_limits(limits)
-        return 1 in await self.namespace.call_of(key, "remove", key, record_id, packed, self._nonce())
+        answers = await self.namespace.call_of(key, "remove", key, record_id, packed, self._nonce())
+        return 1 in answers and -1 not in answers
 
     async def reschedule(self, key: str, move: Move) -> int | None:
         if move.at_ms is not None:
@@ -195,7 +196,8 @@ class RedisBackend(Backend):
         else:
             mode, value = "policy", move.gap_ms
         delays, limits = scripts.pack_delays(move.terms), scripts.pack_limits(move.terms.limits)
-        replies = await self.namespace.call_of(key, "reschedule", key, mode, value, move.iteration, delays, limits)
+        moves = mode, value, move.iteration, delays, limits, int(move.by_clock)
+        replies = await self.namespace.call_of(key, "reschedule", key, *moves)
         # the earliest of what it may move: one timeline, but for the time of a change of their shards
         moved = cast("list[Fields]", replies)
         if dues := [number(reply[1]) for reply in moved if reply[0] == b"due"]:
@@ -220,9 +222,9 @@ class RedisBackend(Backend):
             except Retired:
                 asked.clear()  # the layout has changed
 
-    async def replay(self, letter_id: str, terms: Terms, own: bool) -> bool:
-        limits = terms.limits
-        arguments = (letter_id, scripts.pack_delays(terms), scripts.pack_limits(limits), int(own))
+    async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
+        limits, owned = scripts.pack_limits(terms.limits), "" if own is None else int(own)
+        arguments = (letter_id, scripts.pack_delays(terms), limits, owned)
         async for reply in self._settled(letter_id, "replay", *arguments):
             if isinstance(reply, bytes):
                 raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")
@@ -231,10 +233,8 @@ class RedisBackend(Backend):
                     continue
                 case [b"open", key]:
                     raise InvalidState(f"timeline {text(key)!r} has a digest under delivery or in a retry wait")
-                case [b"full", key, size]:
-                    raise LimitExceeded(
-                        f"timeline {text(key)!r} would hold {size} records; its capacity is {limits.capacity}"
-                    )
+                case [b"full", key, size, capacity]:
+                    raise LimitExceeded(f"timeline {text(key)!r} would hold {size} records; its capacity is {capacity}")
                 case [status, *_]:
                     return status == b"ready"
                 case _:

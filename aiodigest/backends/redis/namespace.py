@@ -415,7 +415,7 @@ class Namespace:
         start, found = 0, False
         while reply := await self.call("letter", shard, letter_id, start):
             found = True
-            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
+            *facts, size, page = cast("tuple[bytes, bytes, int, int, bytes, bytes, int, list[bytes]]", reply)
             if size < 0:
                 raise InvalidState(f"dead letter {letter_id!r} is broken: {text(facts[1])}; discard it")
             end = start + len(page)

@@ -18,7 +18,7 @@ from aiodigest.backends.redis.connections.calls import Connections, Moved
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import BATCH, Namespace
-from aiodigest.backends.redis.scripts import text, unpack_counts, unpack_timeline
+from aiodigest.backends.redis.scripts import number, text, unpack_counts, unpack_timeline
 from aiodigest.errors import BackendUnavailable, InvalidState
 from aiodigest.models import Finding, State
 
@@ -42,6 +42,10 @@ class RedisOperations(Operations):
         answers = await self._namespace.call_of(key, "look", "", key)
         found = [fields[0] for fields, _ in cast("list[tuple[list[Fields], object]]", answers) if fields]
         return sorted(map(unpack_timeline, found), key=attrgetter("due_ms"))
+
+    async def cooling(self, key: str) -> list[int]:
+        answers = await self._namespace.call_of(key, "look", "", key)
+        return [number(each) for _, cooling in cast("list[tuple[object, list[int]]]", answers) for each in cooling]
 
     async def look(self, key: str) -> StoredTimeline | None:
         found = await self.look_all(key)
@@ -98,8 +102,8 @@ class RedisOperations(Operations):
         entries: list[bytes] = []
         with suppress(Retired):
             while reply := await self._namespace.call("letter", shard, letter_id, len(entries)):
-                letter = cast("tuple[bytes, bytes, int, int, bytes, int, list[bytes]]", reply)
-                key, reason, dead_ms, attempt, digest_id, size, page = letter
+                letter = cast("tuple[bytes, bytes, int, int, bytes, bytes, int, list[bytes]]", reply)
+                key, reason, dead_ms, attempt, digest_id, _, size, page = letter
                 names = text(key), text(reason), dead_ms, attempt, text(digest_id)
                 if size < 0:
                     return StoredDeadLetter(letter_id, *names, broken=True)

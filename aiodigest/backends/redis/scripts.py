@@ -27,10 +27,8 @@ LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
-        (
-            backend,
-            ("DEAD_LETTER_BASE", "DEAD_LETTER_BYTES", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES", "SAMPLE", "SLICE"),
-        ),
+        (backend, ("DEAD_LETTER_BASE", "DEAD_LETTER_BYTES", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES")),
+        (backend, ("SAME_MS", "SAMPLE", "SLICE")),
         (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
     )
     for name in names
@@ -165,7 +163,7 @@ def pack_close(close: Close) -> list[Argument]:
         close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
-        arguments += (_readable(letter.reason), *_pack_ids(letter.ids))
+        arguments += (_readable(letter.reason), pack_limits(close.limits), *_pack_ids(letter.ids))
     return arguments
 
 

@@ -26,9 +26,9 @@ end
 
 -- All that an add must know of its timeline: little if that is ready or leased, and more to open or push a window.
 local FEW = {'end', 'own'}
-local MORE = {'end', 'own', 'id', 'last', 'cool', 'iteration'}
+local MORE = {'end', 'own', 'id', 'last', 'cool', 'iteration', 'opening', 'counted'}
 
--- Drop what a log holds more than once or beyond its capacity; return how many entries it has.
+-- Drop what a log holds more than once or beyond its capacity.
 local function compact(held, length, terms)
   -- Needs    entries lists
   local log = logs .. held.key
@@ -43,7 +43,6 @@ local function compact(held, length, terms)
     try('HINCRBY', metas .. held.key, 'dropped', #kept - left) -- what is no number is found by the claim
     try('HINCRBY', layout, 'dropped', #kept - left)
   end
-  return left
 end
 
 local function append(key, terms, entry)
@@ -81,19 +80,15 @@ local function append(key, terms, entry)
     call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
   local is_ready = not settled and open_or_push(held, due, terms)
-  if changed or held.touched or not (settled or due) then
-    save(held, names)
+  if not settled and not is_ready then
+    is_ready, length = fill(held, length, terms, due, entry)
   end
   if length > terms.capacity + math.floor(terms.capacity / 4) then
-    length = compact(held, length, terms)
+    uncount(held)
+    compact(held, length, terms)
   end
-  if settled then
-    return 0
-  end
-  -- counting reads the whole log: when it has reached the size, then after each further quarter
-  local size, over = terms.max_size, length - terms.max_size
-  if size > 0 and over >= 0 and over % math.max(1, math.floor(size / 4)) == 0 and not is_ready then
-    is_ready = fill(held, length, terms, due)
+  if changed or held.touched or not (settled or due) or held.counted ~= held.stored.counted then
+    save(held, names)
   end
   return is_ready and 1 or 0
 end

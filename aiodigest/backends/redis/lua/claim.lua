@@ -39,7 +39,7 @@ local function expire(held)
   local key, seen = held.key, {}
   local records = collect(collect({}, seen, logs .. key, held.logged), seen, opens .. key, held.opened)
   call('ZREM', ready, key)
-  call('UNLINK', logs .. key, opens .. key, metas .. key)
+  call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key)
   if #records > 0 then
     try('HINCRBY', layout, 'expired', #records)
   end

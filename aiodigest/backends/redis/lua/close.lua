@@ -12,8 +12,8 @@
 -- ARGV[3]   nonce (items): for the names of the next digest and of dead letters
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest;
---           cool-down, ms; lease, ms; max_size; ttl, ms; number of dead letters; for each of these: reason, number of ids
---           (-1: all records of the part), ids
+--           cool-down, ms; lease, ms; max_size; ttl, ms; number of dead letters; for each of these: reason, limits that its
+--           engine's policy has, number of ids (-1: all records of the part), ids
 -- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
 --           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
 --
@@ -66,7 +66,7 @@ local function set_aside(held, item, nonce)
       local facts = tag .. 'letter:' .. id
       rewrite(tag .. 'remains:' .. id, records, #records, DEAD_LETTER_TTL_MS)
       call('HSET', facts, 'key', held.key, 'reason', letter.reason, 'buried', now,
-        'attempt', held.attempts, 'digest', held.id)
+        'attempt', held.attempts, 'digest', held.id, 'limits', held.own or letter.limits)
       call('PEXPIRE', facts, DEAD_LETTER_TTL_MS)
       call('ZADD', dead, now, id)
       weigh(id, bytes)
@@ -128,7 +128,7 @@ local function next_item()
     max_size = next_number(), ttl = next_number(), letters = {},
   }
   for index = 1, next_number() do
-    item.letters[index] = {reason = next_argument(), wanted = next_ids()}
+    item.letters[index] = {reason = next_argument(), limits = next_argument(), wanted = next_ids()}
   end
   return item
 end

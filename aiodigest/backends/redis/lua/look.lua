@@ -14,7 +14,7 @@
 -- ARGV[7]   last (text): highest score to list, '' in the first page
 -- Returns   for each: key, state, due (ms), entries in the log, entries opened, attempt, iteration, dropped, end of the
 --           cool-down (ms), digest id, last error; and the last three arguments for the next page: none, if this is the
---           last one
+--           last one. Of one without records: nothing, and its iteration if it is in a cool-down
 --
 -- Needs     guard clock timelines state listing
 
@@ -34,7 +34,8 @@ end
 
 if state == '' then
   local found, due = state_of(which)
-  return {found and {window(which, found, due)} or {}, {}}
+  local held = not found and load(which)
+  return {found and {window(which, found, due)} or {}, held and held.cool > now and {held.iteration} or {}}
 end
 local windows = {}
 local members, rest = page(tag .. state, tonumber(which), score == '' and '-inf' or score, after, last)

@@ -10,7 +10,8 @@
 -- ARGV[4]   record_id (text)
 -- ARGV[5]   limits (limits)
 -- ARGV[6]   nonce (text): names the digest whose contents change
--- Returns   1 if a record went, else 0; the text of an error if the timeline is broken
+-- Returns   1 if a record went, 0 if there is none, -1 if a value stays in a digest; the text of an error if the timeline
+--           is broken
 --
 -- Needs     guard clock settling entries lists
 
@@ -39,6 +40,7 @@ local records = collect({}, {}, logs .. key, held.logged)
 local left = math.min(#records, limits.capacity)
 local rest, removed = without(records, left)
 if #rest < held.logged then
+  uncount(held)
   rewrite(logs .. key, rest, #rest, lifetime(held, limits.ttl))
   held.logged = #rest
 end
@@ -47,7 +49,8 @@ if #records > left then
   try('HINCRBY', layout, 'dropped', #records - left)
 end
 
-if held.id and not held.frozen and not held.token and call('ZSCORE', waiting, key) then
+local stays = false
+if held.opened > 0 then
   local newest_first = {}
   for stop = held.opened - 1, 0, -SLICE do
     local opened = call('LRANGE', opens .. key, math.max(0, stop - SLICE + 1), stop)
@@ -56,7 +59,9 @@ if held.id and not held.frozen and not held.token and call('ZSCORE', waiting, ke
     end
   end
   local still, went = without(newest_first, #newest_first)
-  if went then
+  if went and (not held.id or held.frozen or held.token or not call('ZSCORE', waiting, key)) then
+    stays = true -- it may be delivered again as it is
+  elseif went then
     removed = true
     held.id = nonce
     rewrite(opens .. key, still, #still, lifetime(held, limits.ttl))
@@ -71,4 +76,4 @@ if held.logged + held.opened == 0 and not held.id then
 end
 save(held, FIELDS)
 wake()
-return removed and 1 or 0
+return stays and -1 or removed and 1 or 0

@@ -10,16 +10,15 @@
 -- ARGV[3]   id (text): of the letter
 -- ARGV[4]   delays (text): "initial increment maximum", ms
 -- ARGV[5]   limits (text): "capacity max_size max_age ttl", times in ms
--- ARGV[6]   own (flag): these limits are the timeline's own
--- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size}, or the text
---           of an error if the timeline is broken
+-- ARGV[6]   own (text): '1' if these limits are the timeline's own, '0' if not, '' to take those that it has, or had
+-- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size, capacity}, or
+--           the text of an error if the timeline is broken
 --
 -- Needs     guard clock timelines window entries lists dead
 
-local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6] == '1'
-local terms = parse_terms(delays, limits, own)
+local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
-local facts = call('HMGET', letter, 'key', 'buried')
+local facts = call('HMGET', letter, 'key', 'buried', 'limits')
 local key = facts[1]
 if not key or (tonumber(facts[2]) or now) <= now - DEAD_LETTER_TTL_MS then
   return {'missing'}
@@ -31,11 +30,16 @@ end
 if held.id or held.opened > 0 then
   return {'open', key}
 end
+local kept = own == '1' and limits
+if own == '' then
+  kept = held.own or facts[3] and are_limits(facts[3]) and facts[3]
+end
+local terms = parse_terms(delays, kept or limits, kept)
 local buried = collect({}, {}, remains, call('LLEN', remains))
 local seen = {}
 local size = #collect(collect({}, seen, logs .. key, held.logged), seen, remains, #buried)
 if size > terms.capacity then
-  return {'full', key, size}
+  return {'full', key, size, terms.capacity}
 end
 
 local due = tonumber(call('ZSCORE', waiting, key))
@@ -49,7 +53,7 @@ end
 if not settled then
   is_ready = open_or_push(held, due, terms)
   local length = held.logged + #buried
-  if terms.max_size > 0 and length >= terms.max_size and not is_ready then
+  if not is_ready then
     is_ready = fill(held, length, terms, due)
   end
 end

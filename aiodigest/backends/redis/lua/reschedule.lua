@@ -1,4 +1,4 @@
--- reschedule: move the due time of a waiting timeline.
+-- reschedule: move the due time of a waiting timeline; by a policy, also the end of a cool-down without records.
 --
 -- Flags     repeatable
 -- Parts     move by hand
@@ -13,20 +13,34 @@
 -- ARGV[6]   iteration (int): for which the policy gave the gap
 -- ARGV[7]   delays (text): "initial increment maximum", ms
 -- ARGV[8]   limits (text): "capacity max_size max_age ttl", times in ms
--- Returns   {'due', the new due time, ms}, {'outdated'} if the iteration is another, {'state'} if the timeline does
---           not wait, {'retry'} if only a given time can move it; the text of an error if the timeline is broken
+-- ARGV[9]   by_clock (flag): the policy may have worked its delays out from the time of day
+-- Returns   {'due', the new due time, or end of the cool-down, ms}, {'outdated'} if the iteration is another, {'state'}
+--           if the timeline does not wait, nor cool down, {'retry'} if only a given time can move it; the text of an
+--           error if the timeline is broken
 --
--- Needs     guard clock timelines window
+-- Needs     guard clock timelines window state
 
 local key, mode, value, iteration = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local delays, limits = ARGV[7], ARGV[8]
+local by_clock = ARGV[9] == '1'
 local terms = parse_terms(delays, limits)
-if not call('ZSCORE', waiting, key) then
+local waits = call('ZSCORE', waiting, key)
+if not waits and (mode ~= 'policy' or state_of(key)) then
   return {'state'}
 end
 local held, problem = load(key)
 if not held then
   return problem
+end
+if not waits and held.cool <= now then
+  return {'state'}
+end
+
+-- Return the time that is `delay` after the last digest or the opening. One worked out from the time of day says that
+-- nothing has changed if it ends now when it ended then.
+local function placed(before, delay)
+  local is_same = by_clock and math.abs(now + delay - before) <= SAME_MS
+  return is_same and before or held.last + delay
 end
 
 local due
@@ -40,13 +54,18 @@ elseif held.id then
 elseif held.iteration ~= iteration then
   return {'outdated'}
 elseif held.cool > 0 then
-  held.cool = held.last + value
+  held.cool = placed(held.cool, value)
   due = pushed(held, held.cool, terms)
 else
-  due = held.last + terms.initial
+  held.opening = placed(held.opening, terms.initial)
+  due = held.opening
 end
-touch(held, math.max(due - now, 0) + terms.ttl) -- it must still be there when its time comes
-place(key, due, true)
+if waits then
+  touch(held, math.max(due - now, 0) + terms.ttl) -- it must still be there when its time comes
+  place(key, due, true)
+else
+  due, held.idle = held.cool, true
+end
 save(held, FIELDS)
 wake()
 return {'due', due}

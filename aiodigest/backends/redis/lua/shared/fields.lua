@@ -5,7 +5,7 @@
 local ECHO = 300000 -- ms for which a timeline without records remembers what its last outcome was answered
 local NUMBERS = {
   ['end'] = 0, attempts = 0, iteration = 0, last = 0, cool = 0, dropped = 0, open_dropped = 0, part = 0, cut = 0,
-  since = 0,
+  since = 0, opening = 0,
 }
 local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
 
@@ -48,6 +48,14 @@ local function touch(held, ttl)
   end
 end
 
+-- Forget the ids that the log holds: it is about to be another one.
+local function uncount(held)
+  if held.counted then
+    call('UNLINK', indexes .. held.key)
+    held.counted = nil
+  end
+end
+
 -- Write those of the fields `names` that differ from what is stored, and renew the expiries that are due.
 local function save(held, names)
   local changed, gone = {}, {}
@@ -77,6 +85,9 @@ local function save(held, names)
     call('PEXPIRE', logs .. held.key, held.touched)
     call('PEXPIRE', opens .. held.key, held.touched)
     call('PEXPIRE', meta, held.touched)
+    if held.counted then
+      call('PEXPIRE', indexes .. held.key, held.touched)
+    end
   elseif held.idle or not next(stored) then
     -- without records: as long as its cool-down, and a while for a late close to hear its answer
     call('PEXPIRE', meta, math.max(held.cool - now, 0) + ECHO)

@@ -31,6 +31,7 @@ local function fold(held, limits, digest_id)
   local log, open = logs .. held.key, opens .. held.key
   local merging = held.id ~= nil or held.opened > 0 -- the records of a digest whose name is gone are kept
   local size = held.opened + held.logged
+  uncount(held)
   held.id = digest_id
   held.part = limits.max_size
   held.cut = limits.max_age > 0 and now - limits.max_age or 0

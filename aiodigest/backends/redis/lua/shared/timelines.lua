@@ -4,7 +4,7 @@
 
 local FIELDS = {
   'end', 'token', 'done', 'attempts', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut',
-  'frozen', 'parted', 'since', 'error', 'flush', 'own',
+  'frozen', 'parted', 'since', 'error', 'flush', 'own', 'counted', 'opening',
 }
 local KNOWN = {} -- another program may have written others, of names that `held` has for what it does not store
 for _, name in ipairs(FIELDS) do

@@ -29,23 +29,59 @@ local function open_or_push(held, due, terms)
     return place(held.key, pushed(held, held.cool, terms))
   end
   held.iteration, held.cool, held.last = 0, 0, now
+  held.opening = terms.initial > 0 and now + terms.initial or 0
   return place(held.key, now + terms.initial)
 end
 
--- Make a waiting timeline ready if its log holds `max_size` records; one that was due already keeps its place. Return
--- whether it is ready.
-local function fill(held, length, terms, due)
-  if held.id then
-    return false
+-- Make a waiting timeline ready if its log holds `max_size` records; one that was due already keeps its place. `entry`
+-- is what was added last. Return whether it is ready, and how many entries the log has.
+--
+-- The log is read when it has `max_size` entries. If it holds fewer records, their ids are kept from then on, or each add
+-- to come would have to read it again; `counted` tells of which log, with how many entries, and how many ids there are.
+local function fill(held, length, terms, due, entry)
+  local size = terms.max_size
+  if size == 0 or held.id or not (held.counted or length >= size) then
+    uncount(held)
+    return false, length
   end
   -- Needs    entries lists
-  local log = logs .. held.key
-  local kept = collect({}, {}, log, length)
-  -- One that does not although it has more entries is compacted, or each count to come would read again all the entries
-  -- of ids that are added again and again. (Not at `max_size` entries: one that lacks a single record would be compacted
-  -- at each add.)
-  if #kept < terms.max_size and length > terms.max_size then
-    rewrite(log, kept, #kept, lifetime(held, terms.ttl))
+  local log, ids = logs .. held.key, indexes .. held.key
+  local last, entries, records = string.match(held.counted or '', '^(%d+) (%d+) (%d+)$')
+  if entry and tonumber(last) == held.last and tonumber(entries) == length - 1 then
+    local added = try('ZADD', ids, 0, identity(entry))
+    records = type(added) == 'number' and call('ZCARD', ids) == records + added and records + added
+  else
+    records = nil
   end
-  return #kept >= terms.max_size and place(held.key, math.min(due or now, now), true)
+  if not records and length < size then
+    uncount(held)
+    return false, length
+  end
+  local is_long = length > size + math.max(1, math.floor(size / 4))
+  if not records or (is_long and records < size) then
+    local kept = collect({}, {}, log, length)
+    if not records and #kept < size then
+      call('UNLINK', ids)
+      for first = 1, #kept, SLICE do
+        local scored = {}
+        for index = first, math.min(#kept, first + SLICE - 1) do
+          scored[#scored + 1] = 0
+          scored[#scored + 1] = identity(kept[index])
+        end
+        call('ZADD', ids, unpack(scored))
+      end
+      call('PEXPIRE', ids, lifetime(held, terms.ttl))
+    end
+    records = #kept
+    if is_long and records < size then
+      rewrite(log, kept, records, lifetime(held, terms.ttl))
+      length = records
+    end
+  end
+  if records < size then
+    held.counted = string.format('%.0f %.0f %.0f', held.last, length, records)
+    return false, length
+  end
+  uncount(held)
+  return place(held.key, math.min(due or now, now), true), length
 end
