@@ -41,8 +41,9 @@ from embedded_users import (
 from replicas import until
 from servers import UNLIMITED, limit_files
 
+from aiodigest import data_folder
 from aiodigest.backends.embedded.server import EmbeddedServer, find_binary
-from aiodigest.errors import BackendUnavailable
+from aiodigest.errors import BackendUnavailable, ConfigurationError
 
 pytestmark = pytest.mark.server_faults
 
@@ -464,3 +465,16 @@ async def test_a_user_who_dies_at_a_launch_stands_in_nobodys_way(folder: Path, n
     async with started(folder) as (server, client):
         assert await client.set("key", "value")
     await until(lambda: not processes_of(server))
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many containers: a user id without an entry, and no HOME."""
+
+    def find_nobody(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_DATA_HOME", "AIODIGEST_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", find_nobody)
+    with pytest.raises(ConfigurationError, match="set AIODIGEST_DATA"):
+        data_folder()

@@ -37,7 +37,7 @@ def data_folder(url: str = "embedded://") -> Path:
     """Return the data folder of the embedded server that ``url`` means.
 
     ``embedded:///folder`` names it. For any other URL it is the folder in the environment's ``AIODIGEST_DATA``, else
-    the user's data folder for ``aiodigest``.
+    the user's data folder for ``aiodigest``. Raises ConfigurationError if the user has no home.
     """
     named = unquote(urlsplit(url).path) if url.startswith("embedded:") else ""
     if not named.strip("/"):
@@ -46,4 +46,8 @@ def data_folder(url: str = "embedded://") -> Path:
         return Path(named)
     from platformdirs import user_data_path
 
-    return user_data_path("aiodigest")
+    try:
+        return user_data_path("aiodigest")
+    except RuntimeError as error:  # a user id without an entry, and no HOME, as in many containers
+        problem = f"there is no folder for the data of an embedded server ({error}): set AIODIGEST_DATA to one"
+        raise ConfigurationError(problem) from error
