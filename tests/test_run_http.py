@@ -229,7 +229,6 @@ def test_a_port_that_is_taken_is_one_line_before_anything_is_delivered(folder: P
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux sets the limits of another process")
 def test_half_sent_requests_take_neither_probes_nor_the_files_of_deliveries(folder: Path) -> None:
     with service(folder, "services:mail") as (process, url), ExitStack() as opened:
         resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (160, 160))
