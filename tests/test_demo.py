@@ -79,3 +79,17 @@ def test_in_json_what_happens_is_an_object_a_line(tmp_path: Path, monkeypatch: p
     assert told[2]["channel"] == "#builds"
     assert told[2]["texts"] == [told[1]["text"]]
     assert 0 < told[1]["at"] <= told[2]["at"]
+
+
+@pytest.mark.parametrize(("on_path", "named"), [(True, "aiodigest"), (False, "bin/aiodigest")])
+def test_a_demo_ends_with_a_command_that_can_be_typed(
+    on_path: bool, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = tmp_path / "aiodigest"
+    command.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if on_path else "")
+    monkeypatch.setattr("sys.argv", ["bin/aiodigest", "demo"])
+    names = "added digests delivered failed retried median_lateness worst_lateness"
+    facts = dict.fromkeys(names.split(), 1)
+    show(Console(highlight=False), False, 0.0, "summary", **facts)
+    assert capsys.readouterr().out.endswith(f"Your own stream: {named} pipe --help\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -113,9 +115,14 @@ def show(console: Console, in_json: bool, at: float, what: str, **facts: Any) ->
                 f"\n  deliveries failed     {facts['failed']}, and {count(facts['retried'], 'digest')}",
                 " delivered by a retry",
                 f"\n  lateness              median {median:.0f} ms, worst {worst:.0f} ms",
-                ("\n\nYour own stream: aiodigest pipe --help", "dim"),
+                (f"\n\nYour own stream: {_command()} pipe --help", "dim"),
             )
     console.print(shown)
+
+
+def _command() -> str:
+    """Return this command as it can be typed: by its name if that is found, else by the path that started it."""
+    return "aiodigest" if shutil.which("aiodigest") or not sys.argv[0].endswith("aiodigest") else sys.argv[0]
 
 
 class Demo:
