@@ -3,6 +3,9 @@
 The first user locks the folder, opens a socket and launches a supervisor (``supervisor.py``), which inherits both.
 Every user, the first included, keeps a connection to that socket.
 
+Nobody else may get in between: a folder or a file that others own or may write, a link in its place, and another user's
+supervisor are refused; root is trusted.
+
 The data folder holds ``lock``, held by flock as long as the supervisor *or* the server lives, so that there is never a
 second server; ``server.log`` and ``server.log.1``; the server's append-only files; and ``run``, the sockets. Leftovers
 of these after a power cut block nobody: only a held lock and a supervisor that answers count.
@@ -13,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -24,13 +29,21 @@ from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from aiodigest.backends import data_folder
+from aiodigest.backends import data_folder, make_private
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows no more
+_ANOTHER = "give another folder (embedded:///folder, or AIODIGEST_DATA)"
 _DOWN_TIMEOUT = 1.0  # for a server that is down and may come back, before start() fails
 _JOIN_TIMEOUT = 20.0  # to find or launch a supervisor; the one before may take 10 s to end its server
 _ORPHANED_AFTER = 0.5  # with the folder locked and nobody listening for so long, the server may be an orphan
+_NO_SOCKETS = {errno.EIO, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # of file systems without any
+_OWN_FILES = ("lock", "server.log", "server.log.1", "appendonly.aof", "appendonlydir")
+# The supervisor's and the server's: where programs and libraries are, how text and times are written. Nothing secret.
+_ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+    *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH"),
+)
 _TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 
@@ -50,8 +63,8 @@ class EmbeddedServer:
 
     @cached_property
     def folder(self) -> Path:
-        """The data folder, without symbolic links: all its users must arrive at the same sockets."""
-        return self._given.resolve()
+        """The data folder, without symbolic links above it: all its users must arrive at the same sockets."""
+        return self._given.parent.resolve() / self._given.name
 
     def clone(self) -> EmbeddedServer:
         """Return the same server with a share of its own, not started: for another event loop or process."""
@@ -78,8 +91,8 @@ class EmbeddedServer:
     async def start(self) -> str:
         """Start the server or join it, wait until it stores data (loading much takes long), and return its URL.
 
-        Raises ``ConfigurationError`` if the folder, the platform or
-        the binary cannot be used, and ``BackendUnavailable`` with the reason if the server ends again and again.
+        Raises ``ConfigurationError`` if the folder, what is stored in it, the platform or the binary cannot be used,
+        and ``BackendUnavailable`` with the reason if the server ends again and again.
         """
         watcher = self._watcher
         if not watcher or watcher.get_loop() is not asyncio.get_running_loop() or watcher.done():
@@ -108,12 +121,17 @@ class EmbeddedServer:
         try:
             async with asyncio.timeout(None) as limit:
                 while not connection.up:
+                    if connection.refused:
+                        raise ConfigurationError(self._with_log())
                     if connection.reason is not None and limit.when() is None:
                         limit.reschedule(loop.time() + _DOWN_TIMEOUT)
                     if not await connection.read_status():
                         raise BackendUnavailable(f"{self.why_down()}")
         except TimeoutError:
-            raise BackendUnavailable(f"{self.why_down()} (its log is {self.folder / 'server.log'})") from None
+            raise BackendUnavailable(self._with_log()) from None
+
+    def _with_log(self) -> str:
+        return f"{self.why_down()} (its log is {self.folder / 'server.log'})"
 
     async def _watch(self, connection: _Connection) -> None:
         """Keep ``pid`` and ``why_down`` up to date; launch another supervisor if one is gone, with its server."""
@@ -133,9 +151,6 @@ class EmbeddedServer:
         """Connect as soon as possible: while the previous last user leaves, that takes a moment."""
         if sys.platform == "win32":
             raise ConfigurationError("embedded:// needs Linux or macOS: give the URL of a server")
-        if getattr(sys, "frozen", False) or not sys.executable:
-            problem = "embedded:// needs a Python interpreter beside the program: give the URL of a server"
-            raise ConfigurationError(problem)
         _make_folder(self.folder)
         loop = asyncio.get_running_loop()
         begin, delay = loop.time(), 0.005
@@ -177,13 +192,15 @@ class EmbeddedServer:
     def _connect(self) -> _Connection | None:
         """Connect to the supervisor, without a wait; None if nobody listens, BlockingIOError if too many wait."""
         with _no_fork, _using(self._supervisor_socket), suppress(FileNotFoundError, ConnectionRefusedError):
-            status = self._sockets.lstat()  # nobody else may get between (the folder may be in /tmp), or use it
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                problem = f"{self._sockets} is no folder of this user: remove it, or give another data folder"
-                raise ConfigurationError(problem)
-            if status.st_mode & 0o077:
-                self._sockets.chmod(0o700)
-            return _Connection(self._supervisor_socket)
+            if problem := _foreign(self._sockets):  # it may be in /tmp
+                raise ConfigurationError(f"{problem}: remove it, or give another data folder")
+            self._sockets.chmod(0o700)
+            connection = _Connection(self._supervisor_socket)
+            with connection.closed_on_error():
+                if connection.user not in (os.geteuid(), 0):
+                    problem = f"user {connection.user} answers at {self._supervisor_socket}: give another data folder"
+                    raise ConfigurationError(problem)
+            return connection
         return None
 
     def _launch(self, binary: str) -> _Connection | None:
@@ -193,16 +210,29 @@ class EmbeddedServer:
         with (
             _no_fork,
             _using(self.folder),
-            open(self.folder / "lock", "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock,
+            open(self.folder / "lock", "ab", opener=_open_own) as lock,
             socket.socket(socket.AF_UNIX) as listener,
         ):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
+            for path in (*map(self.folder.joinpath, _OWN_FILES), *self.folder.glob("appendonlydir/*")):
+                with suppress(FileNotFoundError):
+                    if problem := _foreign(path, inside=True):
+                        raise ConfigurationError(f"{problem}: remove it, or give another data folder")
+            if (self.folder / "appendonlydir").exists() and _version(binary) < (7, 0):  # it would begin with nothing
+                problem = f"what is in {self.folder} is of a newer server than {binary}"
+                raise ConfigurationError(f"{problem}: name another (AIODIGEST_SERVER), or give another folder")
             _make_folder(self._sockets)
             self._supervisor_socket.unlink(missing_ok=True)
-            listener.bind(str(self._supervisor_socket))
+            try:
+                listener.bind(str(self._supervisor_socket))
+            except OSError as error:
+                if error.errno not in _NO_SOCKETS:
+                    raise
+                problem = f"the file system of {self._sockets} cannot hold sockets ({error.strerror}); {_ANOTHER}"
+                raise ConfigurationError(problem) from error
             listener.listen(128)
             if (connection := self._connect()) is not None:
                 with connection.closed_on_error():
@@ -213,11 +243,12 @@ class EmbeddedServer:
         """Run the supervisor apart from this process: with its own session, descriptors, streams and folder."""
         program = Path(__file__).with_name("supervisor.py")
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", program, binary, self.folder, self._sockets, str(lock), str(listener)],
+            [_find_python(), "-I", "-S", program, binary, self.folder, self._sockets, str(lock), str(listener)],
             pass_fds=(lock, listener),
             start_new_session=True,
             umask=0o077,
             cwd="/",
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -256,9 +287,17 @@ class _Connection:
         self.up = False
         self.pid: int | None = None
         self.reason: str | None = None
+        self.refused = False  # true if the reason is what is stored, which no further start will change
         with self.closed_on_error():
             self._socket.setblocking(False)
             self._socket.connect(str(path))
+
+    @property
+    def user(self) -> int:
+        """The user id of the process that listens."""
+        if sys.platform == "darwin":  # LOCAL_PEERCRED: a version and the user come first
+            return struct.unpack_from("2I", self._socket.getsockopt(0, 1, 76))[1]
+        return struct.unpack("iII", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
 
     @contextmanager
     def closed_on_error(self) -> Generator[None]:
@@ -282,7 +321,8 @@ class _Connection:
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         state, _, detail = line.decode().partition(" ")
-        if state == "down":
+        self.refused = state == "refused"
+        if state in ("down", "refused"):
             self.fail(detail)
         else:
             self.up = state == "up"
@@ -333,7 +373,26 @@ def _make_folder(path: Path) -> None:
     except UnicodeEncodeError:
         raise ConfigurationError(f"the name of a data folder must be UTF-8; it is {str(path)!r}") from None
     with _using(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
+        if (problem := _foreign(path)) is None:
+            return
+    if path.is_symlink():
+        advice = f"give the folder that it leads to, {path.resolve()}"
+    else:
+        advice = f"let it belong to user {os.geteuid()} with mode 0700, or give another one, such as a new one in it"
+    raise ConfigurationError(f"{problem}: {advice} (embedded:///folder, or AIODIGEST_DATA)")
+
+
+def _foreign(path: Path, inside: bool = False) -> str | None:
+    """Say why somebody else may have put it there, or change it; what is ``inside`` a folder of ours nobody reaches."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a link, which is not followed"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to another user ({status.st_uid})"
+    if status.st_mode & 0o022 and not inside:
+        return f"other users may write to {path}"
+    return None
 
 
 @contextmanager
@@ -347,7 +406,29 @@ def _using(path: Path) -> Generator[None]:
         message = f"the embedded server cannot use {path}: {error.strerror or error}"
         if error.errno in _TRANSIENT:
             raise BackendUnavailable(message) from error
-        raise ConfigurationError(f"{message}; give another folder (embedded:///folder, or AIODIGEST_DATA)") from error
+        raise ConfigurationError(f"{message}; {_ANOTHER}") from error
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+
+
+def _find_python() -> str:
+    """Find an interpreter: in a program that has Python built in, such as uWSGI, ``sys.executable`` is that program."""
+    if not getattr(sys, "frozen", False):
+        name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        beside = [os.path.join(prefix, "bin", name) for prefix in (sys.prefix, sys.exec_prefix, sys.base_prefix)]
+        for path in (sys.executable, getattr(sys, "_base_executable", None), *beside):
+            if path and re.match("python|pypy", os.path.basename(path), re.IGNORECASE) and os.access(path, os.X_OK):
+                return path
+    raise ConfigurationError(
+        "embedded:// needs a Python interpreter beside the program: set sys.executable to one, "
+        "or give the URL of a server"
+    )
 
 
 def find_binary() -> str:
@@ -366,8 +447,10 @@ def find_binary() -> str:
                 "put a valkey-server or redis-server (6.2 or newer) on the PATH, "
                 "or give the URL of a server, such as redis://localhost:6379/0"
             )
-    _check_version(binary)
-    return os.path.abspath(binary)
+    binary = os.path.abspath(binary)
+    if (version := _version(binary)) < (6, 2):
+        raise ConfigurationError(f"{binary} is version {version[0]}.{version[1]}: 6.2 or newer is needed")
+    return binary
 
 
 def _wheel_binary() -> str | None:
@@ -386,15 +469,14 @@ def _wheel_binary() -> str | None:
 
 
 @cache
-def _check_version(binary: str) -> None:
-    import re
-
+def _version(binary: str) -> tuple[int, int]:
     try:
-        run = subprocess.run([binary, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+        run = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, errors="replace", timeout=10, env=_environment()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{binary} cannot be run: {error}") from error
     version = re.search(r"(?:Valkey|Redis) server v=(\d+)\.(\d+)", run.stdout)
     if version is None:
         raise ConfigurationError(f"{binary} is no Valkey or Redis server: {(run.stdout + run.stderr).strip()[:200]}")
-    if (int(version[1]), int(version[2])) < (6, 2):
-        raise ConfigurationError(f"{binary} is version {version[1]}.{version[2]}: 6.2 or newer is needed")
+    return int(version[1]), int(version[2])

@@ -2,7 +2,7 @@
 
 ``server.py`` runs this file in a bare interpreter (standard library only). Every user holds a connection to the
 supervisor's socket, which the kernel closes however the user ends, and is sent lines of status over it: ``starting
-PID``, ``up PID`` or ``down REASON``.
+PID``, ``up PID``, ``down REASON``, or ``refused REASON`` if no start will help while the files are what they are.
 
 It works in the data folder itself and not by its path, where another folder may appear one day. It keeps checking for
 that, and for deleted files without which the server cannot be found or started. If either happens, it kills the server,
@@ -12,6 +12,7 @@ so that nothing more is acknowledged, and ends. The users launch another supervi
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
@@ -27,6 +28,13 @@ from typing import IO
 PARTS = "appendonlydir"  # from version 7 on
 MANIFEST = os.path.join(PARTS, "appendonly.aof.manifest")
 ENDS_EARLY = b"Unexpected end of file reading the append only file"  # what a server says of it
+MEANINGLESS = b"Bad file format reading the append only file"
+# Of a file that is damaged, or was written by another server program or a newer version.
+UNREADABLE = re.compile(
+    MEANINGLESS
+    + rb"|Can't handle RDB format|Error reading the RDB|in RDB reading offset|Wrong signature"
+    + rb"|Invalid AOF manifest|AOF file \S+ length. stat: No such file"
+)
 
 SHORTEST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 STEADY = 10.0  # a server that was up for so long did not keep crashing
@@ -73,6 +81,11 @@ def append_only_files() -> list[str]:
     return [os.path.join(PARTS, name) for [name] in names]
 
 
+def open_own(path: str, flags: int) -> int:
+    """Open a file here, but not where a link leads."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 class Files:
     """The files without which the server, or what it stored, would not be found again.
 
@@ -113,7 +126,12 @@ class Files:
         return found is not None and (replaceable or self.parts.setdefault(path, found) == found)
 
     def unreadable(self) -> str | None:
-        """Give the reason not to start a server: it treats files without a manifest as nothing, and empties them."""
+        """Give the reason not to start a server: it treats files without a manifest as nothing, and empties them.
+
+        It treats a ``dump.rdb`` as nothing too, which is all that a server without an append-only file has stored.
+        """
+        if os.path.exists("dump.rdb") and not os.path.exists(PARTS) and not os.path.exists("appendonly.aof"):
+            return f"dump.rdb in {self.folder} is of another server, and would not be read: give another folder"
         with suppress(FileNotFoundError):
             for file in os.scandir(PARTS):
                 written = file.name.endswith(".incr.aof") and file.stat().st_size
@@ -123,7 +141,7 @@ class Files:
         return None
 
     def keep_copy(self) -> str:
-        """Copy the file that ends in the middle of a write, before the server cuts off what it cannot read.
+        """Copy the file that ends in the middle of a write, before what cannot be read is cut off.
 
         After a power cut that is a write that was not acknowledged; after damage to a length, all that followed it.
         """
@@ -138,6 +156,22 @@ class Files:
                 os.unlink(copy)  # it is useless, and may be filling the disk
             raise
         return copy
+
+    def zeros(self) -> int:
+        """Count the zeros at the end of the append-only file: no write ends so, but a power cut leaves empty blocks."""
+        with open(append_only_files()[-1], "rb") as file:
+            end = size = file.seek(0, os.SEEK_END)
+            while end > 0:
+                begin = max(0, end - (1 << 16))
+                file.seek(begin)
+                if block := file.read(end - begin).rstrip(b"\0"):
+                    return size - begin - len(block)
+                end = begin
+        return size
+
+    def cut_off(self, zeros: int) -> None:
+        path = append_only_files()[-1]
+        os.truncate(path, os.path.getsize(path) - zeros)
 
     def remove_sockets(self, own: bool) -> None:
         """Remove what a server that was killed leaves too; others' sockets may have the names that are not ``own``."""
@@ -274,13 +308,13 @@ class Supervisor:
     def start(self) -> None:
         self.since, self.up, self.answered = time.monotonic(), False, False
         try:
-            unreadable = self.files.unreadable()
+            unreadable, refused = self.files.unreadable(), True
             if unreadable is None:
                 self.launch()
         except (OSError, subprocess.SubprocessError) as error:  # such as that no descriptor or process is left
-            unreadable = f"it cannot be started: {error}"
+            unreadable, refused = f"it cannot be started: {error}", False
         if unreadable is not None:
-            self.fail(unreadable)
+            self.fail(unreadable, refused)
         else:
             self.due = self.since + 0.01
 
@@ -346,22 +380,23 @@ class Supervisor:
         self.close_output()
         self.server, self.up = None, False
         self.files.known.pop(self.files.server_socket, None)
-        reason = self.reason(status)
-        if ENDS_EARLY in self.tail:
-            try:
-                copy = self.files.keep_copy()
-            except OSError as error:
-                reason += f"; before it is repaired it must be copied: {error}"
-            else:
+        reason, refused = self.reason(status), UNREADABLE.search(self.tail) is not None
+        try:
+            zeros = self.files.zeros() if MEANINGLESS in self.tail else 0
+            if zeros or ENDS_EARLY in self.tail:
+                copy, refused = self.files.keep_copy(), False
                 self.log(f"the end of the append-only file will be cut off: what it was is kept as {copy}\n".encode())
+                self.files.cut_off(zeros)
                 self.repair = True
-        self.fail(reason)
+        except OSError as error:
+            reason, refused = f"{reason}; before it is repaired it must be copied: {error}", False
+        self.fail(reason, refused)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, refused: bool = False) -> None:
         self.due = time.monotonic() + self.backoff
         self.backoff = min(2 * self.backoff, LONGEST_BACKOFF)
         self.log(f"the server is down: {reason}\n".encode())
-        self.publish(f"down {reason}")
+        self.publish(f"{'refused' if refused else 'down'} {reason}")
 
     def reason(self, code: int) -> str:
         """Explain how the server ended, with its last warnings (lines of level ``#``), else its last lines."""
@@ -369,8 +404,11 @@ class Supervisor:
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()]
         warnings = [line.partition(" # ")[2] for line in lines if " # " in line and " # WARNING" not in line]
         text = ": ".join([ended, *([" / ".join((warnings or lines)[-3:])] if lines else [])])
-        if "append only file" in text:
-            text += f" (or move {self.files.folder} away, to begin anew)"
+        if UNREADABLE.search(self.tail):
+            text += (
+                "; it is damaged, or of another server or a newer version: put a copy back, name that server "
+                f"(AIODIGEST_SERVER), or move {self.files.folder} away, to begin anew"
+            )
         elif "AOF" in text:
             with suppress(OSError):
                 disk = os.statvfs(self.files.folder)
@@ -393,7 +431,7 @@ class Supervisor:
         self.output.close()
 
     def log(self, text: bytes) -> None:
-        with suppress(OSError), open("server.log", "ab") as file:
+        with suppress(OSError), open("server.log", "ab", opener=open_own) as file:
             if file.tell() > LOG_SIZE:
                 os.replace("server.log", "server.log.1")
             file.write(text)
