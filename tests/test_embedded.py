@@ -19,6 +19,7 @@ from embedded_users import NewUser, lives, opened_by, pid_of, processes_of, serv
 from replicas import until
 
 from aiodigest import BackendUnavailable, ConfigurationError, data_folder
+from aiodigest.backends.embedded import server as embedded
 from aiodigest.backends.embedded.server import EmbeddedServer, find_binary
 
 # What it is
@@ -67,10 +68,104 @@ async def test_a_socket_folder_of_somebody_else_is_refused(folder: Path) -> None
     elsewhere.mkdir(parents=True)
     server.socket.parent.symlink_to(elsewhere)
     try:
-        with pytest.raises(ConfigurationError, match="no folder of this user"):
+        with pytest.raises(
+            ConfigurationError, match="is a link, which is not followed: remove it, or give another data folder"
+        ):
             await server.start()
     finally:
         server.socket.parent.unlink()
+
+
+async def test_a_folder_that_others_own_or_may_write_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    for mode in (0o770, 0o720, 0o702):
+        folder.chmod(mode)
+        with pytest.raises(ConfigurationError, match=f"other users may write to {folder}: .* AIODIGEST_DATA"):
+            await EmbeddedServer(folder).start()
+    assert not list(folder.iterdir())
+    folder.chmod(0o700)
+    with pytest.raises(ConfigurationError, match=r"belongs to another user \(\d+\): .* AIODIGEST_DATA"):
+        await EmbeddedServer(owned_by_another(folder)).start()
+    assert not list(folder.iterdir())
+
+
+def owned_by_another(folder: Path) -> Path:
+    """A folder of another user, which only root can make."""
+    if os.geteuid():
+        return Path("/usr")
+    os.chown(folder, 12345, -1)
+    return folder
+
+
+async def test_a_link_to_a_folder_is_refused_with_the_path_to_give_instead(folder: Path) -> None:
+    real = folder.parent / "real"
+    real.mkdir(mode=0o700)
+    folder.symlink_to(real)
+    for each in (EmbeddedServer(folder), EmbeddedServer(folder).clone()):
+        with pytest.raises(
+            ConfigurationError, match=f"{folder} is a link, .* give the folder that it leads to, {real} "
+        ):
+            await each.start()
+    assert not list(real.iterdir())
+    folder.unlink()
+    above = folder.parent / "above"
+    above.symlink_to(real)
+    async with started(above / "data"), started(real / "data") as (server, _):
+        assert server.folder == real / "data"
+
+
+@pytest.mark.parametrize("name", ["lock", "server.log", "appendonlydir", "appendonlydir/appendonly.aof.manifest"])
+async def test_a_link_in_the_place_of_a_file_is_not_followed(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(mode=0o700, parents=True)
+    target = folder.parent / "target"
+    target.write_text("of somebody")
+    (folder / name).symlink_to(target)
+    with pytest.raises(ConfigurationError, match=r"link.* give another( data)? folder"):
+        await EmbeddedServer(folder).start()
+    assert target.read_text() == "of somebody"
+
+
+async def test_every_folder_that_is_made_is_for_its_user_alone(folder: Path) -> None:
+    umask = os.umask(0)
+    try:
+        async with started(folder / "new" / "data") as (server, _):
+            for made in (folder, folder / "new", server.folder, server.socket.parent):
+                assert made.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
+
+
+async def test_another_users_supervisor_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user is what the kernel says; that it is another one is pretended, as only root could be two."""
+    async with started(folder) as (server, _):
+        assert server._connection
+        assert server._connection.user == os.geteuid()
+        monkeypatch.setattr(embedded._Connection, "user", 12345)
+        with pytest.raises(ConfigurationError, match=f"user 12345 answers at {folder}/run/keeper.sock"):
+            await EmbeddedServer(folder).start()
+
+
+async def test_the_supervisor_and_the_server_get_no_more_of_the_environment_than_they_need(new_user: NewUser) -> None:
+    pid = await new_user(SMTP_PASSWORD="secret", AIODIGEST_URL="redis://:secret@server", TZ="UTC").server()
+    needed = {"PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH"}
+    for each, least in ((supervisor_of(pid), {"PATH", "TZ"}), (pid, set[str]())):  # the server writes its title there
+        environment = Path(f"/proc/{each}/environ").read_bytes()
+        assert least <= {line.partition(b"=")[0].decode() for line in environment.split(b"\0") if line} <= needed
+
+
+async def test_in_a_program_that_has_python_built_in_an_interpreter_is_found(new_user: NewUser) -> None:
+    """As in uWSGI, whose ``sys.executable`` is uWSGI."""
+    pid = await new_user(before="sys.executable = '/bin/sh'").server()
+    assert "python" in os.readlink(f"/proc/{supervisor_of(pid)}/exe")
+
+
+async def test_without_an_interpreter_the_error_says_what_to_set(new_user: NewUser) -> None:
+    nowhere = (
+        "sys.executable = sys._base_executable = '/bin/sh'; sys.prefix = sys.exec_prefix = sys.base_prefix = '/no'"
+    )
+    said = await new_user(before=nowhere).says()
+    assert said.startswith("ConfigurationError")
+    assert said.endswith("set sys.executable to one, or give the URL of a server")
 
 
 async def test_the_log_is_bounded(folder: Path) -> None:

@@ -8,6 +8,7 @@ It is up again; nothing that it acknowledged is lost without a word, and there a
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -41,7 +42,7 @@ from embedded_users import (
 from replicas import until
 from servers import UNLIMITED, limit_files
 
-from aiodigest import data_folder
+from aiodigest import DigestEngine, data_folder
 from aiodigest.backends.embedded.server import EmbeddedServer, find_binary
 from aiodigest.errors import BackendUnavailable, ConfigurationError
 
@@ -397,13 +398,91 @@ async def test_append_only_files_that_the_server_itself_replaces_are_not_missed(
         assert (folder / "appendonlydir" / "appendonly.aof.3.incr.aof").exists()
 
 
-async def test_damage_that_the_server_does_not_understand_is_told_and_kept(folder: Path, hasty: None) -> None:
+async def test_damage_that_the_server_does_not_understand_is_told_and_kept(folder: Path) -> None:
     file = await fill(folder)
     damaged = file.read_bytes().replace(b"value 50", b"\0GARBAGE\0" * 3)
     file.write_bytes(damaged)
-    with pytest.raises(BackendUnavailable, match=r"Bad file format .*-check-aof --fix .* \(or move .* away"):
+    with pytest.raises(ConfigurationError, match=r"Bad file format .*-check-aof --fix .* or move .* away"):
         await EmbeddedServer(folder).start()
     assert file.read_bytes() == damaged
+    with pytest.raises(ConfigurationError, match="Bad file format"):  # and nobody waits for it to come back
+        async with DigestEngine(f"embedded://{folder}", namespace="damaged"):
+            pass
+
+
+@pytest.mark.parametrize("unfinished", [b"", b"*3\r\n$3\r\nSET\r\n$3\r\nke"], ids=["", "an unfinished write"])
+@pytest.mark.parametrize("zeros", [1, 200_000])
+async def test_zeros_at_the_end_of_the_file_are_cut_off(folder: Path, unfinished: bytes, zeros: int) -> None:
+    """What a power cut leaves where the size of a file was written and its blocks were not."""
+    file = await fill(folder)
+    whole = file.read_bytes()
+    damaged = whole + unfinished + bytes(zeros)
+    file.write_bytes(damaged)
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 100
+    assert file.read_bytes().startswith(whole)
+    assert not file.read_bytes().endswith(b"\0")
+    copies = sorted(folder.glob("*.before-repair"))
+    assert copies[0].read_bytes() == damaged
+    async with started(folder) as (_, client):
+        assert await client.llen("list") == 100
+    assert sorted(folder.glob("*.before-repair")) == copies
+
+
+async def test_without_room_for_the_copy_zeros_are_kept(folder: Path, new_user: NewUser) -> None:
+    file = await fill(folder)
+    with file.open("ab") as end:
+        end.write(bytes(100))
+    whole = file.read_bytes()
+    limited = new_user(before="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))")
+    said = await limited.says()
+    assert said.startswith("BackendUnavailable")
+    assert "before it is repaired it must be copied: " in said
+    assert file.read_bytes() == whole
+
+
+async def test_data_of_a_newer_version_or_another_program_is_told_and_kept(folder: Path) -> None:
+    await fill(folder)
+    (file,) = folder.rglob("*.base.rdb")
+    newer = b"REDIS0999" + file.read_bytes()[9:]
+    for data, told in ((newer, "Can't handle RDB format version 999"), (b"x" * 99, "Bad file format")):
+        file.write_bytes(data)
+        with pytest.raises(ConfigurationError, match=f"{told} .*AIODIGEST_SERVER"):
+            await EmbeddedServer(folder).start()
+        assert file.read_bytes() == data
+
+
+async def test_a_server_that_knows_no_folder_of_files_does_not_begin_with_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(folder)
+    serve_by(monkeypatch, folder.parent / "server", "#!/bin/sh\necho 'Redis server v=6.2.5 sha=0'")
+    with pytest.raises(ConfigurationError, match=f"what is in {folder} is of a newer server than .*AIODIGEST_SERVER"):
+        await EmbeddedServer(folder).start()
+
+
+async def test_the_only_file_of_another_server_is_not_taken_for_nothing(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "dump.rdb").write_bytes(b"REDIS0011")
+    with pytest.raises(ConfigurationError, match=f"dump.rdb in {folder} is of another server"):
+        await EmbeddedServer(folder).start()
+    assert not (folder / "appendonlydir").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EPERM, errno.ENOTSUP], ids=errno.errorcode.get)
+async def test_a_folder_that_cannot_hold_sockets_is_told_so(
+    folder: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some that are mounted into a container are. There is none here, so the system call's answer is made up."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(
+        ConfigurationError, match=f"the file system of {folder}/run cannot hold sockets .* AIODIGEST_DATA"
+    ):
+        await EmbeddedServer(folder).start()
 
 
 async def test_before_a_server_cuts_off_the_end_of_its_file_there_is_a_copy(folder: Path) -> None:
@@ -440,7 +519,7 @@ async def test_files_without_their_manifest_are_not_taken_for_nothing(folder: Pa
     manifest = file.with_name("appendonly.aof.manifest")
     move(manifest)
     server = EmbeddedServer(folder)
-    with pytest.raises(BackendUnavailable, match=r"appendonly\.aof\.manifest is missing: put it back, or move"):
+    with pytest.raises(ConfigurationError, match=r"appendonly\.aof\.manifest is missing: put it back, or move"):
         await server.start()
     await until(lambda: not processes_of(server))
     assert file.read_bytes() == whole
