@@ -51,10 +51,3 @@ def data_folder(url: str = "embedded://") -> Path:
     except RuntimeError as error:  # a user id without an entry, and no HOME, as in many containers
         problem = f"there is no folder for the data of an embedded server ({error}): set AIODIGEST_DATA to one"
         raise ConfigurationError(problem) from error
-
-
-def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that are not there, for this user alone. Raises OSError."""
-    if not folder.parent.is_dir():
-        make_private(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)

@@ -29,7 +29,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from aiodigest.backends import data_folder, make_private
+from aiodigest.backends import data_folder
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows no more
@@ -373,7 +373,8 @@ def _make_folder(path: Path) -> None:
     except UnicodeEncodeError:
         raise ConfigurationError(f"the name of a data folder must be UTF-8; it is {str(path)!r}") from None
     with _using(path):
-        make_private(path)
+        for missing in reversed([each for each in (path, *path.parents) if not os.path.lexists(each)]):
+            missing.mkdir(mode=0o700, exist_ok=True)  # parents=True would leave those above to the umask
         if (problem := _foreign(path)) is None:
             return
     if path.is_symlink():

@@ -19,7 +19,6 @@ from typing import Annotated, Literal
 import typer
 
 from aiodigest import AiodigestError, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
-from aiodigest.backends import make_private
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
 from aiodigest.cli.output import USAGE, say
@@ -158,7 +157,8 @@ def lock_path(url: str, namespace: str) -> Path:
 @contextmanager
 def locked(path: Path) -> Generator[None, None, None]:
     """Hold the lock file, which stays and means nothing. Raises AiodigestError if another process does, and OSError."""
-    make_private(path.parent)
+    for missing in reversed([each for each in path.parents if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
     with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         if sys.platform != "win32":
             import fcntl
