@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,6 +142,7 @@ class Evidence:
     processes: dict[int, Process] = field(default_factory=dict[int, Process])
     calls: list[Call] = field(default_factory=list[Call])
     added: list[Added] = field(default_factory=list[Added])
+    again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # a record, and what replaced it
     faults: list[Fault] = field(default_factory=list[Fault])
     audits: list[Audit] = field(default_factory=list[Audit])
     wrong: list[str] = field(default_factory=list[str])  # what must not happen at all, whatever became of the records
@@ -216,6 +218,8 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
         match kind:
             case "stored" | "no" | "unknown":
                 evidence.added.append(Added(process, kind, facts[0], facts[1], at, *facts[2:]))
+            case "again":
+                evidence.again += zip(facts[1], count(facts[0]))
             case "begin":
                 number, key, digest, attempt, records = facts
                 call = calls[number] = Call(process, key, digest, attempt, tuple(records), at)

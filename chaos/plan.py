@@ -8,6 +8,7 @@ from itertools import count
 from random import Random
 
 LEASE = 2.0  # seconds; of every worker
+TIMEOUT = 2.0  # of every call
 BLOCK = 1.3 * LEASE  # for how long a callback blocks the loop
 SHORTEST_GAP, LONGEST_GAP = 0.2, 1.1
 
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "proxy: half-close": (0.2, 1.0),
     "proxy: truncate": (0.2, 1.0),
     "proxy: black hole": (0.5, 3.0),
+    "proxy: late": (1.05 * TIMEOUT, 1.5 * TIMEOUT),
     "embedded: file cannot be written": (0.5, 1.5),
     "embedded: server kill -9": (0.0, 0.0),
     "embedded: keeper kill -9": (0.0, 0.0),

@@ -15,12 +15,11 @@ from aiodigest import BackoffMode, DigestEngine, Policy, RetryPolicy
 from aiodigest.backoff import DecorrelatedJitter
 from chaos.board import Board
 from chaos.journal import Journal
-from chaos.plan import LEASE
+from chaos.plan import LEASE, TIMEOUT
 
 NAMESPACE = "chaos"
 CLUSTER = "cluster"  # the store that is one
 SHARDS = 16  # of a cluster
-TIMEOUT = 2.0
 TIMELINES = 200
 SPAN = 10**10  # record ids are numbers: those of producer 7 are 70000000000 and so on
 

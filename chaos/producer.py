@@ -1,13 +1,19 @@
-"""A producer: adds records until it is told to end, and writes down what it was told of each."""
+"""A producer: adds records until it is told to end, and writes down what it was told of each.
+
+A record's value is the number by which the journals know it. What may have been stored is added again under its id with
+another number, so that a request that comes late, and replaces what came after it, shows as a loss.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import time
+from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from random import Random
-from typing import Literal
+from typing import Literal, cast
 
 from aiodigest import BackendUnavailable, DigestEngine, Entry, PartialAdd
 from chaos.board import STORED, Board
@@ -19,6 +25,7 @@ Told = Literal["stored", "no", "unknown"]
 HOT_SHARE = 0.15  # of the records go to one timeline
 MOST_HELD = 20_000  # in all timelines; a store that is down takes nothing anyway
 # records of an add_many, adds at once, seconds between
+AFTER_DELETE, PAUSE = 12, 0.05  # records, and seconds between two: some cool-downs
 PACE = {"main": (200, 20, 0.1), "embedded": (10, 3, 0.1), "cluster": (100, 10, 0.1)}
 
 
@@ -41,19 +48,49 @@ class Producer:
         async with self._engine, asyncio.TaskGroup() as group:
             group.create_task(self._keep_on(batch, pause, many=True))
             group.create_task(self._keep_on(singles, pause, many=False))
+            group.create_task(self._keep_deleting())
 
     async def _keep_on(self, size: int, pause: float, many: bool) -> None:
         while not self._stop.is_set():
             await asyncio.sleep(self._random.uniform(0.5, 1.5) * pause)
             if self._board.held < MOST_HELD:
-                entries = self._entries(size)
-                began = time.monotonic()
-                told = await (self._add_many(entries) if many else self._add_each(entries))
-                self._note(entries, told, time.monotonic() - began)
+                await self._add(self._entries(size), many)
 
-    def _entries(self, size: int) -> list[Entry]:
+    async def _add(self, entries: list[Entry], many: bool = False) -> None:
+        """Add records, and again those that may be stored, until all are known to be or not."""
+        while entries:
+            began = time.monotonic()
+            told = await (self._add_many(entries) if many else self._add_each(entries))
+            self._note(entries, told, time.monotonic() - began)
+            entries = [] if self._stop.is_set() else self._again(entries, told)
+            await asyncio.sleep(PAUSE)
+
+    async def _keep_deleting(self) -> None:
+        """Delete a timeline that nobody else uses, before anything is in it: what comes after that must stay.
+
+        A delete that comes late meets some of it as long as that waits for the end of a cool-down.
+        """
+        while not self._stop.is_set():
+            key = f"deleted {self._next}"
+            with suppress(BackendUnavailable):
+                await self._engine.delete(key)
+            for _ in range(AFTER_DELETE):
+                await self._add(self._entries(1, key))
+
+    def _numbers(self, size: int) -> range:
         first, self._next = self._next, self._next + size
-        return [Entry(self._key(), number % SPAN, str(number)) for number in range(first, first + size)]
+        return range(first, first + size)
+
+    def _entries(self, size: int, key: str = "") -> list[Entry]:
+        return [Entry(key or self._key(), number, str(number)) for number in self._numbers(size)]
+
+    def _again(self, entries: list[Entry], told: list[Told]) -> list[Entry]:
+        """The records that may be stored, with other numbers."""
+        before = [entry for entry, answer in zip(entries, told, strict=True) if answer == "unknown"]
+        after = [replace(entry, value=number) for entry, number in zip(before, self._numbers(len(before)), strict=True)]
+        if after:
+            self._journal.write("again", number_of(after[0]), [number_of(entry) for entry in before])
+        return after
 
     def _key(self) -> str:
         return "hot" if self._random.random() < HOT_SHARE else f"timeline {self._random.randrange(TIMELINES)}"
@@ -79,7 +116,7 @@ class Producer:
         return "unknown"
 
     def _note(self, entries: list[Entry], told: list[Told], took: float) -> None:
-        first = int(entries[0].record_id or 0)
+        first = number_of(entries[0])
         for what, run_of in groupby(range(len(told)), key=told.__getitem__):
             places = list(run_of)
             shards = sorted(
@@ -87,6 +124,10 @@ class Producer:
             )
             self._journal.write(what, first + places[0], first + places[-1], round(took, 3), shards)
         self._board.count(self._incarnation, STORED, told.count("stored"))
+
+
+def number_of(entry: Entry) -> int:
+    return cast("int", entry.value)
 
 
 def main() -> None:

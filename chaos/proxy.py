@@ -8,7 +8,7 @@ import struct
 from contextlib import suppress
 from typing import Literal, Self
 
-Mode = Literal["pass", "delay", "cut", "half-close", "truncate", "black hole"]
+Mode = Literal["pass", "delay", "cut", "half-close", "truncate", "black hole", "late"]
 
 CHUNK = 1 << 16
 
@@ -46,7 +46,9 @@ class Proxy:
     ``delay`` holds each piece back for a while. ``cut`` resets all connections, and each new one. ``half-close`` ends
     one direction of all that there are, by turns that to the client and that to the server. ``truncate`` sends half
     of the next reply of each connection, and ends it. In ``black hole`` nothing moves, and what was sent meanwhile
-    arrives at its end: so does what TCP sends again.
+    arrives at its end: so does what TCP sends again. ``late`` is a black hole for the connections that there are, while
+    new ones work, and what was sent arrives at its end although the client may be gone: the kernel of a client whose
+    packets were dropped sends them again later than those of its new connection.
     """
 
     def __init__(self, port: int, delay: float = 0.3) -> None:
@@ -56,6 +58,7 @@ class Proxy:
         self._passing = asyncio.Event()
         self._passing.set()
         self._connections: set[Connection] = set()
+        self._old: set[Connection] = set()  # that the present mode concerns
         self._listener: asyncio.Server | None = None
         self.affected = 0  # how many connections the present mode has met
 
@@ -77,7 +80,8 @@ class Proxy:
 
     def set(self, mode: Mode) -> None:
         self._mode, self.affected = mode, 0
-        if mode == "black hole":
+        self._old = set(self._connections)
+        if mode in ("black hole", "late"):
             self._passing.clear()
         else:
             self._passing.set()
@@ -115,16 +119,16 @@ class Proxy:
         self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while some := await reader.read(CHUNK):
-            await self._hold_back()
+            await self._hold_back(connection)
             if connection.halved is not writer:
                 writer.write(some)
                 await writer.drain()
-        await self._passing.wait()
+        await self._pass(connection)
         connection.cut()
 
     async def _answer(self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while some := await reader.read(CHUNK):
-            await self._hold_back()
+            await self._hold_back(connection)
             if self._mode == "truncate":
                 self.affected += 1
                 writer.write(some[: len(some) // 2])
@@ -133,14 +137,18 @@ class Proxy:
             if connection.halved is not writer:
                 writer.write(some)
                 await writer.drain()
-        await self._passing.wait()
+        await self._pass(connection)
         writer.close()
         connection.cut()
 
-    async def _hold_back(self) -> None:
+    async def _pass(self, connection: Connection) -> None:
+        if self._mode != "late" or connection in self._old:
+            await self._passing.wait()
+
+    async def _hold_back(self, connection: Connection) -> None:
         if self._mode == "delay":
             self.affected += 1
             await asyncio.sleep(self._delay)
-        if self._mode == "black hole":
+        if self._mode == "black hole" or (self._mode == "late" and connection in self._old):
             self.affected += 1
             await self._passing.wait()

@@ -79,6 +79,7 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     verdict = Verdict(findings=list(evidence.wrong))
     account(evidence, verdict)
+    find_late(evidence, verdict)
     compare_contents(evidence, verdict)
     find_overlaps(evidence, verdict)
     measure(evidence, verdict)
@@ -146,6 +147,22 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
             if count:
                 verdict.findings.append(f"the {audit.store} store has counted {count} records as {name}")
     explain_duplicates(evidence, verdict, again)
+
+
+def find_late(evidence: Evidence, verdict: Verdict) -> None:
+    """What may not have been stored, and was replaced by what was, must not come for the first time after that."""
+    first: dict[int, Call] = {}
+    for call in evidence.calls:
+        for record in call.records:
+            first.setdefault(record, call)
+    stored = set(numbers(evidence, "stored"))
+    late = [
+        before
+        for before, after in evidence.again
+        if after in stored and before in first and after in first and first[before].begun > first[after].begun
+        and not forgotten(evidence, first[after], first[before])
+    ]  # fmt: skip
+    verdict.findings += some("records came later than what had replaced them", late)
 
 
 def explain_duplicates(evidence: Evidence, verdict: Verdict, again: dict[tuple[Call, Call], list[int]]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from random import Random
+from typing import cast
 
 from aiodigest import Delivery, Digest, DigestEngine, PartialFailure, Reject, RetryAfter
 from chaos.board import DELIVERED, Board
@@ -47,7 +48,7 @@ class Worker:
 
     async def _deliver(self, digest: Digest) -> None:
         self._calls += 1
-        call, records = self._calls, [int(record.id) for record in digest.records]
+        call, records = self._calls, [int(cast("int", record.value)) for record in digest.records]
         self._journal.write("begin", call, digest.key, digest.id, digest.attempt, records)
         random = Random(f"{digest.id} {call}")  # of the call: an attempt that RetryAfter gives back is the same again
         try:
@@ -65,7 +66,7 @@ class Worker:
         self._journal.write("end", call, "partial" if failed else "returned", failed)
         self._board.count(self._incarnation, DELIVERED, len(records) - len(failed))
         if failed:
-            raise PartialFailure([str(number) for number in failed])
+            raise PartialFailure([record.id for record in digest.records if record.value in failed])
 
     async def _work(self, random: Random, records: list[int]) -> list[int]:
         """Take a moment, or do what a callback should not; which records it did not deliver."""

@@ -220,12 +220,12 @@ class World(ABC):
                     if not (stats.waiting or stats.ready or stats.leased) or time.monotonic() > deadline:
                         break
                 await asyncio.sleep(0.1)
-            letters = [int(record.id) async for letter in looker.dead_letters() for record in letter.records]
+            letters = [record.value async for letter in looker.dead_letters() for record in letter.records]
             held = [record for timeline in [each async for each in looker.timelines()]
                     if (peeked := await looker.peek(timeline.key)) for record in peeked.records]  # fmt: skip
             given_up = {"dropped": stats.dropped, "aged": stats.aged, "expired": stats.expired}
             given_up |= {"dropped with a dead letter": stats.letters_dropped}
-            self.journal.write("audit", store, letters, [int(record.id) for record in held], given_up)
+            self.journal.write("audit", store, letters, [record.value for record in held], given_up)
 
 
 class Servers(World):
