@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import struct
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from replicas import until
 
 from chaos.evidence import of_master, of_process
 from chaos.journal import Line
 from chaos.plan import KINDS, LONGEST_GAP, plan
 from chaos.process import SPAN, shard_of
+from chaos.proxy import Proxy
 from chaos.verdict import Verdict, judge
 
 PRODUCER, WORKER, OTHER = 1, 2, 3
@@ -76,6 +82,7 @@ def call(*ends: str, digest: str = "d1", at: float = 100, number: int = 1, recor
 LOST = "1 records were lost: record {} of producer 1"
 HELD = "1 records were still held at the end: record 0 of producer 1"
 CAME = "1 records were told as not stored, and came: record 0 of producer 1"
+LATE = "1 records came later than what had replaced them: record 0 of producer 1"
 AGAIN = call(digest="d2", at=200, number=2)
 PARTIAL = call("partial", "partial", records=2)
 
@@ -179,6 +186,26 @@ def test_one_digest_id_with_two_contents_is_a_finding() -> None:
 
 
 @pytest.mark.parametrize(
+    ("old_at", "second", "is_late"),
+    [
+        (5_000, "stored", True),
+        (5_000, "unknown", False),  # then nobody knows which of the two came last
+        (50, "stored", False),
+        (None, "stored", False),
+    ],
+    ids=["late", "replaced by nothing known", "in its time", "never"],
+)
+def test_what_comes_later_than_what_had_replaced_it_is_a_finding(
+    old_at: int | None, second: str, is_late: bool
+) -> None:
+    added = [stored(1, "unknown"), line("again", 11, FIRST + 1, [FIRST]), stored(1, second, FIRST + 1)]
+    old = [] if old_at is None else call("returned", "delivered", digest="d0", at=old_at, number=1)
+    new = [begin(100, 2, "d2", [FIRST + 1]), end(110, 2), told(111, "d2")]
+    found = verdict({PRODUCER: added, WORKER: [*old, *new]})
+    assert found.findings == ([LATE] if is_late else [])
+
+
+@pytest.mark.parametrize(
     ("more", "overlaps"),
     [
         ([end(3_100, 1, "cut")], {"unexplained": 1}),
@@ -224,6 +251,33 @@ def test_every_kind_of_fault_comes_soon_and_lasts_as_long_as_it_may(seed: int) -
     assert {planned.kind for planned in first} == KINDS.keys()
     assert sum(planned.gap for planned in first) <= len(KINDS) * LONGEST_GAP < 60
     assert all(KINDS[planned.kind][0] <= planned.lasts <= KINDS[planned.kind][1] for planned in first)
+
+
+async def test_a_request_that_is_late_arrives_although_its_client_has_gone() -> None:
+    got, ended = list[bytes](), list[None]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while some := await reader.read(100):
+            got.append(some)
+        writer.close()
+        ended.append(None)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, Proxy(server.sockets[0].getsockname()[1]) as proxy:
+        parts = urlsplit(proxy.url)
+        with socket.create_connection((parts.hostname, parts.port)) as old:
+            old.sendall(b"first")
+            await until(lambda: got == [b"first"])
+            proxy.set("late")
+            old.sendall(b"old")
+            await until(lambda: proxy.affected > 0)
+            old.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        with socket.create_connection((parts.hostname, parts.port)) as new:
+            new.sendall(b"new")
+            await until(lambda: got == [b"first", b"new"])
+            proxy.set("pass")
+            await until(lambda: got == [b"first", b"new", b"old"])
+        await until(lambda: len(ended) == 2)
 
 
 def clustered(first: list[Line], digest: str, second_at: float = 5_000, *, at_slot: bool = True) -> Verdict:
