@@ -1,7 +1,8 @@
 """A producer: adds records until it is told to end, and writes down what it was told of each.
 
 A record's value is the number by which the journals know it. What may have been stored is added again under its id with
-another number, so that a request that comes late, and replaces what came after it, shows as a loss.
+another number, so that a request that comes late, and replaces what came after it, shows as a loss. But not before the
+time of the first add is over: when a connection breaks earlier, its request may be on its way for as long.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from random import Random
@@ -18,6 +18,7 @@ from typing import Literal, cast
 from aiodigest import BackendUnavailable, DigestEngine, Entry, PartialAdd
 from chaos.board import STORED, Board
 from chaos.journal import Journal
+from chaos.plan import TIMEOUT
 from chaos.process import SPAN, TIMELINES, Role, engine, run, shard_of
 
 Told = Literal["stored", "no", "unknown"]
@@ -63,7 +64,8 @@ class Producer:
             told = await (self._add_many(entries) if many else self._add_each(entries))
             self._note(entries, told, time.monotonic() - began)
             entries = [] if self._stop.is_set() else self._again(entries, told)
-            await asyncio.sleep(PAUSE)
+            if entries:
+                await asyncio.sleep(began + TIMEOUT - time.monotonic())
 
     async def _keep_deleting(self) -> None:
         """Delete a timeline that nobody else uses, before anything is in it: what comes after that must stay.
@@ -72,10 +74,14 @@ class Producer:
         """
         while not self._stop.is_set():
             key = f"deleted {self._next}"
-            with suppress(BackendUnavailable):
+            began = time.monotonic()
+            try:
                 await self._engine.delete(key)
+            except BackendUnavailable:
+                await asyncio.sleep(began + TIMEOUT - time.monotonic())
             for _ in range(AFTER_DELETE):
                 await self._add(self._entries(1, key))
+                await asyncio.sleep(PAUSE)
 
     def _numbers(self, size: int) -> range:
         first, self._next = self._next, self._next + size
