@@ -20,7 +20,7 @@ from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import duration
 from aiodigest.cli.output import JSONLines, PlainText, log_everything
-from aiodigest.cli.pipe.command import lock_path
+from aiodigest.cli.pipe.command import lock_path, locked
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
 from aiodigest.cli.rendering import digest_json, digest_text, printable
@@ -161,6 +161,16 @@ def test_the_lock_of_a_pipe_is_in_the_data_folder_by_namespace_and_server(monkey
     one, other = lock_path("redis://one", "pipe-a"), lock_path("redis://other", "pipe-a")
     assert one.parent == other.parent == File("/data/pipes")
     assert one != other
+
+
+def test_the_folders_of_the_lock_of_a_pipe_are_for_its_user_alone(tmp_path: File) -> None:
+    umask = os.umask(0)
+    try:
+        with locked(tmp_path / "new" / "pipes" / "pipe-a.lock"):
+            modes = {made.name: made.stat().st_mode & 0o777 for made in sorted(tmp_path.rglob("*"))}
+    finally:
+        os.umask(umask)
+    assert modes == {"new": 0o700, "pipes": 0o700, "pipe-a.lock": 0o600}
 
 
 @pytest.mark.parametrize(

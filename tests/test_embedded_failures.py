@@ -452,6 +452,25 @@ async def test_data_of_a_newer_version_or_another_program_is_told_and_kept(folde
         assert file.read_bytes() == data
 
 
+async def test_who_comes_after_the_files_were_put_back_is_not_refused_for_what_they_were(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(folder) as (server, client):
+        await client.set("key", "value")
+        told = all_told(server, monkeypatch)
+        (file,) = folder.rglob("*.base.rdb")
+        whole = file.read_bytes()
+        file.write_bytes(b"x" * 99)
+        os.kill(pid_of(server), signal.SIGKILL)
+        await until(lambda: any("Bad file format" in (reason or "") for _, reason in told))
+        with pytest.raises(ConfigurationError, match="Bad file format"):
+            await EmbeddedServer(folder).start()
+        file.write_bytes(whole)
+        async with started(folder) as (_, client):
+            assert await client.get("key") == "value"
+        await until(lambda: server.why_down() is None)
+
+
 async def test_a_server_that_knows_no_folder_of_files_does_not_begin_with_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,8 @@ class Supervisor:
                 user, _ = self.listener.accept()
                 user.setblocking(False)
                 self.users.add(user)
+                if self.status.startswith(b"refused"):  # the files may be others by now
+                    self.status, self.due = b"starting 0\n", time.monotonic()
                 self.selector.register(user, selectors.EVENT_READ, lambda user=user: self.listen(user))
                 self.tell(user)
         except BlockingIOError:
