@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from contextvars import Context, ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from engines import Inbox, VirtualLoop, WatchedBackend, engine_on, now, policy, settle
+from servers import Server
 from userland import DEADLINE
 
 from aiodigest import JSON, Digest, DigestEngine, Entry
@@ -87,6 +89,67 @@ async def test_what_an_engine_does_by_itself_runs_in_no_request_s_context() -> N
         for number in range(2):
             await asyncio.create_task(request(number))
     assert backend.seen == ["the app"] * 3
+
+
+async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(server: Server, namespace: str) -> None:
+    big = [Entry("big", os.urandom(100_000).hex()) for _ in range(8)]  # a reply of which reading is paused
+    engine = DigestEngine[JSON](server.url, namespace=namespace, policy=policy(), timeout=DEADLINE)
+    seen: list[str] = []
+    arrived = asyncio.Event()
+
+    @engine.deliver
+    async def send(digest: Digest[JSON]) -> None:
+        seen.append(WHERE.get())
+        if digest.key == "last":
+            arrived.set()
+
+    engine.observe(lambda _: seen.append(WHERE.get()))
+    calls: dict[str, Callable[[], Any]] = {
+        "add": lambda: engine.add("key", 1),
+        "add many": lambda: engine.add_many(big),
+        "peek": lambda: engine.peek("big"),
+        "timelines": engine.timelines,
+        "dead letters": engine.dead_letters,
+        "health": engine.health,
+        "examine": engine.examine,
+        "flush": lambda: engine.flush("key"),
+        "reschedule": lambda: engine.reschedule("big", delay=60),
+        "remove": lambda: engine.remove("key", "none"),
+        "delete": lambda: engine.delete("big"),
+        "reshard": lambda: engine.reshard(2),
+        "add to new shards": lambda: engine.add_many(Entry(f"key {number}", 1) for number in range(16)),
+        "sync": lambda: asyncio.to_thread(engine.sync.add, "key", 1),
+    }
+
+    async def request(call: str) -> None:
+        WHERE.set(call)
+        answer = calls[call]()
+        with suppress(AiodigestError, TimeoutError):
+            async with asyncio.timeout(1):  # nobody drains the old shards
+                if hasattr(answer, "__aiter__"):
+                    async for _ in answer:
+                        pass
+                else:
+                    await answer
+
+    def keepers(call: str) -> list[Context]:
+        """Contexts in which it was set, but for cancelled timers, which asyncio forgets in their time."""
+        gc.collect()
+        timers = {id(each._context) for each in asyncio.get_running_loop()._scheduled if each.cancelled()}  # type: ignore[attr-defined]
+        held = [each for each in gc.get_objects() if type(each) is Context and each.get(WHERE) == call]
+        return [each for each in held if id(each) not in timers]
+
+    for entered in (engine, engine.delivering()):
+        async with entered:
+            for call in calls:
+                await asyncio.create_task(request(call))
+                await asyncio.sleep(0)  # the turn that ends the request has a handle to it
+                assert keepers(call) == [], call
+            if entered is not engine:
+                await engine.add("last", 1)
+                async with asyncio.timeout(DEADLINE):
+                    await arrived.wait()
+    assert set(seen) == {"nowhere"}
 
 
 def test_what_the_bridge_does_by_itself_runs_in_no_thread_s_context() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextvars import Context
 
 import pytest
 import uvloop
@@ -20,7 +21,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
 def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(runner: asyncio.Runner) -> None:
     async def play() -> None:
         loop, fired = asyncio.get_running_loop(), asyncio.Queue[float]()
-        timer = Timer(lambda: fired.put_nowait(loop.time()))
+        timer = Timer(lambda: fired.put_nowait(loop.time()), Context())
         began = loop.time()
         timer.set(began + 0.01)
         timer.cancel()  # after which it can be set again
@@ -39,7 +40,7 @@ def test_a_timer_goes_off_once_at_the_earliest_time_that_it_was_set_to(runner: a
 def test_a_time_that_is_past_or_very_near_is_as_good_as_any(runner: asyncio.Runner, delay: float) -> None:
     async def play() -> None:
         loop, fired = asyncio.get_running_loop(), asyncio.Event()
-        timer = Timer(fired.set)
+        timer = Timer(fired.set, Context())
         timer.set(loop.time() + delay)
         timer.set(loop.time() + delay)
         timer.set(loop.time() + delay - 0.00001)

@@ -175,7 +175,7 @@ class BackgroundSession(Session):
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that ends with this session."""
-        return self._group.create_task(work, context=self._context)
+        return self._context.copy().run(self._group.create_task, work)  # its callbacks, too, keep a context
 
     # Connecting
 

@@ -163,16 +163,18 @@ class Bridge:
 
     def _running(self) -> asyncio.AbstractEventLoop:
         """Return the loop, once its thread is started. A signal handler that adds may interrupt this with the same."""
+        empty = Context()  # not that of the thread that came first, which the loop and its thread would keep
         try:
             if self._loop is None:
-                loop = asyncio.new_event_loop()
+                loop = empty.run(asyncio.new_event_loop)
                 loop.set_default_executor(Helpers())
                 if self._loop is None:
                     self._loop = loop
                 else:
                     loop.close()
             if not self._turning.locked():
-                threading.Thread(target=self._run, args=[self._loop], name="aiodigest", daemon=True).start()
+                thread = threading.Thread(target=self._run, args=[self._loop], name="aiodigest", daemon=True)
+                empty.run(thread.start)
         except (RuntimeError, OSError) as error:  # too many threads or files; or the main thread has ended
             raise BackendUnavailable(f"the thread that adds cannot be started: {error}") from error
         return self._loop
@@ -191,7 +193,7 @@ class Bridge:
 
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if engine not in self._sessions:
-            empty = Context()  # not that of the thread that came first
+            empty = Context()
             session = self._sessions[engine] = empty.run(BackgroundSession, engine.backend.clone(), engine.timeout)
             weakref.finalize(engine, self.leave, session).atexit = False
         return await work()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Container
+from contextvars import copy_context
 
 from aiodigest.backoff import DecorrelatedJitter
 from aiodigest.errors import AiodigestError, ConfigurationError, printable
@@ -27,6 +28,7 @@ class Availability:
     """
 
     def __init__(self) -> None:
+        self._context = copy_context()  # in which it tells, whoever has called
         self._tries: dict[str, int] = {}
         self._latest: dict[str, tuple[float, str]] = {}  # failure: when it was, and why
         self._answered = defaultdict[str, asyncio.Event](asyncio.Event)
@@ -75,7 +77,8 @@ class Availability:
         The kind counts as answered once none has failed for a second, so that the log does not report each call.
         """
         if call in self._tries and call not in self._calming:
-            self._calming[call] = asyncio.get_running_loop().call_later(CALM_PERIOD, self._after_calm, call)
+            later = asyncio.get_running_loop().call_later
+            self._calming[call] = later(CALM_PERIOD, self._after_calm, call, context=self._context)
 
     def _after_calm(self, call: str) -> None:
         del self._calming[call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -86,7 +87,7 @@ class Batcher(Generic[Item, Answer]):
         self._bytes = 0
         self._room = asyncio.Event()
         self._room.set()
-        self._timer = Timer(self._expire)  # for the first deadline
+        self._timer = Timer(self._expire, Context())  # for the first deadline; a caller may have made this
         self._ended = False
 
     async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -49,7 +50,7 @@ class Leases:
         self._shared = shared
         self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
-        self._timer = Timer(self._expire)  # for the lease that ends first
+        self._timer = Timer(self._expire, copy_context())  # for the lease that ends first
         self._failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker

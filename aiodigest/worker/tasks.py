@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from math import inf
 from typing import Any
 
@@ -28,11 +29,13 @@ async def elapse(event: asyncio.Event, timeout: float | None) -> bool:
 class Timer:
     """Calls a function at the earliest of the times it was set to; then it is set to none.
 
-    It keeps that time itself: the handle that uvloop returns for a time very near, or past, has no ``when``.
+    It calls it in ``context``, not in that of who sets it, which it would keep. It keeps its time itself: the handle
+    that uvloop returns for a time very near, or past, has no ``when``.
     """
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], None], context: Context) -> None:
         self._callback = callback
+        self._context = context
         self._at = inf
         self._handle: asyncio.Handle | None = None
 
@@ -40,7 +43,7 @@ class Timer:
         """Set it to a time of the event loop's clock, unless it is set to an earlier one."""
         if at < self._at:
             self.cancel()
-            self._at, self._handle = at, asyncio.get_running_loop().call_at(at, self._fire)
+            self._at, self._handle = at, asyncio.get_running_loop().call_at(at, self._fire, context=self._context)
 
     def cancel(self) -> None:
         if self._handle is not None:

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 from redis import exceptions
 from redis.crc import key_slot
 
-from aiodigest.backends.redis.connections.connection import Address, show_address
+from aiodigest.backends.redis.connections.connection import Address, apart, show_address
 from aiodigest.backends.redis.connections.errors import DEMOTED, code_of, refused
 from aiodigest.backends.redis.connections.server import Failed, ServerConnections
 from aiodigest.backends.redis.connections.url import URL
@@ -88,24 +88,27 @@ class Connections:
         """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``."""
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
-        return await self._exchange(
+        call = self._exchange(
             key,
             lambda server, until, fresh: server.attempt(name, command, until, fresh, script.source, replicas),
             repeat=repeat or script.repeatable,
         )
+        return await apart(call)
 
     async def command(
         self, key: str, *command: Argument, until: float | None = None, at: ServerConnections | None = None
     ) -> object:
         """Send a command that may be repeated to the server of a key, or ``at`` another; ``until``: when to give up."""
         name = str(command[0])
-        return await self._exchange(
+        call = self._exchange(
             key, lambda server, until, fresh: server.attempt(name, command, until, fresh), until=until, at=at
         )
+        return await apart(call)
 
     async def listen(self, stream: str, last: str) -> str:
         """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
-        return await self._exchange(stream, lambda server, until, fresh: server.hear(stream, last), repeat=False)
+        call = self._exchange(stream, lambda server, until, fresh: server.hear(stream, last), repeat=False)
+        return await apart(call)
 
     async def check_version(self, key: str) -> None:
         """Refuse a server that is too old, and a cluster node given as a single server; nothing if none may ask."""
