@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 from typing_extensions import TypeVar
 
 from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, StoredDeadLetter, StoredTimeline
-from aiodigest.backends import open_backend
+from aiodigest.backends import ValkeyClient, open_backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Codec, JSONCodec
 from aiodigest.errors import (
@@ -128,10 +128,11 @@ class DigestEngine(Generic[T]):
 
     Parameters
     ----------
-    url : str, redis.asyncio.Redis or redis.asyncio.RedisCluster, default "embedded://"
-        ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://``, ``embedded://`` (a server
-        of its own in the user's data folder, or in ``AIODIGEST_DATA``) or ``embedded:///folder``; or a client, whose
-        settings are copied.
+    url : str, or a client of redis.asyncio or valkey.asyncio, default "embedded://"
+        ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://`` (or ``valkey`` in place of
+        ``redis``), ``embedded://`` (a server of its own in the user's data folder, or in ``AIODIGEST_DATA``) or
+        ``embedded:///folder``; or a client, whose place, login and TLS are copied. A URL's options are ``db``,
+        ``username``, ``password``, ``client_name`` and ``ssl_...``; any other is refused.
     namespace : str
         Letters, digits, ``_``, ``.`` and ``-``, at most 64: keeps engines on one server apart.
     value_type : type, union or TypeAdapter, default JSON (any JSON value)
@@ -169,7 +170,7 @@ class DigestEngine(Generic[T]):
 
     def __init__(
         self,
-        url: str | Redis | RedisCluster = EMBEDDED,
+        url: str | Redis | RedisCluster | ValkeyClient = EMBEDDED,
         *,
         namespace: str,
         value_type: TypeForm[T] | TypeAdapter[T] = JSON,

@@ -6,25 +6,34 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import redis
 import trustme
+import valkey.asyncio
 from engines import now, settle, virtual_time
+from hypothesis import example, given
+from hypothesis import strategies as st
 from redis import exceptions
 from redis._parsers.base import BaseParser
-from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialBackoff
+from servers import Server, running_server
+from userland import DEADLINE
 
+from aiodigest import DigestEngine
 from aiodigest.backends.redis.connections.calls import Connections, _shared, join_connections, leave_connections
 from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.backends.redis.connections.server import CONNECTIONS, KEPT, SPARE
-from aiodigest.backends.redis.connections.url import URL, hide_password, read_url
+from aiodigest.backends.redis.connections.url import OPTIONS, URL, hide_password, read_url
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, InvalidState
 
 
@@ -37,22 +46,30 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
         ("redis://user:s:e@c@host", "redis://user:***@host"),
         ("unix:///run/redis?db=1&password=secret", "unix:///run/redis?db=1&password=***"),
         ("redis://secret@host", "redis://***@host"),
-        ("rediss://host?ssl_password=secret&db=1", "rediss://host?ssl_password=***&db=1"),
+        ("rediss://host?db=1&ssl_password=secret", "rediss://host?db=1&ssl_password=***"),
+        ("redis://u:secret&password=secret@h", "redis://u:***@h"),
+        ("valkeys+cluster://user:secret@a:1,[fe80::1%25eth0]", "valkeys+cluster://user:***@a:1,[fe80::1%25eth0]"),
+        ("unix:///run/my redis.sock", "unix:///run/my redis.sock"),
         ("redis+sentinel://user:secret@a:1,b/mail/2", "redis+sentinel://user:***@a:1,b/mail/2"),
         (
             "rediss+sentinel://a/mail?sentinel_username=me&sentinel_password=secret",
             "rediss+sentinel://a/mail?sentinel_username=me&sentinel_password=***",
         ),
         # and what is no URL
-        ("redis://user:se/cret@host/1", "redis://user:***@host/1"),
+        ("redis://user:se/cret@host/1", "redis://***"),
         ("redis://user:se#cret@host", "redis://user:***@host"),
-        ("redis://host/0?password=se#cret", "redis://host/0?password=***"),
-        ("redis://host/0?password=se&cret&db=1", "redis://host/0?password=***&db=1"),
-        ("redis://host/0?password=s&ec=ret&db=1", "redis://host/0?password=***&db=1"),
-        ("redis://user:se?c@ret@host", "redis://user:***@host"),
+        ("redis://host/0?password=se#cret", "redis://***"),
+        ("redis://host/0?password=se&cret&db=1", "redis://host/0?password=***"),
+        ("redis://host/0?password=s&db=cret", "redis://host/0?password=***"),
+        ("redis://user:se?c@ret@host", "redis://***"),
+        ("redis://user:secret", "redis://***"),
+        ("redis://host/secret", "redis://***"),
         ("user:secret@host:6379", "user:***@host:6379"),
-        ("redis://host?pwd=secret&db=1&Db=secret", "redis://host?pwd=***&db=1&Db=***"),
-        ("redis://user:se?a=cret@host?pass=secret&auth=secret", "redis://user:***@host?pass=***"),
+        ("localhost:6379", "localhost:6379"),
+        ("secret", "***"),
+        ("redis://host?db=1&pwd=secret&db=1", "redis://host?db=1&***"),
+        ("secret://host", "***"),
+        ("redis://h?db=" + 5_000 * "1", "redis://***"),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
@@ -161,6 +178,13 @@ reply: Callable[[str], Exception] = cast("Any", BaseParser).parse_error  # an er
         (reply("ERR Error running script (call to f_0): @user_script:12: -OOM is used"), BackendUnavailable, "full"),
         ("-OOM command not allowed when used memory > 'maxmemory'.\r\n", BackendUnavailable, "full"),
         ("WRONGTYPE Operation against a key", InvalidState, "another program"),
+        # Dragonfly, and Tair on a cluster
+        ("ERR script tried accessing undeclared key, key: {n}:log:a", ConfigurationError, "docs/scaling.md"),
+        (
+            "ERR bad lua script for redis cluster, all the keys that it uses should be passed using the KEYS array",
+            ConfigurationError,
+            "its scripts may not make up keys",
+        ),
         ("ERR something else", AiodigestError, "something else"),
     ],
 )
@@ -168,6 +192,37 @@ def test_errors_say_what_they_mean(error: Exception | str, kind: type[AiodigestE
     explained = explain(error, "redis://host", "unknown")
     assert type(explained) is kind
     assert words in str(explained)
+
+
+async def call(url: str, *command: str) -> object:
+    connections = Connections(read_url(url), DEADLINE)
+    try:
+        return await connections.command("", *command)
+    finally:
+        await connections.close()
+
+
+async def test_a_server_where_scripts_may_not_make_up_keys_is_told_as_a_matter_of_configuration(server: Server) -> None:
+    forbidden = "return redis.error_reply('ERR script tried accessing undeclared key, key: k')"
+    with pytest.raises(ConfigurationError, match="cannot serve aiodigest: its scripts may not make up keys"):
+        await call(server.url, "EVAL", forbidden, "0")
+
+
+@pytest.mark.parametrize(("command", "replicas"), [("EVALSHA", 0), ("TIME", 0), ("WAIT", 1)])
+async def test_a_server_that_lacks_a_command_is_told_as_a_matter_of_configuration(command: str, replicas: int) -> None:
+    with running_server("--rename-command", command, "") as server:
+        engine = DigestEngine(server.url, namespace="test", wait_replicas=replicas)
+        with pytest.raises(ConfigurationError, match=r"it lacks a command .*docs/scaling\.md"):
+            async with engine:
+                await engine.add("key", 1)
+
+
+async def test_doctor_tells_of_a_server_on_which_workers_cannot_listen() -> None:
+    with running_server("--rename-command", "XREAD", "") as server:
+        async with DigestEngine(server.url, namespace="test") as engine:
+            await engine.add("key", 1)
+            told = [each for each in await engine.examine() if each.check == "server"]
+    assert [(each.level, "it lacks a command (unknown command" in each.message) for each in told] == [("problem", True)]
 
 
 def test_of_a_slot_that_is_being_moved_the_server_s_text_of_scripts_is_left_out() -> None:
@@ -387,11 +442,20 @@ NO_SERVERS = [
         ("redis://user:se@cret/@host/0", "%2F"),
         ("redis://host?password=se&cret=x&db=1", "one of them is none"),
         *((f"{url}pwd=cret", "'pwd' is none") for url in ("redis://h?db=1&", "unix:///s?", "redis+sentinel://h/m?")),
-        *((f"redis+cluster://:cret@a{path}", "a cluster has one database, 0") for path in ("/1", "/0?db=1", "?db=1")),
+        *((f"redis+cluster://:cret@a{path}", "a cluster has one database, 0") for path in ("/1", "?db=1")),
         ("?" * 20_000, "has 20,000 characters"),
+        ("redis://h?" + "&a=" * 1_000, "it has 1,001 options, and may have 32"),
+        *((f"redis://h{path}", "option db is given twice") for path in ("/1?db=1", "?db=1&db=1")),
+        ("redis://:cret@h?password=cret", "option password is given twice"),
+        ("redis://h?db=", "option db has no value"),
+        ("redis://h:0", "its port is 0"),
+        ("redis://h%00st", "cannot be printed"),
+        ("redis://u:cret\udcff@h", "does not parse"),
+        ("redis://h?sentinel_password=cret", "'sentinel_password' is none"),
+        ("rediss://h?ssl_cert_reqs=none", "say so with ssl_check_hostname=false"),
         *((f"{url}?ssl_ca_certs=/ca", "TLS") for url in ("redis://h", "unix:///run/s")),
         ("rediss://h?ssl_foo=1", "TLS"),
-        ("rediss://h?ssl_cert_reqs=bogus", "SSL"),
+        ("rediss://h?ssl_cert_reqs=bogus", "ssl_cert_reqs may be none, optional or required"),
         ("redis+sentinel://h/mail?ssl_cert_reqs=none", "TLS"),
     ],
 )
@@ -410,6 +474,113 @@ def test_a_url_of_a_cluster_may_name_the_one_database_that_it_has(path: str) -> 
     assert read_url(f"redis+cluster://a,b{path}").failover == "cluster"
 
 
-def test_every_parameter_of_redis_py_is_allowed() -> None:
-    url = read_url("redis://h?client_name=me&max_connections=5&health_check_interval=9&timeout=1&protocol=3")
-    assert url.settings["client_name"] == "me"
+MAKERS = Connection, SSLConnection, UnixDomainSocketConnection, AbstractConnection
+OF_OTHER_TYPES = "ssl_include_verify_flags", "ssl_exclude_verify_flags"  # for which 9 is no value
+KNOWN = sorted({*URL_QUERY_ARGUMENT_PARSERS, *(name for make in MAKERS for name in signature(make).parameters)})
+
+
+@pytest.mark.parametrize("option", [name for name in KNOWN if name not in ("args", "kwargs", "self")])
+def test_each_option_of_redis_py_is_honoured_or_refused_by_name(option: str) -> None:
+    value = "required" if option == "ssl_cert_reqs" else "9"
+    text = f"rediss://h?{option}={value}"
+    if option in OPTIONS and option not in OF_OTHER_TYPES:
+        assert read_url(text).settings[option] == URL_QUERY_ARGUMENT_PARSERS.get(option, str)(value)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        read_url(text)
+    assert re.search(rf"option {option} (is not taken: |is none that)|'{option}' is none", str(caught.value))
+
+
+SIGNS = st.text("/?#@&=:%+[]., \n\t\\\"'é\udcff\0*", max_size=6)
+PLACES = [
+    "redis://u:{}@h", "redis://{}@h/1", "redis://u:{}", "u:{}@h", "redis://h?password={}", "redis://h?db=1&password={}&db=2",
+    "unix://u:{}@/run/s", "unix:///run/s?password={}", "redis+sentinel://u:{}@a,b/s", "valkeys+cluster://u:{}@a:1,[::1]",
+    "redis+sentinel://a/s?sentinel_password={}", "rediss://h?ssl_password={}", "embedded://{}", "embedded://u:{}@/folder",
+    "redis://h?pwd={}", "redis://u:a&password={}@h", "redis://h?credential_provider={}", "redis:/u:{}@h",
+]  # fmt: skip
+
+
+@given(st.sampled_from(PLACES), SIGNS, SIGNS, SIGNS)
+@example("redis://h?password={}", "", "&db=", "")
+@example("redis://u:{}@h", "", "://", "/")
+def test_no_piece_of_a_password_is_shown_however_odd_the_url(place: str, before: str, between: str, after: str) -> None:
+    url = place.format(f"{before}Pa55{between}w0rd{after}")
+    try:
+        engine = DigestEngine(url, namespace="test")
+        told = f"{engine.url} {engine.backend!r} {read_url(url)!r}"
+    except ConfigurationError as error:
+        told = f"{error!r} {error.__context__!r}"
+    assert not re.search("(?i)Pa55|w0rd", told)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h?" + "&password=" * 12_000, "embedded://?" + "&token=" * 17_000, "?" * 120_000]
+)
+def test_a_url_of_120_kilobytes_is_refused_before_anything_looks_at_it(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="characters, and may have 4,096"):
+        DigestEngine(url, namespace="test")
+
+
+@pytest.mark.parametrize("url", ["embedded://[", "embedded://?x=1", "embedded:///a%00b", "embedded:", "embedded:/x"])
+def test_an_embedded_url_that_is_none_is_refused_with_what_is_allowed(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="an embedded URL is embedded:// or embedded:///folder"):
+        DigestEngine(url, namespace="test")
+
+
+def test_the_schemes_of_valkey_are_those_of_redis() -> None:
+    for scheme, made in (("", Connection), ("s", SSLConnection)):
+        assert read_url(f"VALKEY{scheme}://me:secret@h:1/2").make is made
+        for rest in ("://me:secret@h:1/2", "+sentinel://h/mail/2", "+cluster://a,b"):
+            one, other = (read_url(f"{name}{scheme}{rest}") for name in ("redis", "valkey"))
+            assert (one.settings, one.place, one.make, one.failover) == (
+                other.settings, other.place, other.make, other.failover
+            )  # fmt: skip
+
+
+async def test_clients_of_valkey_py_lend_what_those_of_redis_py_do(tmp_path: Path) -> None:
+    trusted = tmp_path / "ca"
+    trustme.CA().cert_pem.write_to_path(trusted)
+    client = valkey.asyncio.Valkey(
+        host="h", port=7, db=3, username="me", password="secret", ssl=True, ssl_ca_certs=str(trusted),
+        ssl_check_hostname=True, decode_responses=True, socket_timeout=99,
+    )  # fmt: skip
+    url = read_url(client)
+    wire = url.connection(2.0)
+    assert isinstance(wire, SSLConnection)
+    assert (wire.host, wire.port, wire.db, wire.username, wire.password) == ("h", 7, 3, "me", "secret")
+    assert (wire.ca_certs, wire.socket_timeout, wire.check_hostname, url.shown) == (
+        str(trusted),
+        None,
+        True,
+        "redis://h:7",
+    )
+    assert read_url(valkey.asyncio.Valkey(unix_socket_path="/run/s")).make is UnixDomainSocketConnection
+    manager = valkey.asyncio.Sentinel([("h1", 1)], sentinel_kwargs={"password": "theirs"}, password="mine")
+    service = read_url(cast("Any", manager).master_for("mail", db=4))
+    assert logins(service) == [(None, "mine", 4, None), (None, "theirs", 0, None)]
+    assert (service.make, service.shown) == (Connection, "redis+sentinel://h1:1/mail/4")
+    with pytest.raises(ConfigurationError, match="master_for"):
+        read_url(cast("Any", manager).slave_for("mail"))
+    cluster = read_url(valkey.asyncio.ValkeyCluster("h1", 1, password="mine", ssl=True))
+    assert (cluster.failover, cluster.make, cluster.settings["password"]) == ("cluster", SSLConnection, "mine")
+
+
+async def test_a_client_of_valkey_py_serves_an_engine(server: Server, namespace: str) -> None:
+    client = valkey.asyncio.Valkey.from_url(server.url)
+    async with DigestEngine(client, namespace=namespace) as engine:
+        assert await engine.add("key", 1)
+    await client.aclose()
+
+
+@pytest.mark.parametrize("client", [Redis, valkey.Valkey, object])
+def test_a_client_that_is_of_no_use_is_named(client: type) -> None:
+    with pytest.raises(ConfigurationError, match=r"(the URL is (redis\.client\.Redis|valkey\.client\.Valkey|object))"):
+        read_url((redis.Redis if client is Redis else client)())
+
+
+def test_a_client_with_connections_of_its_own_kind_is_refused() -> None:
+    class Own(valkey.asyncio.Connection):
+        pass
+
+    with pytest.raises(ConfigurationError, match="the client's Own is no connection of redis-py or valkey-py"):
+        read_url(valkey.asyncio.Valkey(connection_pool=valkey.asyncio.ConnectionPool(connection_class=Own)))

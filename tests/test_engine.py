@@ -398,7 +398,7 @@ async def test_a_second_engine_of_a_namespace_delivers_in_the_process_only_to_th
 @pytest.mark.parametrize(
     ("url", "other", "is_same"),
     [
-        ("redis://localhost", "redis://user:secret@127.0.0.1:6379/0?health_check_interval=5", True),
+        ("redis://localhost", "redis://user:secret@127.0.0.1:6379/0?client_name=me", True),
         ("redis://localhost?db=1", "redis://localhost/1", True),
         ("redis://localhost/1", "redis://localhost/2", False),
         ("redis://localhost", "redis://localhost:6380", False),

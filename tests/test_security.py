@@ -31,10 +31,11 @@ from servers import PASSWORD, Server, commands, rules, running_server, tls_binar
 from stores import Place
 from storestate import check_invariants, redis_state
 
-from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, PartialAdd, Policy
+from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, PartialAdd, Policy
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections
+from aiodigest.backends.redis.connections.connection import _contexts
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, InvalidState, LimitExceeded
@@ -442,6 +443,11 @@ async def has_tls_ended(port: int, files: tuple[Path, Path], clients: Path | Non
             yield server
 
 
+async def examined(url: str, namespace: str) -> list[Finding]:
+    async with DigestEngine(url, namespace=namespace) as engine:
+        return await engine.examine()
+
+
 Ends = Callable[..., Any]
 PLACES: list[Ends] = [has_tls_ended, *([ends_tls_itself] if tls_binary() else [])]
 both_ways = pytest.mark.parametrize("ends", PLACES)
@@ -468,6 +474,31 @@ async def delivered(url: str | redis.asyncio.Redis, namespace: str) -> list[Any]
     async with asyncio.timeout(PATIENCE), DigestEngine(url, namespace=namespace).delivering(came.put) as engine:
         await engine.add("k", "v")
         return [record.value for record in (await came.get()).records]
+
+
+@both_ways
+async def test_tls_that_does_not_check_its_server_is_logged_once_and_noted_by_doctor(
+    trusted: Path, ends: Ends, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, stranger = free_port(), issue(trusted.parent, "stranger", "elsewhere")
+    good_port, good = free_port(), issue(trusted.parent, "good", "localhost")
+    nothing = secure(port, ssl_cert_reqs="none", ssl_check_hostname="false")
+    async with ends(port, stranger, None), ends(good_port, good, None):
+        for url, level, words in (
+            (nothing, "note", "neither its certificate nor its name is checked"),
+            (secure(port, ssl_ca_certs=trusted, ssl_check_hostname="false"), "note", "its name is not checked"),
+            (secure(good_port, ssl_ca_certs=trusted), "ok", "are checked, and their names"),
+        ):
+            caplog.clear()
+            _contexts.clear()
+            for _ in range(2):
+                async with DigestEngine(url, namespace=namespace) as engine:
+                    await engine.add("k", "v")
+            [found] = [each for each in await examined(url, namespace) if each.check == "tls"]
+            assert found.level == level
+            assert words in found.message
+            warned = [line for line in caplog.messages if line.startswith("TLS to a server: ")]
+            assert [words in line for line in warned] == ([True] if level == "note" else [])
 
 
 @both_ways

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote
 
 from aiodigest.backend import Backend
 from aiodigest.errors import ConfigurationError
@@ -14,8 +15,19 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
 
 
+class ValkeyClient(Protocol):
+    """A ``valkey.asyncio.Valkey`` or ``ValkeyCluster``, as far as it is known where the package is not installed."""
+
+    def get_connection_kwargs(self) -> Any: ...
+
+
 def open_backend(
-    url: str | Redis | RedisCluster, *, namespace: str, shards: int | None, timeout: float, wait_replicas: int
+    url: str | Redis | RedisCluster | ValkeyClient,
+    *,
+    namespace: str,
+    shards: int | None,
+    timeout: float,
+    wait_replicas: int,
 ) -> Backend:
     """Return the backend that a URL or a client names. This does no I/O, but checks the arguments."""
     from aiodigest.backends.redis.backend import RedisBackend  # who only imports aiodigest need not wait for it
@@ -23,13 +35,13 @@ def open_backend(
     source = url
     if isinstance(url, str) and url.startswith("embedded:"):
         from aiodigest.backends.embedded.server import EmbeddedServer
-        from aiodigest.backends.redis.connections.url import hide_password
+        from aiodigest.backends.redis.connections.url import check_length, hide_password
 
-        parts = urlsplit(url)
-        if parts.netloc or parts.query or parts.fragment or not url.startswith("embedded://"):
+        check_length(url)
+        if not re.fullmatch("embedded://(/[^?#]*)?", url) or "\0" in unquote(url):
             problem = f"an embedded URL is embedded:// or embedded:///folder, not {hide_password(url)!r}"
             raise ConfigurationError(problem)
-        source = EmbeddedServer(data_folder(url) if parts.path.strip("/") else None)
+        source = EmbeddedServer(data_folder(url) if url.strip("/") != "embedded:" else None)
     return RedisBackend(source, namespace=namespace, shards=shards, timeout=timeout, wait_replicas=wait_replicas)
 
 
@@ -39,7 +51,7 @@ def data_folder(url: str = "embedded://") -> Path:
     ``embedded:///folder`` names it. For any other URL it is the folder in the environment's ``AIODIGEST_DATA``, else
     the user's data folder for ``aiodigest``. Raises ConfigurationError if the user has no home.
     """
-    named = unquote(urlsplit(url).path) if url.startswith("embedded:") else ""
+    named = unquote(url.removeprefix("embedded://")) if url.startswith("embedded:///") else ""
     if not named.strip("/"):
         named = os.environ.get("AIODIGEST_DATA", "")
     if named:

@@ -40,7 +40,7 @@ def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar:
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
 
 
-URL = "redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, embedded:// or embedded:///folder."
+URL = "redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, valkey://..., embedded:// or embedded:///folder."
 Url: TypeAlias = Annotated[str, typer.Option(envvar="AIODIGEST_URL", help=URL)]
 Namespace: TypeAlias = Annotated[
     str, typer.Option(envvar="AIODIGEST_NAMESPACE", show_default=False, help="The namespace of the engine.")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
-from ssl import SSLContext
-from typing import Any, Protocol, TypeAlias, cast
+from contextvars import Context, copy_context
+from ssl import CERT_NONE, SSLContext
+from types import coroutine
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import hiredis
 from redis import exceptions
@@ -16,6 +19,10 @@ from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import ConfigurationError
 
 codecs.lookup("idna")  # else looking up a host name would import it, and another thread may fork meanwhile
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Address: TypeAlias = tuple[str, int]
 
@@ -38,6 +45,28 @@ class Connection(Protocol):
 
 
 Maker: TypeAlias = Callable[..., Connection]
+
+
+@coroutine
+def apart(work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await a coroutine in the same task, but in an empty context.
+
+    Whatever a connection leaves in the event loop, such as the handle that reads from it, keeps the context in which
+    it was made: without this, what the first request has set lived as long as the connection.
+    """
+    if not copy_context():  # it is empty, as that of a worker is in most programs
+        return (yield from work.__await__())
+    context, step, given = Context(), work.send, None
+    while True:
+        try:
+            waited_for = context.run(step, given)
+        except StopIteration as done:
+            return done.value
+        try:
+            given = yield waited_for
+            step = work.send
+        except BaseException as error:  # a cancellation is one
+            step, given = work.throw, error
 
 
 async def send(connection: Connection, *command: Argument) -> None:
@@ -73,11 +102,24 @@ def new_connection(make: Maker, settings: Mapping[str, object]) -> Connection:
                 if len(_contexts) >= MANY:
                     _contexts.clear()
                 _contexts[facts] = context.get()
+                if problem := unchecked(connection):
+                    logger.warning("TLS to a server: %s", problem, extra={"reason": problem})
             context.context = _contexts[facts]  # which redis-py keeps for connecting
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         used = ", ".join(f"{name}={settings[name]!r}" for name in TLS if settings.get(name) is not None)
         raise ConfigurationError(f"TLS cannot be set up with {used}: {error}") from None
     return connection
+
+
+def unchecked(connection: Connection) -> str:
+    """Say what a connection with TLS does not check of its server; '' if it checks all, or speaks no TLS."""
+    tls = getattr(connection, "ssl_context", None)
+    context = None if tls is None else cast("SSLContext", tls.get())
+    if context is None or context.check_hostname:
+        return ""
+    if context.verify_mode == CERT_NONE:
+        return "neither its certificate nor its name is checked: whoever is in between can read and change everything"
+    return "its name is not checked: who has a certificate for another name can read and change everything"
 
 
 def _changed_at(path: object) -> int:

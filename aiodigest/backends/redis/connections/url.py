@@ -7,60 +7,95 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal, TypeAlias, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_plus, urlsplit
 
-from redis import exceptions
 from redis.asyncio import Connection as TCPConnection
 from redis.asyncio import ConnectionPool, Redis, RedisCluster, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, AbstractConnection, parse_url
 from redis.asyncio.sentinel import SentinelConnectionPool
 
+from aiodigest.backends import ValkeyClient
 from aiodigest.backends.redis.connections.connection import Address, Connection, Maker, new_connection, show_address
 from aiodigest.backends.redis.connections.sentinel import PORT as SENTINEL_PORT
 from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.errors import ConfigurationError
 
-Source: TypeAlias = "str | Redis | RedisCluster"
+Source: TypeAlias = "str | Redis | RedisCluster | ValkeyClient"
 
 PORT = 6379
 LONGEST = 4_096  # characters of a URL
+MOST_OPTIONS = 32
 ALLOWED = (
     "redis://host:port/db, rediss://host:port/db, unix:///path?db=0, redis+sentinel://host1,host2:port/service/db, "
-    "redis+cluster://host1:port,host2:port, rediss+sentinel://..., rediss+cluster://..., embedded://, "
-    "embedded:///folder, or (in Python) a redis.asyncio.Redis or RedisCluster client"
+    "redis+cluster://host1:port,host2:port, rediss+sentinel://..., rediss+cluster://..., the same with valkey for "
+    "redis, embedded://, embedded:///folder, or (in Python) a client of redis.asyncio or valkey.asyncio"
 )
 ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
 COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
-MAKERS = AbstractConnection, TCPConnection, SSLConnection, UnixDomainSocketConnection
-# allowed in a URL's query: those of redis-py's connections, and the sentinels' login
-PARAMETERS = frozenset({"sentinel_username", "sentinel_password"}).union(
-    URL_QUERY_ARGUMENT_PARSERS, *(signature(cast("Callable[..., object]", make)).parameters for make in MAKERS)
-) - {"args", "kwargs"}
-SECRETS = "pass|secret|token"
+OPTIONS = frozenset({"db", "username", "password", "client_name"}).union(
+    name for name in signature(SSLConnection).parameters if name.startswith("ssl_")
+)
+OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
+SECRETS = {"password", "ssl_password", "sentinel_password"}
+BY_TIMEOUT = "the engine's timeout= bounds each call"
+REFUSED: Mapping[str, str] = {  # what redis-py's URLs may have besides, and why it is not taken
+    "socket_timeout": BY_TIMEOUT,
+    "socket_connect_timeout": BY_TIMEOUT,
+    "timeout": BY_TIMEOUT,
+    "retry_on_timeout": "a call is repeated only if that is harmless",
+    "health_check_interval": "connections are looked at when they are used",
+    "socket_keepalive": "it is always on",
+    "max_connections": "a process has at most eight to a server, and those that listen",
+    "protocol": "it is always 2",
+    "decode_responses": "replies are always read as bytes",
+}
+
+# A URL as far as it may be shown
+SCHEME = r"(?:(?:redis|valkey)s?(?:\+sentinel|\+cluster)?|unix|embedded|https?)"
+HOST = r"(?:\[[\w:.%-]*\]|[\w.-]*)(?::\d{1,5})?"
+HOSTS = re.compile(rf"{HOST}(?:,{HOST})*", re.IGNORECASE)
+NUMBER = re.compile(r"\d{0,9}")
+SERVICE = re.compile(r"[\w.%~+-]*(?:/\d{0,9})?")
+FILE = re.compile(r"[^@#?]*")
+PLAIN = re.compile(r"[\w.,:/%+~-]*")
 
 
 def hide_password(url: str) -> str:
-    """Return the URL safe to show: with ``***`` for its password, wherever that stands.
+    """Return the URL safe to show: with ``***`` for its password, and for whatever might be a piece of one.
 
-    Everything before the last ``@`` may be a password in which somebody forgot to escape a ``/`` or a ``#``. So may
-    the text after a password in the query, up to the next known parameter, and the value of an unknown parameter.
+    Somebody may have forgotten to escape a ``/``, ``?``, ``#``, ``@`` or ``&`` in it, or to name a host behind it. So
+    only that is shown which has the form of its place, and nothing behind a password in the query.
     """
+    scheme, mark, rest = url[:LONGEST].partition("://")
+    if not mark:
+        scheme, rest = "", scheme
+    elif not re.fullmatch(SCHEME, scheme, re.IGNORECASE):
+        return "***"
+    where, question, query = rest.partition("?")
+    authority, slash, path = where.partition("/")
+    login, at, hosts = authority.rpartition("@")
+    kind = scheme.lower()
+    form = FILE if kind in ("unix", "embedded") else SERVICE if kind.endswith("+sentinel") else NUMBER
+    fits = HOSTS.fullmatch(hosts) and form.fullmatch(path) and path.isprintable()
+    fits = fits and not (hosts and form is FILE) and (mark or ":" in authority)
+    if len(url) > LONGEST or not fits or re.search("[@#]", query):
+        return f"{scheme}{mark}***"
+    user, _, password = login.partition(":")
+    user = f"{user}:" if password and PLAIN.fullmatch(user) else ""
+    hidden = f"{user}***@" if at else ""
+    return f"{scheme}{mark}{hidden}{hosts}{slash}{path}{question}{_shown_options(query)}"
 
-    def known(found: re.Match[str]) -> str:
-        return found[0] if found[2] in PARAMETERS else f"{found[1]}{found[2]}=***"
 
-    names = "|".join(map(re.escape, PARAMETERS))
-    secret = rf"([?&][^=&?]*(?:{SECRETS})[^=&]*)=[^&]*(?:&(?!(?:{names})=)[^&]*)*"
-    url = re.sub(secret, r"\1=***", url, flags=re.IGNORECASE)
-    head, at, host = url.rpartition("@")
-    host = re.sub(r"([?&])([^=&?]*)=([^&]*)", known, host)
-    if not at:
-        return host
-    scheme, mark, login = head.partition("://") if "://" in head else ("", "", head)
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{mark}{user if colon else ''}{colon}***@{host}"
+def _shown_options(query: str) -> str:
+    shown: list[str] = []
+    for piece in query.split("&") if query else []:
+        name, _, value = piece.partition("=")
+        if name not in OPTIONS | OF_SENTINELS or name in SECRETS or not PLAIN.fullmatch(value):
+            return "&".join([*shown, f"{name}=***" if name in SECRETS else "***"])
+        shown.append(piece)
+    return "&".join(shown)
 
 
 @dataclass(frozen=True)
@@ -112,19 +147,6 @@ class URL:
         named = "" if address in self.nodes else host
         return replace(self, shown=f"{show_address(host, port)} of {self}", settings=settings, named=named)
 
-    def check(self) -> None:
-        """Check that the settings make a connection, without I/O; Unreadable says what is wrong."""
-        for make, settings in [(each.make, each.settings) for each in (self, self.sentinels) if each]:
-            try:
-                make(**settings)
-            except TypeError:
-                options = ", ".join(name for name in settings if name.startswith("ssl_"))
-                if not self.is_encrypted:
-                    raise Unreadable(f"the TLS options {options} need rediss{self._kind}://") from None
-                raise Unreadable(f"there is no such TLS option as one of {options}") from None
-            except exceptions.RedisError as error:
-                raise Unreadable(str(error)) from None
-
     @property
     def is_encrypted(self) -> bool:
         return isinstance(self.make, type) and issubclass(self.make, SSLConnection)
@@ -162,22 +184,21 @@ class Unreadable(Exception):
 
 def read_url(source: object) -> URL:
     """Return the server that a URL or a client points to; ``ConfigurationError`` says what is allowed. No I/O."""
-    if isinstance(source, Redis):
-        return _of_client(source.connection_pool)
-    if isinstance(source, RedisCluster):
-        return _of_cluster_client(source)
+    if _is_a(type(source), "Redis", "Valkey"):
+        return _of_client(cast("Redis", source).connection_pool)
+    if _is_a(type(source), "RedisCluster", "ValkeyCluster"):
+        return _of_cluster_client(cast("RedisCluster", source))
     if not isinstance(source, str):
-        hint = " (is a variable unset?)" if source is None else ""
-        raise ConfigurationError(f"the URL is {type(source).__name__}{hint}; allowed is {ALLOWED}")
-    if len(source) > LONGEST:
-        raise ConfigurationError(f"the URL has {len(source):,} characters, and may have {LONGEST:,}")
+        kind, hint = type(source), " (is a variable unset?)" if source is None else ""
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise ConfigurationError(f"the URL is {name}{hint}; allowed is {ALLOWED}")
+    check_length(source)
     shown = hide_password(source)
     scheme = source.partition("://")[0].lower()
     read = {"sentinel": _of_sentinels, "cluster": _of_cluster}.get(scheme.partition("+")[2], _of_server)
     try:
-        url = read(source, shown)
-        url.check()
-        return url
+        source.encode()  # else it is not text, and no server's password
+        return read(re.sub(r"^valkey(?=s?(?:\+\w+)?://)", "redis", source, flags=re.IGNORECASE), shown)
     except Unreadable as fault:
         reason = str(fault)
     except (ValueError, TypeError):  # their texts may quote the URL with its password, so they go no further
@@ -185,9 +206,23 @@ def read_url(source: object) -> URL:
     raise ConfigurationError(f"{shown!r} is no URL of a server: {reason}; allowed is {ALLOWED}")
 
 
+def check_length(url: str) -> None:
+    """Refuse a URL that is too long to be one, before anything looks at it."""
+    if len(url) > LONGEST:
+        raise ConfigurationError(f"the URL has {len(url):,} characters, and may have {LONGEST:,}")
+
+
+def _is_a(kind: type, *names: str) -> bool:
+    """True if a class, or one that it descends from, has one of the names in redis-py or in its fork, valkey-py, which
+    need not be installed."""
+    places = ("redis.asyncio.", "valkey.asyncio.")
+    return any(each.__name__ in names and each.__module__.startswith(places) for each in kind.__mro__)
+
+
 def _of_server(url: str, shown: str) -> URL:
     parts = urlsplit(url)
-    _ = parts.port  # parsed here; a bad one raises
+    if parts.port == 0:  # a bad one raises here
+        raise Unreadable("its port is 0")
     scheme = parts.scheme if "://" in url else ""
     if parts.fragment or "@" in parts.path + parts.query:
         raise Unreadable(ESCAPE)
@@ -228,38 +263,76 @@ def _of_sentinels(url: str, shown: str) -> URL:
         raise Unreadable("the database is not a number")
     if not found[1]:
         raise Unreadable("it names no service")
-    make, given = _parse(f"{head}{found[2] or 0}{query}")
+    make, given = _parse(f"{head}{found[2] or ''}{query}", "+sentinel", OPTIONS | OF_SENTINELS)
     lent = {name: value for name, value in given.items() if name.startswith("ssl_")}
     lent |= {name: given[f"sentinel_{name}"] for name in ("username", "password") if f"sentinel_{name}" in given}
     sentinels = Sentinels(unquote(found[1]), *_connecting(make, lent), addresses)
-    return URL(shown, *_connecting(make, given), sentinels=sentinels)
+    return URL(shown, *_connecting(make, {"db": 0, **given}), sentinels=sentinels)
 
 
 def _of_cluster(url: str, shown: str) -> URL:
     head, nodes, path, query = _split(url, PORT)
-    make, given = _parse(head + path + query)
+    make, given = _parse(head + path + query, "+cluster")
     if path not in ("", "0") or given.get("db"):
         raise Unreadable("a cluster has one database, 0")
     return URL(shown, *_connecting(make, given), nodes=nodes)
 
 
-def _parse(url: str) -> tuple[type[AbstractConnection], dict[str, object]]:
-    given = dict(cast("dict[str, object]", parse_url(url)))
-    after_secret = False
-    for name in given:
-        # those of TLS are checked where it is known whether there is any
-        if name not in {"connection_class", *PARAMETERS} and not name.startswith("ssl_"):
-            # after a password it may be a piece of it, in which somebody forgot to escape a "&"
-            named = repr(name) if name.isidentifier() and not after_secret else "one of them"
-            raise Unreadable(f"its parameters are those of redis-py's connections, of which {named} is none")
-        after_secret = after_secret or re.search(SECRETS, name) is not None
-    return cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection)), given
+def _parse(
+    url: str, kind: str = "", allowed: frozenset[str] = OPTIONS
+) -> tuple[type[AbstractConnection], dict[str, object]]:
+    head, _, query = url.partition("?")
+    given = dict(cast("dict[str, object]", parse_url(head)))
+    make = cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection))
+    pieces = query.split("&") if query else []
+    if len(pieces) > MOST_OPTIONS:
+        raise Unreadable(f"it has {len(pieces):,} options, and may have {MOST_OPTIONS}")
+    for piece in pieces:
+        name, _, value = piece.partition("=")
+        if name not in allowed:
+            raise Unreadable(_refusal(name, allowed, not SECRETS.isdisjoint(given)))
+        if name in given or not value:
+            raise Unreadable(
+                f"its option {name} is given twice" if name in given else f"its option {name} has no value"
+            )
+        try:
+            given[name] = URL_QUERY_ARGUMENT_PARSERS.get(name, str)(unquote_plus(value))
+        except (ValueError, TypeError):
+            raise Unreadable(f"the value of its option {name} is none that redis-py takes") from None
+    if not issubclass(make, SSLConnection) and (names := [name for name in given if name.startswith("ssl_")]):
+        raise Unreadable(f"the TLS options {', '.join(names)} need rediss{kind}://")
+    _check_trust(given)
+    if not all(str(given.get(name, "")).isprintable() for name in ("host", "path")):
+        raise Unreadable("its host has characters that cannot be printed")
+    return make, given
+
+
+def _refusal(name: str, allowed: frozenset[str], after_secret: bool) -> str:
+    """Say why an option is not taken; behind a password it may be a piece of that, in which somebody forgot to escape
+    an ``&``, and is not named."""
+    if name in REFUSED:
+        return f"its option {name} is not taken: {REFUSED[name]}"
+    named = repr(name) if name.isidentifier() and len(name) < 64 and not after_secret else "one of them"
+    plain = ", ".join(sorted(name for name in allowed if not name.startswith("ssl_")))
+    return f"its options may be {plain}, and redis-py's for TLS (ssl_...), of which {named} is none"
+
+
+def _check_trust(given: Mapping[str, object]) -> None:
+    checks = given.get("ssl_cert_reqs", "required")
+    if checks not in ("none", "optional", "required"):
+        raise Unreadable("ssl_cert_reqs may be none, optional or required")
+    if checks == "none" and given.get("ssl_check_hostname", True):
+        raise Unreadable(
+            "with ssl_cert_reqs=none the host's name is not checked either: if you mean that, say so with "
+            "ssl_check_hostname=false beside it; for a certificate of your own give ssl_ca_certs=FILE instead"
+        )
 
 
 def _of_client(pool: ConnectionPool) -> URL:
     make = pool.connection_class
-    if isinstance(pool, SentinelConnectionPool):
-        return _of_sentinel_client(pool, SSLConnection if issubclass(make, SSLConnection) else TCPConnection)
+    if _is_a(type(pool), "SentinelConnectionPool"):
+        encrypted = _is_a(make, "SSLConnection")
+        return _of_sentinel_client(cast("SentinelConnectionPool", pool), SSLConnection if encrypted else TCPConnection)
     connect, settings = _connecting(make, pool.connection_kwargs)
     if "path" in settings:
         url = f"unix://{settings['path']}"
@@ -289,7 +362,7 @@ def _of_cluster_client(client: RedisCluster) -> URL:
     nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
     given = dict(cast("Mapping[str, object]", known.connection_kwargs))
     make = cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection))
-    scheme = "rediss" if issubclass(make, SSLConnection) else "redis"
+    scheme = "rediss" if _is_a(make, "SSLConnection") else "redis"
     url = f"{scheme}+cluster://{','.join(show_address(*node) for node in nodes)}"
     target = URL(url, *_connecting(make, given), client, nodes=nodes)
     return replace(target, as_seen=known.nodes_manager.address_remap or target.as_seen)
@@ -297,9 +370,20 @@ def _of_cluster_client(client: RedisCluster) -> URL:
 
 def _connecting(make: type[AbstractConnection], given: Mapping[str, object]) -> tuple[Maker, dict[str, object]]:
     """Return redis-py's class of a connection, and the settings that are taken over."""
+    make = _of_redis_py(make)
     settings = {name: value for name, value in given.items() if name in COPIED or name.startswith("ssl_")}
     # each call has one timer of its own, so redis-py's (which makes a task of every send) stays off
     settings |= {"socket_timeout": None, "decode_responses": False, "protocol": 2, "driver_info": None}
     if issubclass(make, TCPConnection):
         settings["socket_keepalive"] = True  # a dead peer is noticed within 45 s, by redis-py's defaults
     return cast("Maker", make), settings
+
+
+def _of_redis_py(make: type[AbstractConnection]) -> type[AbstractConnection]:
+    """Return redis-py's class of a connection for that of valkey-py."""
+    if AbstractConnection in make.__mro__:  # the types of the other are said to be the same
+        return make
+    for known in (SSLConnection, TCPConnection, UnixDomainSocketConnection):
+        if make.__name__ == known.__name__ and _is_a(make, known.__name__):
+            return known
+    raise ConfigurationError(f"the client's {make.__name__} is no connection of redis-py or valkey-py; give a URL")
