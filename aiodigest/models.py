@@ -40,9 +40,9 @@ Result = Literal[
 ]
 
 Check = Literal[
-    "server", "version", "role", "eviction", "memory", "persistence", "disk", "replicas", "cluster", "clock",
-    "round trip", "slow scripts", "settings", "permissions", "shards", "namespace", "workers", "overdue", "leases",
-    "dead letters",
+    "server", "version", "role", "eviction", "memory", "persistence", "disk", "replicas", "cluster", "tls",
+    "clock", "round trip", "slow scripts", "settings", "permissions", "shards", "namespace", "workers", "overdue",
+    "leases", "dead letters",
 ]  # fmt: skip
 
 OVERDUE = 60.0  # seconds that a timeline may be due before somebody should look

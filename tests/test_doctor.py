@@ -461,6 +461,27 @@ async def test_too_few_replicas_are_a_problem(namespace: str) -> None:
         assert of(await examined(at), "role").level == "problem"
 
 
+@pytest.mark.cluster
+async def test_adds_that_wait_for_some_replicas_alone_are_noted_before_a_failover_loses_them(command: Command) -> None:
+    async with replicated(2) as (primary, *_):
+        url = f"redis://127.0.0.1:{primary.options[1]}/0"
+        partly = [
+            [
+                found.remedy
+                for found in await examined(url, wait_replicas=number)
+                if "one that is planned" in found.message
+            ]
+            for number in (0, 1, 2)
+        ]
+        assert [len(remedies) for remedies in partly] == [0, 1, 0]
+        assert "wait_replicas=2" in partly[1][0]
+        assert "CLIENT PAUSE" in partly[1][0]
+        options = ["doctor", *OPTIONS, "--url", url, "--wait-replicas"]
+        told = [(await asyncio.to_thread(command, *options, str(number)))[1] for number in (0, 1, 3)]
+    assert ["an add waits for 1 of 2" in output for output in told] == [False, True, False]
+    assert "problem  replicas: 2 replicas are connected, and wait_replicas=3" in told[2]
+
+
 @pytest.fixture
 async def lame() -> AsyncIterator[tuple[str, str]]:
     """A cluster without replicas, and the place of its first primary, which was killed: it had a shard of ``post``."""

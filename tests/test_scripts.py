@@ -129,3 +129,9 @@ def test_headers_name_flags_that_there_are() -> None:
 def test_what_is_tried_before_is_what_scripts_run() -> None:
     [tries] = re.findall(r"local TRIES = \{(.+?)\n\}", text_of("permits"), re.DOTALL)
     assert {*re.findall(r"\b([A-Z]+) = ", tries), "TIME"} == commands_of(*load_scripts())
+
+
+def test_each_script_says_first_that_it_makes_up_keys_which_dragonfly_asks_for() -> None:
+    assert {script.source.partition("\n")[0] for script in load_scripts().values()} == {
+        "--!df flags=allow-undeclared-keys"
+    }

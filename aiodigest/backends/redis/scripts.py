@@ -23,6 +23,8 @@ from aiodigest.records import entries as records
 
 Argument: TypeAlias = bytes | str | int
 
+# Dragonfly, where no other keys than the given one may be used unless a script's first line says so; else a comment
+FIRST = "--!df flags=allow-undeclared-keys\n"
 LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
@@ -99,7 +101,7 @@ def load_scripts() -> Mapping[str, Script]:
             header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(read(name))}
             flags = header.get("Flags", "").split(", ")
             given = {"CREATES": str("begins-namespace" in flags).lower(), **CONSTANTS}
-            constants = "".join(f"local {key} = {value}\n" for key, value in given.items() if key in body)
+            constants = FIRST + "".join(f"local {key} = {value}\n" for key, value in given.items() if key in body)
             scripts[name] = Script(
                 constants + body,
                 sha1((constants + body).encode(), usedforsecurity=False).hexdigest(),

@@ -27,6 +27,10 @@ STRANGER = {"NOAUTH", "WRONGPASS"}
 FORBIDDEN = {*STRANGER, "NOPERM"}
 # how Redis before 7.2, and Valkey, refuse a user's command in a script: without a code
 REFUSED = ("The user executing the script can't", "ACL failure in script")
+UNSERVED = {  # what a server says that no setting of ours can serve
+    "undeclared key|passed using the KEYS array": "its scripts may not make up keys",
+    "nknown (Redis |Valkey )?command (called from script|.(EVALSHA|EVAL|XREAD|WAIT)\\b)": "it lacks a command",
+}
 MOVING = "access a non local key"  # so is the first read of guard.lua refused; Redis and Valkey begin differently
 
 
@@ -78,6 +82,10 @@ def explain(
         return ConfigurationError(f"{where} is no cluster: give redis://host:port ({text})")
     if "DB index" in text:
         return ConfigurationError(f"{where}: {text}; how many databases a server has is a setting of its own")
+    for words, reason in UNSERVED.items():
+        if re.search(words, text):
+            told = "docs/scaling.md tells which servers it runs on"
+            return ConfigurationError(f"{where} cannot serve aiodigest: {reason} ({text}); {told}")
     if code == "WRONGTYPE":
         return InvalidState(f"a key has been written by another program: {text}")
     garbled = isinstance(error, exceptions.RedisError) and not isinstance(error, exceptions.ResponseError)

@@ -12,9 +12,11 @@ from typing import TypeAlias, cast
 from aiodigest.backend import DEAD_LETTER_BYTES, DEAD_LETTER_TTL_MS
 from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
+from aiodigest.backends.redis.connections.errors import refused
 from aiodigest.backends.redis.diagnostics.server import (
     SAME_USERS,
     Queries,
+    check_tls,
     examine_servers,
     grant,
     in_bytes,
@@ -87,8 +89,13 @@ class NamespaceFacts:
         if self._may(*scripts_for("deliver")):  # and listen to the wake-up stream, which no script reads?
             key = self._key(self._current[0], "wake")
             command = ("XREAD", "COUNT", 1, "STREAMS", key, "$")
-            with suppress(BackendUnavailable, ConfigurationError):  # which is told of its shard
+            try:
                 await self._queries.ask("permissions", "the wake-up stream, on which workers sleep", *command, key=key)
+            except BackendUnavailable:
+                pass  # which is told of its shard
+            except ConfigurationError as error:
+                if not refused(error):  # the same
+                    self._queries.notes.append(Finding("server", "problem", str(error), "take another server"))
         return self
 
     @property
@@ -194,7 +201,8 @@ async def examine(namespace: Namespace, connections: Connections) -> list[Findin
     servers, queries = await examine_servers(namespace, connections, primaries), Queries(connections)
     facts = await NamespaceFacts(namespace, queries, len(primaries)).read()
     found = [finding for check in CHECKS for finding in check(facts)]
-    return [*servers, *found, *dict.fromkeys(queries.notes)]
+    trust = check_tls(connections.url, connections.timeout)
+    return [*servers, *trust, *found, *dict.fromkeys(queries.notes)]
 
 
 # Checks

@@ -11,9 +11,10 @@ from statistics import median
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest.backends.redis.connections.calls import OLDEST, Connections
-from aiodigest.backends.redis.connections.connection import Address, show_address
+from aiodigest.backends.redis.connections.connection import Address, show_address, unchecked
 from aiodigest.backends.redis.connections.errors import refused
 from aiodigest.backends.redis.connections.server import ServerConnections
+from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.layout import SLOTS
 from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import Argument, load_scripts, text
@@ -34,6 +35,7 @@ ADD_REPLICA: Mapping[str, str] = {
     "cluster": "start its replica again, or add one: redis-cli --cluster add-node NEW:PORT HOST:PORT --cluster-slave",
 }
 LOG = "look into the server's log: most often its disk is full, or it may not write to its folder"
+CHECKED = "leave ssl_cert_reqs and ssl_check_hostname out; give a CA of your own as ssl_ca_certs=FILE"
 STRANGE = "unknown there, disabled, or has another password"
 SAME_USERS = "give every node the same users (docs/security.md#users), and keep them: ACL SAVE or CONFIG REWRITE"
 TWO_WORDS = {"CONFIG", "CLUSTER", "SLOWLOG"}  # commands whose second word is part of their names
@@ -270,6 +272,13 @@ def check_eviction(facts: ServerFacts) -> Iterator[Finding]:
     yield graded("eviction", level, f"maxmemory-policy is {policy}{message}", so_far, remedy)
 
 
+def check_tls(url: URL, timeout: float) -> Iterator[Finding]:
+    if problem := unchecked(url.connection(timeout)):
+        yield Finding("tls", "note", problem, CHECKED)
+    elif url.is_encrypted:
+        yield Finding("tls", "ok", "the certificates of servers are checked, and their names")
+
+
 def check_memory(facts: ServerFacts) -> Iterator[Finding]:
     used, most = facts.number("used_memory"), facts.number("maxmemory")
     if used is None or most is None:
@@ -347,6 +356,13 @@ def check_replicas(facts: ServerFacts) -> Iterator[Finding]:
     else:
         level = "ok"
     yield Finding("replicas", level, message, remedy)
+    if 0 < facts.wait_replicas < online:
+        message = f"an add waits for {facts.wait_replicas} of {online}: a failover to another one, also one that is "
+        message += "planned, loses what that one does not have"
+        remedy = (
+            f"give the engines wait_replicas={online}, or pause writes before a planned one: CLIENT PAUSE 10000 WRITE"
+        )
+        yield Finding("replicas", "note", message, remedy)
 
 
 def check_clock(facts: ServerFacts) -> Iterator[Finding]:
