@@ -26,6 +26,8 @@ DEAD_LETTER_BASE = 512  # bytes that each is taken to need beside its key, reaso
 SAME_MS = 10_000  # two times that a policy function worked out, nearer than this, are the same
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
 MAX_SHARDS = 1024
+STEP_MS = 1_000  # the server's clock has stepped back if it is behind by more; what it is behind is noted as often
+STEP_TOLD_MS = 3_600_000  # for how long `Operations.counts` tells of that
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
@@ -50,7 +52,7 @@ class Lease:
 
     ``entries`` are the first of the ``size`` entries under delivery; page the others with ``Backend.read``.
     ``part`` (0: no bound) is how many of them one digest may hold. Entries older than ``cut_ms`` (0: none) are
-    left out. ``due_ms`` is when the timeline was due.
+    left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is.
     """
 
     key: str
@@ -290,7 +292,8 @@ class Operations(Protocol):
         """Return set sizes and counters, summed over the shards, under the names of ``models.Stats``.
 
         ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) describe the earliest due
-        timeline that waits or is ready.
+        timeline that waits or is ready. ``stepped_back_ms`` is by how much the server's clock last stepped back, if
+        that was in the last hour.
         """
         ...
 

@@ -24,7 +24,11 @@ COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "let
 def reference_state(machine: Shard) -> State:
     state: State = {name: {key.encode(): due for key, due in getattr(machine, name).items()} for name in SETS}
     state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
-    state["layout"] |= {"seen": machine.seen_ms} if machine.seen_ms else {}
+    times = {
+        "seen": machine.seen_ms, "clock": machine.clock_ms, "shift": machine.shift_ms, "stepped": machine.stepped_ms,
+        "step": machine.step_ms,
+    }  # fmt: skip
+    state["layout"] |= {name: time for name, time in times.items() if time}
     marks = {"hold": machine.hold_ms, "lease": machine.lease_ms, "past": machine.past_ms}
     state["layout"] |= marks if machine.seen_ms else {}
     timelines = {key.encode(): _timeline(held) for key, held in machine.held.items()}

@@ -34,7 +34,9 @@ class Store(ReferenceBackend):
             machine = self.machines[shard]
             while machine.dead:
                 letter_id, letter = machine.dead.popitem()
-                self.machines[self._shard_map.shard_of(letter.key)].dead[letter_id] = letter
+                taker = self.machines[self._shard_map.shard_of(letter.key)]
+                buried_ms = letter.buried_ms - machine.shift_ms + taker.shift_ms
+                taker.dead[letter_id] = replace(letter, buried_ms=buried_ms)
             if not (machine.waiting or machine.ready or machine.leased):
                 self.retired.add(shard)
         if self.retired.issuperset(self._shard_map.draining):

@@ -303,7 +303,7 @@ class Witness:
         bound_ms = (2 * setup.lease_timeout + setup.longest_rest + 10) * 1000
         for machine in self.store.machines if self.calm_for(bound_ms / 1000) else ():
             for key, end in machine.leased.items():
-                if now_ms > end + bound_ms:
+                if machine.now(now_ms) > end + bound_ms:
                     self.broken(f"the lease on {key} ended long ago, and nobody has taken it over")
 
     def _see_end(self, receipt: Receipt) -> None:
@@ -333,7 +333,7 @@ class Witness:
         if store.moved_at > before or not self.calm_for(1.5 * lease):
             return
         served = [machine for shard, machine in enumerate(store.machines) if shard not in store.retired]
-        late = max(abs(now_ms - machine.seen_ms) for machine in served) / 1000
+        late = max(abs(machine.now(now_ms) - machine.seen_ms) for machine in served) / 1000
         for process, conduct in self.conducts.items():
             is_there = process.runs_since(before) and conduct.since < before
             if is_there and conduct.leaving_since is None and conduct.delivers and late > lease / 2 + 1:

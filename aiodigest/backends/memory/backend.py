@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from random import sample as sample_of
 from threading import RLock
 from typing import Self
@@ -82,13 +83,18 @@ class ReferenceBackend(Backend, Operations):
     def clone(self) -> Self:
         return self
 
+    def _tick(self, shard: int, *, begins: bool = False) -> tuple[Shard, int]:
+        """Return a shard and the time by its clock. One that was never used has none, unless this ``begins`` it."""
+        machine, server_ms = self.machines[shard], self._now()
+        return machine, machine.tick(server_ms) if begins or machine.clock_ms else server_ms
+
     @contextmanager
-    def _transition(self, shard: int) -> Generator[tuple[Shard, int]]:
-        """Yield a shard and the time. Those who wait for it are woken if its schedule begins earlier afterwards."""
+    def _transition(self, shard: int, *, begins: bool = False) -> Generator[tuple[Shard, int]]:
+        """Yield a shard and the time by its clock. Those who wait for it are woken if its schedule begins earlier afterwards."""
         with self._lock:
-            machine = self.machines[shard]
+            machine, now = self._tick(shard, begins=begins)
             before = machine.head_ms
-            yield machine, self._now()
+            yield machine, now
             if machine.head_ms < before:
                 self._wake_ups[shard] += 1
                 for woken, loop in self._waiting[shard].items():
@@ -120,10 +126,12 @@ class ReferenceBackend(Backend, Operations):
 
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         answers: list[bool | AiodigestError] = []
-        with self._transition(shard) as (machine, now):
+        if not adds:
+            return answers
+        with self._transition(shard, begins=True) as (machine, now):
             for key, entry, terms, own in adds:
                 held, limits = machine.held.setdefault(key, Held()), terms.limits
-                held.log.append(stamp(entry, now))
+                held.log.append(stamp(entry, now - machine.shift_ms))
                 held.own = limits if own else None
                 held.touch(limits.ttl_ms, now)
                 ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
@@ -138,7 +146,7 @@ class ReferenceBackend(Backend, Operations):
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
-            machine, now, nonce = self.machines[shard], self._now(), self._nonce()
+            (machine, now), nonce = self._tick(shard, begins=True), self._nonce()
             machine.watch_gap(lease_ms, now)
             machine.recover(now, now)
             machine.promote(machine.waiting, now)
@@ -169,7 +177,7 @@ class ReferenceBackend(Backend, Operations):
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         with self._lock:
-            machine, now, nonce = self.machines[shard], self._now(), self._nonce()
+            (machine, now), nonce = self._tick(shard), self._nonce()
             if key not in machine.ready or machine.held.get(key, Held()).empty:
                 return None
             return machine.lease(key, lease_ms, limits, now, f"{nonce}-1")
@@ -183,7 +191,7 @@ class ReferenceBackend(Backend, Operations):
 
     async def renew(self, shard: int, leases: Sequence[Lease], lease_ms: int) -> list[bool]:
         with self._lock:
-            machine, now = self.machines[shard], self._now()
+            machine, now = self._tick(shard, begins=True)
             machine.watch_gap(lease_ms, now)
             held = [isinstance(machine.fenced(lease), Delivery) for lease in leases]
             for lease, is_held in zip(leases, held, strict=True):
@@ -276,9 +284,11 @@ class ReferenceBackend(Backend, Operations):
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
         return [
-            moved
+            (key, due - machine.shift_ms)
             for machine, now in self._transitions(self.shard_map.live)
-            for moved in machine.promote(machine.waiting, now if deadline_ms is None else deadline_ms)
+            for key, due in machine.promote(
+                machine.waiting, now if deadline_ms is None else deadline_ms + machine.shift_ms
+            )
         ]
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
@@ -286,7 +296,8 @@ class ReferenceBackend(Backend, Operations):
         for machine, now in self._transitions(self.shard_map.live):
             if machine.lease_ms:
                 machine.watch_gap(machine.lease_ms, now)
-            recovered += [key for key, _ in machine.recover(now if deadline_ms is None else deadline_ms, now)]
+            deadline = now if deadline_ms is None else deadline_ms + machine.shift_ms
+            recovered += [key for key, _ in machine.recover(deadline, now)]
         return recovered
 
     async def delete(self, key: str) -> bool:
@@ -346,7 +357,7 @@ class ReferenceBackend(Backend, Operations):
                 return before if is_same else held.last_ms + delay_ms
 
             if by_hand:
-                due = max(now, move.at_ms if move.at_ms is not None else now + (move.delay_ms or 0))
+                due = max(now, now + (move.delay_ms or 0) if move.at_ms is None else move.at_ms + machine.shift_ms)
                 if held.delivery is None:
                     due = max(held.cool_ms, min(due, held.last_ms + terms.maximum_ms))
             elif held.delivery:
@@ -359,10 +370,10 @@ class ReferenceBackend(Backend, Operations):
             else:
                 due = held.opening_ms = placed(held.opening_ms, terms.initial_ms)
             if not waits:
-                return held.cool_ms
+                return held.cool_ms - machine.shift_ms
             held.touch(max(due - now, 0) + terms.limits.ttl_ms, now)
             machine.place(key, due, now)
-            return due
+            return due - machine.shift_ms
 
     # Dead letters
 
@@ -393,25 +404,29 @@ class ReferenceBackend(Backend, Operations):
 
     async def dead_letters(self, shard: int, count: int, after: Bookmark | None = None) -> Page[str]:
         with self._lock:
-            return Page(*page_of(self.machines[shard].dead.times(self._now()), count, after))
+            machine = self.machines[shard]
+            return Page(*page_of(machine.dead.times(machine.now(self._now())), count, after))
 
     async def dead_letter(self, letter_id: str, shard: int | None = None) -> StoredDeadLetter | None:
         with self._lock:
-            machines = self.machines if shard is None else [self.machines[shard]]
-            found = (machine.dead.alive(letter_id, self._now()) for machine in machines)
-            return next(filter(None, found), None)
+            server_ms = self._now()
+            for machine in self.machines if shard is None else [self.machines[shard]]:
+                now = machine.now(server_ms)
+                if letter := machine.dead.alive(letter_id, now):
+                    return replace(letter, buried_ms=letter.buried_ms - (now - server_ms))
+            return None
 
     # Looking
 
     async def look(self, key: str) -> StoredTimeline | None:
         with self._lock:
-            return self.machines[self.shard_map.shard_of(key)].look(key)
+            return self.machines[self.shard_map.shard_of(key)].look(key, self._now())
 
     async def cooling(self, key: str) -> list[int]:
         with self._lock:
             machine = self.machines[self.shard_map.shard_of(key)]
             held = machine.held.get(key, Held())
-            return [held.iteration] if held.empty and held.cool_ms > self._now() else []
+            return [held.iteration] if held.empty and held.cool_ms > machine.now(self._now()) else []
 
     async def entries(self, key: str) -> list[bytes]:
         with self._lock:
@@ -419,23 +434,25 @@ class ReferenceBackend(Backend, Operations):
 
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
         with self._lock:
-            machine = self.machines[shard]
+            machine, server_ms = self.machines[shard], self._now()
             keys, end = page_of(machine.schedule[state], count, after)
-            return Page([timeline for key in keys if (timeline := machine.look(key))], end)
+            return Page([timeline for key in keys if (timeline := machine.look(key, server_ms))], end)
 
     async def counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         dues: list[int] = []
         with self._lock:
-            now = self._now()
+            server_ms = self._now()
             for machine in self.machines:
                 total.update(machine.counts)
+                now = machine.now(server_ms)
                 total["dead"] += len(machine.dead.times(now))
                 for state, times in machine.schedule.items():
                     total[state] += len(times)
-                dues += [*machine.waiting.values(), *machine.ready.values()]
+                dues += [due - (now - server_ms) for due in (*machine.waiting.values(), *machine.ready.values())]
+                total["stepped_back_ms"] = max(total["stepped_back_ms"], machine.stepped_back_ms(server_ms))
         if dues:
-            total["oldest_due_ms"], total["overdue_ms"] = min(dues), max(0, now - min(dues))
+            total["oldest_due_ms"], total["overdue_ms"] = min(dues), max(0, server_ms - min(dues))
         return total
 
     # The store

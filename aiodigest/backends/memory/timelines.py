@@ -12,6 +12,8 @@ from aiodigest.backend import (
     DEAD_LETTER_TTL_MS,
     MOVES,
     SLICE,
+    STEP_MS,
+    STEP_TOLD_MS,
     Bookmark,
     Close,
     Closed,
@@ -99,7 +101,9 @@ class DeadLetters(dict[str, StoredDeadLetter]):
 
 
 class Shard:
-    """A single schedule and its timelines. Whoever changes it says what time it is."""
+    """A single schedule and its timelines. Whoever changes it says what time it is, by its own clock: the server's,
+    which does not step back with it.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}
@@ -111,10 +115,37 @@ class Shard:
         self.held: dict[str, Held] = {}
         self.dead = DeadLetters()
         self.counts: Counter[str] = Counter()
+        self.shift_ms = 0  # how far its clock is ahead of the server's
+        self.clock_ms = 0  # the newest time that was noted
+        self.stepped_ms = 0  # when the server's clock last stepped back, and by how much
+        self.step_ms = 0
         self.seen_ms = 0
         self.lease_ms = 0
         self.hold_ms = 0
         self.past_ms = 0  # the end of the hold before
+
+    # The clock
+
+    def now(self, server_ms: int) -> int:
+        """Return the time by its clock; that is the server's, unless this one has stepped back."""
+        now = server_ms + self.shift_ms
+        return self.clock_ms if self.clock_ms - now > STEP_MS else now
+
+    def tick(self, server_ms: int) -> int:
+        """Do the same, and note it every second, and each step back of the server's clock."""
+        now = self.now(server_ms)
+        if step := now - self.shift_ms - server_ms:
+            self.shift_ms += step
+            self.stepped_ms, self.step_ms = now, step
+        elif now - self.clock_ms >= STEP_MS:
+            self.clock_ms = now
+        return now
+
+    def stepped_back_ms(self, server_ms: int) -> int:
+        """Return by how much the server's clock last stepped back; 0 if that was not in the last hour."""
+        now = self.now(server_ms)
+        step = now - self.shift_ms - server_ms
+        return step or (self.step_ms if now - self.stepped_ms < STEP_TOLD_MS else 0)
 
     # The schedule
 
@@ -157,18 +188,21 @@ class Shard:
         Leases that ended before the end of the hold before it have had that time already: else nothing would be
         recovered where workers run for a moment now and then, and each begins with a gap.
         """
-        if self.seen_ms and abs(now - self.seen_ms) > lease_ms // 2 and self.hold_ms <= now:
+        if self.seen_ms and now - self.seen_ms > lease_ms // 2 and self.hold_ms <= now:
             self.hold_ms, self.past_ms = now + lease_ms, self.hold_ms
-        self.hold_ms = min(self.hold_ms, now + lease_ms)
-        self.past_ms = self.past_ms if self.past_ms <= now else 0  # else the clock has gone back
+        self.hold_ms, self.past_ms = min(self.hold_ms, now + lease_ms), min(self.past_ms, now)
         self.seen_ms, self.lease_ms = now, lease_ms
 
-    def look(self, key: str) -> StoredTimeline | None:
-        placed, held = self.placed(key), self.held.get(key, Held())
+    def look(self, key: str, server_ms: int) -> StoredTimeline | None:
+        """Return what is stored of a timeline that holds records, its times by the server's clock."""
+        if (placed := self.placed(key)) is None:
+            return None
+        held, (state, due), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
         delivery = held.delivery or Delivery("")
-        return placed and StoredTimeline(
-            key, *placed, len(held.log), len(delivery.entries), delivery.attempts, held.iteration,
-            held.dropped + delivery.dropped, held.cool_ms, delivery.digest_id, delivery.last_error,
+        return StoredTimeline(
+            key, state, due - ahead, len(held.log), len(delivery.entries), delivery.attempts, held.iteration,
+            held.dropped + delivery.dropped, held.cool_ms and held.cool_ms - ahead, delivery.digest_id,
+            delivery.last_error,
         )  # fmt: skip
 
     # The window in which records gather
@@ -234,7 +268,7 @@ class Shard:
         delivery.entries += held.log
         delivery.digest_id = digest_id
         delivery.part = limits.max_size
-        delivery.cut_ms = now - limits.max_age_ms if limits.max_age_ms else 0
+        delivery.cut_ms = now - self.shift_ms - limits.max_age_ms if limits.max_age_ms else 0
         size = len(delivery.entries)
         if merging or size > limits.capacity or (limits.max_size and size > limits.max_size):
             delivery.entries = self.compact(held, delivery.entries, limits.capacity)

@@ -30,7 +30,7 @@ CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
         (backend, ("DEAD_LETTER_BASE", "DEAD_LETTER_BYTES", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES")),
-        (backend, ("SAME_MS", "SAMPLE", "SLICE")),
+        (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
     )
     for name in names

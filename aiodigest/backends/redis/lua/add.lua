@@ -14,7 +14,7 @@
 -- Returns   for each add: 1 if it made its timeline ready, 0 if not, or the text of its error. Fewer than asked for if
 --           much had to be compacted; the rest was not looked at.
 --
--- Needs     guard clock budget window
+-- Needs     guard clock tick budget window
 
 local kinds = tonumber(ARGV[3])
 local all_terms = {}
@@ -67,7 +67,7 @@ local function append(key, terms, entry)
   end
   local flags, log = string.byte(entry), logs .. key
   if math.floor(flags / UNSTAMPED) % 2 == 1 then -- fill in the time of arrival
-    entry = string.char(flags - UNSTAMPED) .. struct.pack('>i8', now * 1000) .. string.sub(entry, 10)
+    entry = string.char(flags - UNSTAMPED) .. struct.pack('>i8', (now - shift) * 1000) .. string.sub(entry, 10)
   end
   local length = try('RPUSH', log, entry)
   if type(length) == 'table' then

@@ -1,7 +1,7 @@
 -- carry: take over the counters of a shard that is retired, once.
 --
 -- Flags     begins-namespace, repeatable, replicated
--- Commands  HGET HINCRBY HSET
+-- Commands  HGET HINCRBY HMGET HSET
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

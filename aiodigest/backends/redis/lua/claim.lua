@@ -19,6 +19,7 @@
 -- Needs     guard clock budget lease promotion gap
 
 call('PERSIST', layout) -- a write that needs no memory: after it a full server lets this script drain it
+-- Needs     tick
 
 local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
 local sample = ARGV[7] == '1'

@@ -3,8 +3,8 @@
 --
 -- Flags     repeatable
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE
---           ZREM
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD
+--           ZRANGE ZREM
 -- Reply     [list | text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -20,6 +20,7 @@
 -- Needs     guard clock fencing settling items
 
 call('PERSIST', layout)
+-- Needs     tick
 
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
 -- Return how many older ones were let go.

@@ -2,12 +2,13 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET TIME ZCARD ZCOUNT ZRANGE
+-- Commands  HGET HMGET TIME ZCARD ZCOUNT ZRANGE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
--- Returns   name, number, ...; `oldest_due_ms` only if a timeline is waiting or ready, `overdue_ms` only if it is due
+-- Returns   name, number, ...; `oldest_due_ms` only if a timeline is waiting or ready, `overdue_ms` only if it is due,
+--           `stepped_back_ms` only if the server's clock did so in the last hour
 --
 -- Needs     guard clock keys telling
 
@@ -22,7 +23,9 @@ local next_ready = tonumber(call('ZRANGE', ready, 0, 0, 'WITHSCORES')[2])
 local next_waiting = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
 if next_ready or next_waiting then
   local oldest = math.min(next_ready or math.huge, next_waiting or math.huge)
-  tell('oldest_due_ms', oldest)
+  tell('oldest_due_ms', oldest - shift)
   tell('overdue_ms', oldest < now and now - oldest or nil)
 end
+local marks = call('HMGET', layout, 'stepped', 'step')
+tell('stepped_back_ms', step > 0 and step or now - read_time(marks[1]) < STEP_TOLD_MS and read_time(marks[2]) or nil)
 return told

@@ -1,7 +1,7 @@
 -- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
+-- Commands  HDEL HGET HGETALL HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -9,7 +9,7 @@
 -- ARGV[3]   key (text)
 -- Returns   1 if it was scheduled, else 0
 --
--- Needs     guard clock timelines schedule fencing
+-- Needs     guard clock tick timelines schedule fencing
 
 local key = ARGV[3]
 local held = load(key) or thaw(key, {})

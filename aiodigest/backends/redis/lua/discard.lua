@@ -1,7 +1,7 @@
 -- discard: drop a dead letter.
 --
 -- Parts     move by hand
--- Commands  EXISTS HDEL HGET HINCRBY UNLINK ZCARD ZREM
+-- Commands  EXISTS HDEL HGET HINCRBY HMGET UNLINK ZCARD ZREM
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

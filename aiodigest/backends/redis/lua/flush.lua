@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     move by hand
--- Commands  EXISTS HGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  EXISTS HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -10,7 +10,7 @@
 -- ARGV[3]   key (text)
 -- Returns   1 if it holds records, else 0
 --
--- Needs     guard clock state schedule
+-- Needs     guard clock tick state schedule
 
 local key = ARGV[3]
 local state, due = state_of(key)

@@ -1,7 +1,7 @@
 -- keep: take over a dead letter of another shard, page after page; doing so again is harmless.
 --
 -- Flags     begins-namespace, repeatable, replicated
--- Commands  EXISTS HGET HINCRBY HSET LLEN PEXPIRE RPUSH TIME ZADD
+-- Commands  EXISTS HGET HINCRBY HMGET HSET LLEN PEXPIRE RPUSH TIME ZADD
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -18,11 +18,13 @@
 -- then      records
 -- Returns   1, or 0 if the records before these are not here (a failover may forget them): it must be begun again
 --
--- Needs     guard clock dead
+-- Needs     guard clock tick dead
 
 local id, key, reason, buried = ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
 local attempt, digest_id, limits, start, is_last = ARGV[7], ARGV[8], ARGV[9], tonumber(ARGV[10]), ARGV[11] == '1'
 local DAY = 24 * 3600000
+
+buried = buried + shift
 
 local moved = tag .. 'moved:' .. id
 if call('EXISTS', moved) > 0 then

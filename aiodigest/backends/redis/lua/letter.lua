@@ -31,11 +31,11 @@ if not problem and not key and size > 0 then
   problem = 'WRONGTYPE the key of its timeline is gone'
 end
 if problem then -- any other error is not the letter's
-  local broken = {key or '', problem, buried, whole(attempt) or 0, digest_id or '', limits or '', -1, {}}
+  local broken = {key or '', problem, buried - shift, whole(attempt) or 0, digest_id or '', limits or '', -1, {}}
   return string.find(problem, 'WRONGTYPE', 1, true) and broken or redis.error_reply(problem)
 end
 if not key or buried <= now - DEAD_LETTER_TTL_MS then
   return false
 end
 append_page(remains, start, SLICE)
-return {key, reason or '', buried, whole(attempt) or 0, digest_id or '', limits or '', size, entries}
+return {key, reason or '', buried - shift, whole(attempt) or 0, digest_id or '', limits or '', size, entries}

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET TIME ZCOUNT ZRANGE
+-- Commands  HGET HMGET TIME ZCOUNT ZRANGE
 -- Reply     [[text...], list]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET HGETALL LLEN TIME ZCOUNT ZRANGE ZSCORE
+-- Commands  HGET HGETALL HMGET LLEN TIME ZCOUNT ZRANGE ZSCORE
 -- Reply     [[list...], list]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -20,15 +20,20 @@
 
 local state, which, score, after, last = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 
+local function cool_of(held)
+  return held.cool > 0 and held.cool - shift or 0
+end
+
 local function window(key, state, due)
   local held, problem = load_all(key)
+  due = due - shift
   if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration
     held = load(key) or thaw(key, {})
-    return {key, state, due, 0, 0, held.attempts, held.iteration, 0, held.cool, held.id or '', problem}
+    return {key, state, due, 0, 0, held.attempts, held.iteration, 0, cool_of(held), held.id or '', problem}
   end
   return {
     key, state, due, held.logged, held.opened, held.attempts, held.iteration,
-    held.dropped + held.open_dropped, held.cool, held.id or '', held.error or '',
+    held.dropped + held.open_dropped, cool_of(held), held.id or '', held.error or '',
   }
 end
 

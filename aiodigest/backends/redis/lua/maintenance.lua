@@ -9,12 +9,12 @@
 -- ARGV[3]   deadline (int or '', ms): '' for now
 -- Returns   key, lease's end (ms), ... of what was recovered
 --
--- Needs     guard clock gap advance
+-- Needs     guard clock tick gap advance
 
-local deadline = tonumber(ARGV[3]) or now
-local lease = tonumber(call('HGET', layout, 'lease')) or 0 -- another program may have written "nan"
-if lease > 0 and lease < 1e15 then
+local deadline = tonumber(ARGV[3])
+local ended, lease = deadline and deadline + shift or now, read_time(call('HGET', layout, 'lease'))
+if lease > 0 then
   local recoverable, hold = watch_gap(lease)
-  deadline = now < hold and math.min(deadline, recoverable) or deadline
+  ended = now < hold and math.min(ended, recoverable) or ended
 end
-return promote_and_wake(leased, deadline)
+return promote_and_wake(leased, ended)

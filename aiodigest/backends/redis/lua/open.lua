@@ -1,6 +1,6 @@
 -- open: claim one timeline, if it is ready.
 --
--- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
 -- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -14,6 +14,7 @@
 -- Needs     guard clock lease
 
 call('PERSIST', layout)
+-- Needs     tick
 
 local key, lease, limits, nonce = ARGV[3], tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
 local due = tonumber(call('ZSCORE', ready, key))

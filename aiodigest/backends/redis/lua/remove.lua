@@ -1,7 +1,8 @@
 -- remove: drop a record from the log, and from the records of a digest in a retry wait after reported failures.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
+--           ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -13,7 +14,7 @@
 -- Returns   1 if a record went, 0 if there is none, -1 if a value stays in a digest; the text of an error if the timeline
 --           is broken
 --
--- Needs     guard clock settling entries lists
+-- Needs     guard clock tick settling entries lists
 
 local key, record_id, limits, nonce = ARGV[3], ARGV[4], parse_limits(ARGV[5]), ARGV[6]
 local held, problem = load_all(key)

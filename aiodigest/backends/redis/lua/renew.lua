@@ -14,6 +14,7 @@
 -- Needs     guard clock timelines schedule fencing gap
 
 call('PERSIST', layout)
+-- Needs     tick
 
 local lease = tonumber(ARGV[3])
 local answers = {}

@@ -14,7 +14,7 @@
 -- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size, capacity}, or
 --           the text of an error if the timeline is broken
 --
--- Needs     guard clock timelines window entries lists dead
+-- Needs     guard clock tick timelines window entries lists dead
 
 local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id

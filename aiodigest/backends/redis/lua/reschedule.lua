@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HSET PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HMGET HSET PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     text | [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -18,7 +18,7 @@
 --           if the timeline does not wait, nor cool down, {'retry'} if only a given time can move it; the text of an
 --           error if the timeline is broken
 --
--- Needs     guard clock timelines window state
+-- Needs     guard clock tick timelines window state
 
 local key, mode, value, iteration = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local delays, limits = ARGV[7], ARGV[8]
@@ -45,7 +45,7 @@ end
 
 local due
 if mode ~= 'policy' then
-  due = math.max(now, mode == 'at' and value or now + value)
+  due = math.max(now, mode == 'at' and value + shift or now + value)
   if not held.id then
     due = math.max(held.cool, math.min(due, held.last + terms.maximum))
   end
@@ -68,4 +68,4 @@ else
 end
 save(held, FIELDS)
 wake()
-return {'due', due}
+return {'due', due - shift}

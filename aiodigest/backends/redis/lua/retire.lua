@@ -1,7 +1,7 @@
 -- retire: end a shard that has been drained, if it holds nothing.
 --
 -- Flags     repeatable, replicated
--- Commands  EXISTS HGET HSET PEXPIRE TIME UNLINK ZCARD ZCOUNT
+-- Commands  EXISTS HGET HMGET HSET PEXPIRE TIME UNLINK ZCARD ZCOUNT
 -- Reply     nil | int | [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -9,7 +9,7 @@
 -- ARGV[3]   retired (text): its version from now on, so that whoever knew it looks for the new layout; '': only look
 -- Returns   its counters (name, number, ...), 1 if it has ended, or nothing if it holds something
 --
--- Needs     guard clock keys telling
+-- Needs     guard clock tick keys telling
 
 local retired, dead = ARGV[3], tag .. 'dead'
 if call('EXISTS', waiting, ready, leased) > 0

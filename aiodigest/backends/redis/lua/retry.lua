@@ -2,7 +2,8 @@
 --
 -- Flags     repeatable
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE
+--           ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -17,6 +18,7 @@
 -- Needs     guard clock timelines fencing items
 
 call('PERSIST', layout)
+-- Needs     tick
 
 -- Keep of the first `taken` entries only those that failed. An empty choice would leave nothing to try: all stay.
 local function keep(held, item, nonce)

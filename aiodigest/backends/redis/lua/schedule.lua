@@ -1,7 +1,7 @@
 -- schedule: make ready what is due by a deadline, a slice at the most.
 --
 -- Flags     repeatable
--- Commands  HGET TIME XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK
+-- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREMRANGEBYRANK
 -- Reply     [text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -9,7 +9,7 @@
 -- ARGV[3]   deadline (int or '', ms): '' for now
 -- Returns   key, due time (ms), ... of what was promoted
 --
--- Needs     guard clock advance
+-- Needs     guard clock tick advance
 
-local deadline = tonumber(ARGV[3]) or now
-return promote_and_wake(waiting, deadline)
+local deadline = tonumber(ARGV[3])
+return promote_and_wake(waiting, deadline and deadline + shift or now)

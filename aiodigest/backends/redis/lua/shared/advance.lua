@@ -1,8 +1,8 @@
 -- advance: make timelines ready, and wake the sleeping workers.
 --
--- Needs    promotion schedule
+-- Needs    clock promotion schedule
 
--- Make ready what is in `from` with a score up to `deadline`, a slice at the most; return keys and scores.
+-- Make ready what is in `from` with a score up to `deadline`, a slice at the most; return keys and the server's times.
 local function promote_and_wake(from, deadline)
   before = head()
   local moved = promote(from, deadline)
@@ -10,5 +10,8 @@ local function promote_and_wake(from, deadline)
     earliest = -1
   end
   wake()
+  for index = 2, #moved, 2 do
+    moved[index] = string.format('%.0f', moved[index] - shift)
+  end
   return moved
 end

@@ -15,7 +15,7 @@ local tag = string.sub(layout, 1, -7)
 -- that never exists fails: here, before anything is done. So no script takes half a shard for a whole one.
 call('HGET', tag .. 'nothing', 'version')
 
-local version = call('HGET', layout, 'version')
+local version, shift, latest = unpack(call('HMGET', layout, 'version', 'shift', 'clock'))
 if version ~= expected and (version or CREATES) then
   return redis.error_reply('LAYOUT ' .. (version or 'none'))
 end

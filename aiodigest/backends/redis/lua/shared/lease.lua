@@ -1,6 +1,6 @@
 -- lease: open digests under leases.
 --
--- Needs    budget timelines
+-- Needs    clock budget timelines
 
 local INLINE_BYTES = 262144
 local room_entries, room_bytes = SLICE, INLINE_BYTES -- for the entries that one answer may hold
@@ -34,7 +34,7 @@ local function fold(held, limits, digest_id)
   uncount(held)
   held.id = digest_id
   held.part = limits.max_size
-  held.cut = limits.max_age > 0 and now - limits.max_age or 0
+  held.cut = limits.max_age > 0 and now - shift - limits.max_age or 0
   if merging or size > limits.capacity or (limits.max_size > 0 and size > limits.max_size) then
     -- Needs    entries lists
     local seen = {}
