@@ -86,7 +86,7 @@ Item = TypeVar("Item")
 CHUNK = 1_000
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
-TIMES = ("oldest_due", "overdue")  # of Stats; the others are counts that the store has under the same names
+TIMES = ("oldest_due", "overdue", "stepped_back")  # of Stats; the others are counts that the store has under the same names
 EMBEDDED = "embedded://"
 
 
@@ -653,7 +653,8 @@ class DigestEngine(Generic[T]):
         oldest = counts.get("oldest_due_ms")
         numbers = {field.name: counts.get(field.name, 0) for field in fields(Stats) if field.name not in TIMES}
         due = None if oldest is None else nearest(oldest)
-        return Stats(**numbers, oldest_due=due, overdue=counts.get("overdue_ms", 0) / 1000)
+        overdue, stepped_back = counts.get("overdue_ms", 0) / 1000, counts.get("stepped_back_ms", 0) / 1000
+        return Stats(**numbers, oldest_due=due, overdue=overdue, stepped_back=stepped_back)
 
     async def health(self, *, overdue: float | timedelta = OVERDUE) -> Health:
         """Check that the server answers, and no timeline has been due for over ``overdue`` (seconds or a timedelta).
@@ -679,7 +680,8 @@ class DigestEngine(Generic[T]):
             return Health(False, str(error))
         sessions = (self._entered(), bridge().session_of(self))
         trouble = next((each.trouble for each in sessions if each is not None and each.trouble), "")
-        return Health(False, f"adds or claims fail: {trouble}", stats.overdue) if trouble else stats.health(bound)
+        health = stats.health(bound)
+        return replace(health, ok=False, reason=f"adds or claims fail: {trouble}") if trouble else health
 
     async def dead_letters(self) -> AsyncIterator[DeadLetter[T]]:
         """Yield all dead letters, the oldest of each shard first. They may be replayed or discarded meanwhile."""

@@ -189,6 +189,7 @@ class Stats:
     left out by ``max_age``, ended by ``ttl``, and put in dead letters. ``letters_dropped`` are dead letters that made
     room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that waits or is
     ready, and ``overdue`` the seconds for which that one has been due, by the server's clock; 0 if it is not due.
+    ``stepped_back`` is by how many seconds the server's clock last stepped back, if that was in the last hour, else 0.
     """
 
     waiting: int = 0
@@ -204,12 +205,13 @@ class Stats:
     letters_dropped: int = 0
     oldest_due: datetime | None = None
     overdue: float = 0.0
+    stepped_back: float = 0.0
 
     def health(self, overdue: float = OVERDUE) -> Health:
         """Return the health: good if no timeline has been due for more than ``overdue`` seconds, by default 60."""
         late = f"a timeline has been due for {self.overdue:,.0f} s, and nobody has claimed it"
         reason = late if self.overdue > overdue else ""
-        return Health(not reason, reason, self.overdue)
+        return Health(not reason, reason, self.overdue, self.stepped_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +254,11 @@ class Health:
     through, and no timeline has been due for too long.
 
     ``reason`` says why it is not. ``overdue`` is the time in seconds for which the earliest due timeline has been due,
-    by the server's clock.
+    by the server's clock. ``stepped_back`` is by how many seconds that clock stepped back in the last hour, else 0: what
+    waits is due as long after it as before, but whoever set the clock should know.
     """
 
     ok: bool
     reason: str = ""
     overdue: float = 0.0
+    stepped_back: float = 0.0

@@ -96,7 +96,7 @@ def redis_state(client: Any, tag: str) -> State:
     state["layout"] = {
         name.decode(): int(value)
         for name, value in replies[4].items()
-        if name not in (b"version", b"current", b"drains")
+        if name not in (b"version", b"current", b"drains", b"shift") or (name == b"shift" and value != b"0")
     }
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}

@@ -56,7 +56,10 @@ def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_
     if in_json:
         print_json(facts)
         return
-    late = {"oldest_due": readable_time(found.oldest_due), "overdue": f"{found.overdue:,.1f} s"}
+    late = {
+        "oldest_due": readable_time(found.oldest_due), "overdue": f"{found.overdue:,.1f} s",
+        "stepped_back": f"{found.stepped_back:,.1f} s",
+    }  # fmt: skip
     rows = {name: count(facts[name], UNITS.get(name, "record")) for name in facts if name not in late} | late
     print_table(("", ""), [(name.replace("_", " "), text) for name, text in rows.items()])
 

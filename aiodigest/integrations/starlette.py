@@ -33,8 +33,8 @@ def health_routes(*engines: DigestEngine[Any], overdue: float | timedelta = 60) 
     503 if one says no, and also if an engine is not entered.
 
     Both answer JSON that names engines by their namespaces, and never a key or a password:
-    ``{"ok": false, "engines": {"mail": {"ok": false, "reason": "...", "overdue": 0.0}}}``, ``/livez`` without
-    ``overdue``. Reasons may name hosts: keep the routes from strangers.
+    ``{"ok": false, "engines": {"mail": {"ok": false, "reason": "...", "overdue": 0.0, "stepped_back": 0.0}}}``,
+    ``/livez`` without the last two. Reasons may name hosts: keep the routes from strangers.
 
     Raises InvalidArgument if there is no engine, if two share a namespace, or if ``overdue`` is not a duration.
     """

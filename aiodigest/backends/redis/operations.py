@@ -80,8 +80,9 @@ class RedisOperations(Operations):
             counts = unpack_counts(answer)
             if oldest := counts.pop("oldest_due_ms", 0):
                 total["oldest_due_ms"] = min(total["oldest_due_ms"] or oldest, oldest)
-            for name in ("overdue_ms", "stepped_back_ms"):
-                total[name] = max(total[name], counts.pop(name, 0))
+            total["overdue_ms"] = max(total["overdue_ms"], counts.pop("overdue_ms", 0))
+            if step := counts.pop("stepped_back_ms", 0):
+                total["stepped_back_ms"] = max(total["stepped_back_ms"], step)
             total.update(counts)
         return total
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from aiodigest.backend import DEAD_LETTER_BYTES, DEAD_LETTER_TTL_MS
+from aiodigest.backend import DEAD_LETTER_BYTES, DEAD_LETTER_TTL_MS, STEP_MS
 from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
 from aiodigest.backends.redis.connections.errors import refused
@@ -29,6 +29,7 @@ from aiodigest.backends.redis.scripts import commands_of, load_scripts, text, un
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
 
+DAY_MS = 86_400_000
 MANY_DEAD_LETTERS = 1_000
 REPAIR = "another program has written it: keep it from the namespace's keys, and see docs/design.md for what is there"
 PARTS = ("add", "deliver", "look", "move by hand")  # of the work
@@ -51,6 +52,7 @@ class ShardFacts:
     lease: float = 60.0
     held: Counter[str] = field(default_factory=Counter[str])  # what the script `counts` tells
     ended: int = 0  # leases that ended long ago
+    stepped: tuple[float, float] | None = None  # by how much the server's clock stepped back today, and how long ago; s
     oldest_dead_letter: float | None = None  # seconds since it became one
     dead_letter_bytes: int = 0
 
@@ -156,7 +158,7 @@ class NamespaceFacts:
     async def _read_shard(self, shard: int) -> ShardFacts:
         layout, key = self.layout.homes[shard].layout, self._key(shard)
         facts, subject = ShardFacts(draining=layout != self.layout.current), "who delivers"
-        fields = "version", "seen", "lease", "hold"
+        fields = "version", "seen", "lease", "hold", "clock", "shift", "stepped", "step"
         reply = await self._queries.ask("workers", subject, "HMGET", key, *fields, key=key)
         clock = await self._queries.ask("workers", subject, "TIME", key=key)
         if reply is None or clock is None:
@@ -169,13 +171,19 @@ class NamespaceFacts:
         if not facts.is_used:
             return facts
         seconds, micros = map(int, cast("list[bytes]", clock))
-        now_ms = seconds * 1000 + micros // 1000
-        numbers = [mark if mark and mark.isdigit() and len(mark) < 16 else b"0" for mark in marks]
-        told = zip(fields[1:], marks, numbers, strict=True)
+        server_ms = seconds * 1000 + micros // 1000
+        numbers = [mark if mark and mark.isdigit() and len(mark) < 15 else b"0" for mark in marks]
+        told = zip(fields[1:6], marks, numbers, strict=False)
         if strange := [name for name, mark, number in told if (mark or b"0") != number]:
             message = f"a shard's layout has no number in {', '.join(strange)}: the next claim mends that"
             self._queries.notes.append(Finding("shards", "problem", message, REPAIR))
-        seen_ms, lease_ms, hold_ms = map(int, numbers)
+        seen_ms, lease_ms, hold_ms, clock_ms, shift_ms, stepped_ms, step_ms = map(int, numbers)
+        now_ms = server_ms + shift_ms  # by the shard's clock
+        if (behind_ms := clock_ms - now_ms) > STEP_MS:  # no script has met that step yet
+            now_ms = stepped_ms = clock_ms
+            step_ms = behind_ms
+        if step_ms and now_ms - stepped_ms < DAY_MS:
+            facts.stepped = step_ms / 1000, max(0, now_ms - stepped_ms) / 1000
         if seen_ms:
             facts.lease, facts.silence = lease_ms / 1000, max(0, now_ms - seen_ms) / 1000
         if self._may("counts"):
@@ -271,6 +279,14 @@ def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
         yield Finding("shards", "note", f"{message}: the others have nothing to do", remedy)
 
 
+def check_clock(facts: NamespaceFacts) -> Iterator[Finding]:
+    if steps := [shard.stepped for shard in facts.shards if shard.stepped]:
+        step, ago = max(steps)
+        message = f"the server's stepped back by {in_time(step)}, {in_time(ago)} ago: what waited is due as before"
+        remedy = "find out what set it; NTP that slews the clock lets it never step"
+        yield Finding("clock", "note", message, remedy)
+
+
 def check_contents(facts: NamespaceFacts) -> Iterator[Finding]:
     if facts.shards and not facts.was_used:
         message = f"namespace {facts.name!r} was never used here{facts.scope}"
@@ -336,7 +352,8 @@ def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[NamespaceFacts], Iterator[Finding]]] = (
-    check_permissions, check_reach, check_layout, check_contents, check_workers, check_schedule, check_dead_letters
+    check_permissions, check_reach, check_layout, check_clock, check_contents, check_workers, check_schedule,
+    check_dead_letters,
 )  # fmt: skip
 
 

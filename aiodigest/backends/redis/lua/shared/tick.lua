@@ -8,5 +8,5 @@ if not version then -- the shard is empty, and stays so
 elseif step > 0 then
   try('HSET', layout, 'shift', shift, 'stepped', now, 'step', step)
 elseif now - latest >= STEP_MS then
-  try('HSET', layout, 'clock', now)
+  try('HSET', layout, 'clock', now, 'shift', shift)
 end
