@@ -389,6 +389,36 @@ async def test_a_lease_that_ended_long_ago_is_told(engine: Engine, server: Serve
     assert "leases" not in {finding.check for finding in await engine.examine()}
 
 
+async def test_a_step_back_of_the_servers_clock_is_told_for_a_day_and_by_health_for_an_hour(
+    engine: Engine, namespace: str, client: Any
+) -> None:
+    layout = f"{{{namespace}}}:layout"
+    before = await engine.peek("k")
+    # as if it had been an hour ahead until now
+    client.hset(layout, "clock", int(time.time() * 1000) + 3_600_000)
+    client.zincrby(f"{{{namespace}}}:waiting", 3_600_000, "k")
+    for noted in (False, True):
+        found = of(await engine.examine(), "clock", "note")
+        told = re.match(r"the server's stepped back by (\d+) minutes, \d.* ago: ", found.message)
+        assert told is not None
+        assert 60 - DEADLINE / 60 <= int(told[1]) <= 60
+        health = await engine.health()
+        assert health.ok
+        assert 3_600 - DEADLINE <= health.stepped_back <= 3_600
+        assert of(await engine.examine(), "workers", "problem").message.startswith("nobody delivers (there never was")
+        if not noted:
+            await engine.add("j", 1)
+    after = await engine.peek("k")
+    assert before is not None
+    assert after is not None
+    assert abs((before.due - after.due).total_seconds()) <= DEADLINE, "it waits no longer for that"
+    client.hincrby(layout, "stepped", -3_600_000)
+    assert (await engine.health()).stepped_back == 0
+    of(await engine.examine(), "clock", "note")
+    client.hincrby(layout, "stepped", -23 * 3_600_000)
+    assert of(await engine.examine(), "clock").level == "ok"
+
+
 async def test_dead_letters_are_told_with_their_number_and_age(server: Server, namespace: str, client: Any) -> None:
     await attempt(server.url, Entry("k", 1), error=Reject("no such address"), namespace=namespace)
     found = of(await examined(server.url, namespace), "dead letters")

@@ -676,6 +676,42 @@ async def test_a_hold_that_is_no_number_holds_nothing_back(backend: RedisBackend
     assert recovered == [2, 3]
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "1e300", "9" * 20, "x", ""])
+@pytest.mark.parametrize("name", ["shift", "clock", "stepped", "step"])
+async def test_a_time_of_the_layout_that_is_none_counts_as_0(
+    backend: RedisBackend, raw: Raw, clock: Clock, name: str, value: str
+) -> None:
+    await backend.add(0, [record("k", policy=Policy(initial_delay=60))])
+    raw.client.hset(raw.key("layout"), name, value)
+    assert (await seen(backend, "k")).due_ms == NOW + 60_000
+    assert not (await backend.operations.counts()).get("stepped_back_ms")
+    clock.now += 1_000
+    await backend.add(0, [record("j")])
+    assert raw.client.hmget(raw.key("layout"), "clock", "shift") == [b"%d" % clock.now, b"0"]
+    assert (await seen(backend, "j")).due_ms == clock.now
+
+
+async def test_a_call_on_a_shard_that_was_never_used_leaves_no_key(backend: RedisBackend, raw: Raw) -> None:
+    await backend.flush("k")
+    await backend.delete("k")
+    assert not raw.client.exists(raw.key("layout"))
+
+
+async def test_a_full_server_learns_of_a_step_back_from_those_who_drain_it(namespace: str) -> None:
+    times = Clock(now=NOW)
+    with running_server("--maxmemory-policy", "noeviction") as server, server.client() as client:
+        async with connected(server.url, namespace, now=lambda: times.now) as backend:
+            await backend.add(0, [record("k", value=b"v" * 1_000_000)])
+            await backend.claim(0, 0, LEASE, LIMITS)
+            client.config_set("maxmemory", "1mb")
+            times.now -= 3_600_000
+            [lease] = (await claim(backend)).leases
+            assert lease.due_ms == NOW
+            times.now += LEASE
+            assert (await claim(backend)).wait_ms == LEASE, "its hold"
+            assert client.hget(f"{{{namespace}}}:layout", "shift") == b"3600000"
+
+
 async def test_with_a_broken_doorbell_all_is_claimed_and_no_attempt_is_lost(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     raw.client.delete(raw.key("wake"))

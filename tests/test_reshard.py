@@ -493,6 +493,21 @@ async def test_a_dead_letter_that_has_reached_its_30_days_does_not_hold_the_chan
     assert await letters_of(new) == []
 
 
+async def test_a_dead_letter_that_moves_keeps_its_age_whatever_the_clocks_of_both_shards_have_done(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    letter = await bury(old, "k", "a")
+    place.now -= 3_600_000
+    await change(new, 2)
+    [moved] = await letters_of(new)
+    assert (moved.id, moved.buried_ms) == (letter, place.now)
+    place.now += 10_000
+    await deliver(new, "k", "b")
+    place.now -= 7_200_000
+    await change(new, 1)
+    [moved] = await letters_of(new)
+    assert (moved.id, moved.buried_ms) == (letter, place.now - 10_000)
+
+
 async def full_of_the_past(place: Place) -> Facts:
     """A namespace of two shards in which things have happened."""
     old = await place.process(shards=2)

@@ -26,7 +26,7 @@ from aiodigest.backend import (
 )
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
-from aiodigest.records.entries import CONTEXT_SIZE, pack
+from aiodigest.records.entries import CONTEXT_SIZE, pack, unpack
 
 T = TypeVar("T")
 
@@ -463,6 +463,127 @@ async def test_a_gap_soon_after_another_holds_back_what_was_leased_since(store: 
     store.now += LEASE + 10  # the server was away, or its clock steps
     assert [lease.key for lease in (await store.claims()).leases] == ["k"]
     assert await store.backend.renew(0, [held], LEASE) == [True]
+
+
+# The server's clock steps back
+
+HOUR = 3_600_000
+STEPS = {"back": (-HOUR,), "back twice": (-HOUR, -2 * HOUR), "on and back": (5_000, -HOUR), "back and on": (-HOUR, 5_000)}
+
+
+async def looks_in(store: Store) -> None:
+    """A worker without a free slot does."""
+    await store.backend.renew(0, [], LEASE)
+
+
+async def passes(store: Store, ms: int) -> None:
+    """Time goes by, in which workers look in as often as they do."""
+    while ms > 0:
+        store.now += min(ms, LEASE // 3)
+        ms -= LEASE // 3
+        await looks_in(store)
+
+
+WAIT = 50_000
+# How a timeline comes to be claimed again WAIT later.
+WAITS: dict[str, Callable[[Store, Lease], Awaitable[object]]] = {
+    "a window": lambda store, _: store.add("other", "a", policy=Policy(initial_delay=WAIT / 1000)),
+    "a cool-down": lambda store, lease: cooled(store, lease, WAIT),
+    "a retry wait": lambda store, lease: store.retry(lease, WAIT),
+    "a dead worker's lease": lambda store, lease: store.backend.renew(0, [lease], WAIT),
+}
+
+
+async def cooled(store: Store, lease: Lease, cool: int) -> None:
+    await store.close(lease, cool=cool)
+    await store.add("k", "a", policy=Policy(increment_delay=0))
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("steps", STEPS)
+async def test_what_waits_while_the_servers_clock_steps_back_is_due_as_long_after_as_before(
+    store: Store, wait: str, steps: str
+) -> None:
+    await store.add("k", "a")
+    await WAITS[wait](store, await store.claim())
+    key = "other" if wait == "a window" else "k"
+    await passes(store, 10_000)
+    for step in STEPS[steps]:
+        store.now += step
+        await looks_in(store)
+    left = WAIT - 10_000 - sum(step for step in STEPS[steps] if step > 0)
+    assert await store.due(key) == store.now - NOW + left, "by the server's clock as it is now"
+    await passes(store, left - 1)
+    assert key not in {lease.key for lease in (await store.claims()).leases}
+    store.now += 1
+    assert key in {lease.key for lease in (await store.claims()).leases}
+
+
+async def test_whoever_looks_at_a_shard_before_its_clock_is_put_right_sees_the_wait_that_is_left(store: Store) -> None:
+    await store.add("k", "a", policy=Policy(initial_delay=60))
+    store.now -= HOUR
+    assert await store.due("k") == 60_000 - HOUR
+    counts = await store.backend.operations.counts()
+    assert (counts["oldest_due_ms"], counts["stepped_back_ms"]) == (store.now + 60_000, HOUR)
+
+
+async def test_a_cool_down_without_records_ends_as_long_after_a_step_back_as_before(store: Store) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim(), cool=60_000)
+    store.now -= HOUR
+    await store.add("k", "b")
+    window = await store.backend.operations.look("k")
+    assert window is not None
+    assert window.cool_ms == store.now + 60_000
+    assert await store.backend.operations.cooling("k") == []
+
+
+async def test_after_a_step_back_times_that_are_given_and_times_of_records_are_the_servers(store: Store) -> None:
+    await store.add("k", "a", policy=Policy(initial_delay=60))
+    store.now -= HOUR
+    move = Move(store.policy.terms, at_ms=store.now + 30_000)
+    assert await store.backend.reschedule("k", move) == store.now + 30_000
+    assert await store.backend.schedule(store.now + 29_999) == []
+    assert await store.backend.schedule(store.now + 30_000) == [("k", store.now + 30_000)]
+    await store.add("k", "b")
+    policy = Policy(max_age=10)
+    claims = await store.backend.claim(0, 10, LEASE, policy.terms.limits)
+    [lease] = claims.leases
+    assert unpack(lease.entries[1]).timestamp_us == store.now * 1_000
+    assert claims.now_ms - lease.due_ms == -30_000, "promoted by hand before it was due"
+
+
+async def test_a_dead_letter_shows_when_it_was_set_aside_and_lives_for_30_days_whatever_the_clock_does(
+    store: Store,
+) -> None:
+    await store.add("k", "a")
+    await store.close(await store.claim(), letter="no")
+    [letter] = (await store.backend.operations.dead_letters(0, 10)).items
+    store.now -= 40 * DAY
+    await looks_in(store)
+    for passed in (0, 30 * DAY - 1):
+        store.now += passed
+        found = await store.backend.operations.dead_letter(letter)
+        assert found is not None
+        assert found.buried_ms == store.now - passed
+    store.now += 1
+    assert await store.backend.operations.dead_letter(letter) is None
+    assert not (await store.backend.operations.dead_letters(0, 10)).items
+
+
+async def test_a_step_back_is_told_for_an_hour(store: Store) -> None:
+    await store.add("k", "a")
+    store.now += 1_000_000
+    await looks_in(store)
+    for back in (1_000, 300_000):
+        store.now -= back
+        await looks_in(store)
+        counts = await store.backend.operations.counts()
+        assert counts.get("stepped_back_ms", 0) == (back + 1_000 if back > 1_000 else 0)
+    for passed in (HOUR - 1, 1):
+        store.now += passed
+        counts = await store.backend.operations.counts()
+        assert counts.get("stepped_back_ms", 0) == (301_000 if passed > 1 else 0)
 
 
 async def test_the_close_of_a_deleted_timeline_hears_so_and_spares_what_came_since(store: Store) -> None:
