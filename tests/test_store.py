@@ -468,7 +468,12 @@ async def test_a_gap_soon_after_another_holds_back_what_was_leased_since(store: 
 # The server's clock steps back
 
 HOUR = 3_600_000
-STEPS = {"back": (-HOUR,), "back twice": (-HOUR, -2 * HOUR), "on and back": (5_000, -HOUR), "back and on": (-HOUR, 5_000)}
+STEPS = {
+    "back": (-HOUR,),
+    "back twice": (-HOUR, -2 * HOUR),
+    "on and back": (5_000, -HOUR),
+    "back and on": (-HOUR, 5_000),
+}
 
 
 async def looks_in(store: Store) -> None:
