@@ -86,11 +86,7 @@ Item = TypeVar("Item")
 CHUNK = 1_000
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
-TIMES = (
-    "oldest_due",
-    "overdue",
-    "stepped_back",
-)  # of Stats; the others are counts that the store has under the same names
+TIMES = ("oldest_due", "overdue", "stepped_back")  # of Stats; the others are counts of the store
 EMBEDDED = "embedded://"
 
 

@@ -61,7 +61,10 @@ async def asked(client: httpx2.AsyncClient, path: str = "/healthz") -> tuple[int
 async def test_a_healthy_engine_is_alive_and_ready(server: Server, namespace: str) -> None:
     async with DigestEngine(server.url, namespace=namespace) as engine, client_of(app_of(engine)) as client:
         assert await asked(client, "/livez") == (200, {namespace: {"ok": True, "reason": ""}})
-        assert await asked(client) == (200, {namespace: {"ok": True, "reason": "", "overdue": 0.0}})
+        assert await asked(client) == (
+            200,
+            {namespace: {"ok": True, "reason": "", "overdue": 0.0, "stepped_back": 0.0}},
+        )
         answer = await client.head("/healthz")
         assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
 
@@ -165,7 +168,10 @@ async def test_a_timeline_that_nobody_delivers_is_told_once_it_is_overdue_for_to
         assert (await asked(client))[0] == 200
         await asyncio.sleep(1)
         reason = "a timeline has been due for 91 s, and nobody has claimed it"
-        assert await asked(client) == (503, {"test": {"ok": False, "reason": reason, "overdue": 91.0}})
+        assert await asked(client) == (
+            503,
+            {"test": {"ok": False, "reason": reason, "overdue": 91.0, "stepped_back": 0.0}},
+        )
         assert (await asked(client, "/livez"))[0] == 200
 
 

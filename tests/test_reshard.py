@@ -493,9 +493,7 @@ async def test_a_dead_letter_that_has_reached_its_30_days_does_not_hold_the_chan
     assert await letters_of(new) == []
 
 
-async def test_a_dead_letter_that_moves_keeps_its_age_whatever_the_clocks_of_both_shards_have_done(
-    place: Place,
-) -> None:
+async def test_a_dead_letter_that_moves_keeps_its_age_whatever_the_clocks_of_both_shards_did(place: Place) -> None:
     old, new = await place.process(), await place.process()
     letter = await bury(old, "k", "a")
     place.now -= 3_600_000
