@@ -254,8 +254,8 @@ class Health:
     through, and no timeline has been due for too long.
 
     ``reason`` says why it is not. ``overdue`` is the time in seconds for which the earliest due timeline has been due,
-    by the server's clock. ``stepped_back`` is by how many seconds that clock last stepped back, if in the last hour, else
-    0: what waits is due as long after it as before, but whoever set the clock should know.
+    by the server's clock. ``stepped_back`` is by how many seconds that clock stepped back in the last hour, or 0: what
+    waits is due as long after it as before, but whoever set the clock should know.
     """
 
     ok: bool

@@ -12,6 +12,7 @@ TIMEOUT = 2.0  # of every call
 BLOCK = 1.3 * LEASE  # for how long a callback blocks the loop
 SHORTEST_GAP, LONGEST_GAP = 0.2, 1.1
 
+STEP_BACK = "server: clock an hour back"  # for which its programs must be told another time: libfaketime
 AT_ONCE = "slot: at once and back"  # which only Valkey 9 and newer can
 
 # how long each kind lasts, in seconds
@@ -34,6 +35,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "server: SCRIPT FLUSH": (0.0, 0.0),
     "server: OOM": (0.5, 2.0),
     "server: MISCONF": (0.5, 2.0),
+    STEP_BACK: (0.0, 0.0),
     "proxy: delay": (0.5, 2.0),
     "proxy: cut": (0.2, 1.0),
     "proxy: half-close": (0.2, 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,17 @@ from ports import free_port  # of the tests, which run on the same, as are the s
 from servers import server_binary
 
 ANSWER = 1.0  # how long a server may take to answer
+FIRST_START = 15.0  # how long a server may take that is told another time
+HOUR = 3_600
+
+
+def time_library() -> str:
+    """What makes a program believe in another time, libfaketime; '' if it is not installed."""
+    try:
+        shown = subprocess.run(["faketime", "-f", "+0", "env"], capture_output=True, text=True, check=True).stdout
+    except OSError:
+        return ""
+    return next(line.partition("=")[2] for line in shown.splitlines() if line.startswith("LD_PRELOAD="))
 
 
 async def ask(path: Path, command: str) -> str:
@@ -47,6 +59,10 @@ class Server:
         self._folder = folder
         self.socket = folder / "s"
         self.port = free_port()
+        self.library = time_library()
+        self._shift = folder / "shift"  # of its clock, in seconds
+        self._shift.write_text("+0")
+        self._is_timed = False  # it has started with that library before
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -56,6 +72,23 @@ class Server:
 
     async def start(self) -> None:
         """Start it, on the files of the one before, and wait until it stores."""
+        await self._launch()
+        if self.library and not self._is_timed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_START):
+                    await until_stored(self.socket)
+                    self._is_timed = True
+                    return
+            self.library = ""  # some hang with it
+            await self.kill()
+            await self._launch()
+        await until_stored(self.socket)
+
+    async def _launch(self) -> None:
+        another_time = {
+            "LD_PRELOAD": self.library, "FAKETIME_TIMESTAMP_FILE": str(self._shift),
+            "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }  # fmt: skip
         with (self._folder / "server.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 server_binary(),
@@ -64,15 +97,25 @@ class Server:
                 *("--maxmemory-policy", "noeviction"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
+                stderr=log,
+                env={**os.environ, **(another_time if self.library else {})},
                 start_new_session=True,
                 restore_signals=False,  # SIGXFSZ stays ignored, so that a file-size limit is an error of the write
             )
-        await until_stored(self.socket)
 
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+
+    def step_back(self) -> None:
+        """Set its clock back by an hour. One that is started after this has it so, too."""
+        self._shift.write_text(str(int(self._shift.read_text()) - HOUR))
+
+    async def time(self) -> int:
+        """What it takes for the time, in seconds; 0 if it does not answer."""
+        answer = await self.ask("EVAL \"return tonumber(redis.call('TIME')[1])\" 0")
+        return int(answer[1:]) if answer.startswith(":") else 0
 
     async def ask(self, command: str) -> str:
         return await ask(self.socket, command)

@@ -13,7 +13,7 @@ from servers import UNLIMITED, limit_files
 from chaos.faults import NO_EFFECT, Faults, Inflict, Scope
 from chaos.plan import Planned
 from chaos.proxy import Mode
-from chaos.server import file_size, until_stored
+from chaos.server import HOUR, file_size, until_stored
 from chaos.world import Servers
 
 
@@ -39,6 +39,7 @@ class ServerFaults(Faults):
                     "SCRIPT FLUSH": lambda: self._tell("SCRIPT FLUSH"),
                     "OOM": lambda: self._out_of_memory(planned.lasts),
                     "MISCONF": lambda: self._misconf(planned.lasts),
+                    "clock an hour back": self._step_back,
                 }
                 return "server", ("main", None, None, None), inflict[how]
             case _:
@@ -91,6 +92,17 @@ class ServerFaults(Faults):
             return "" if answer.startswith("-OOM") else f"the server answered {answer!r}"
         finally:
             await server.insist("CONFIG SET maxmemory 0")
+
+    async def _step_back(self) -> str:
+        """Each time it stays where it was set: a step forward would end leases and waits early."""
+        server = self._servers.server
+        before = await server.time()
+        server.step_back()
+        for _ in range(round(NO_EFFECT / 0.05)):
+            if before and 0 < await server.time() < before - HOUR / 2:
+                return ""
+            await asyncio.sleep(0.05)
+        return "its clock did not step"
 
     async def _misconf(self, lasts: float) -> str:
         """Its file cannot grow, and with ``everysec`` it refuses writes (with ``always`` it would end).

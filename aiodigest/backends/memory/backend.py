@@ -90,7 +90,7 @@ class ReferenceBackend(Backend, Operations):
 
     @contextmanager
     def _transition(self, shard: int, *, begins: bool = False) -> Generator[tuple[Shard, int]]:
-        """Yield a shard and the time by its clock. Those who wait for it are woken if its schedule then begins earlier."""
+        """Yield a shard and the time by its clock. Who waits for it is woken if its schedule then begins earlier."""
         with self._lock:
             machine, now = self._tick(shard, begins=begins)
             before = machine.head_ms
