@@ -52,7 +52,6 @@ class World:
         self._tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
         self._deaf = self._random.random() < 0.1
         self._troubles = 0
-        self._behind_ms = 0  # how far the clock was put back
         self._names = count(1)
         self._actors: list[Actor] = []
         self._dead: list[Actor] = []
@@ -163,7 +162,7 @@ class World:
         setup = self._setup
         for actor in self._actors:
             actor.adding.clear()
-        await self._empty(4 * setup.lease_timeout + setup.longest_rest + 120 + self._behind_ms / 1000)
+        await self._empty(4 * setup.lease_timeout + setup.longest_rest + 120)
         await asyncio.sleep(2 * setup.lease_timeout + setup.longest_rest)
 
     def _held(self) -> list[str]:
@@ -342,7 +341,6 @@ class World:
         step = self._random.choice((-120_000, -30_000, 5_000, 30_000, 3_600_000))
         self.witness.tell(f"the server's clock steps by {step / 1000:g} s")
         self._server.offset_ms += step
-        self._behind_ms += max(0, -step)
 
     async def _break_receiver(self) -> None:
         self.witness.tell("the receiver fails")
