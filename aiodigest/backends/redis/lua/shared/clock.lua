@@ -14,7 +14,8 @@ end
 
 -- Return a time that the layout keeps, 0 if there is none; another program may have written anything.
 local function read_time(text)
-  return text and #text < 15 and string.find(text, '^%d+$') and tonumber(text) or 0
+  local time = text and tonumber(text)
+  return time and time >= 0 and time < 1e14 and time % 1 == 0 and time or 0
 end
 
 shift, latest = read_time(shift), read_time(latest)
