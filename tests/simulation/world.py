@@ -338,7 +338,7 @@ class World:
                 self.witness.left(actor.process)
 
     async def _step_clock(self) -> None:
-        step = self._random.choice((-120_000, -30_000, 5_000, 30_000, 3_600_000))
+        step = self._random.choice((-3_600_000, -30_000, 5_000, 30_000, 3_600_000))
         self.witness.tell(f"the server's clock steps by {step / 1000:g} s")
         self._server.offset_ms += step
 
