@@ -28,6 +28,7 @@ from stores import bound_of_dead_letters
 
 from aiodigest import (
     JSON,
+    AiodigestError,
     BackendUnavailable,
     BackoffMode,
     Delivery,
@@ -393,6 +394,7 @@ async def test_a_report_whose_reply_was_lost_is_repeated_and_counts_once(
         *((call, ConfigurationError("no access"), "the server cannot be used: no access", LEASE / 2) for call in CALLS),
         ("read", BackendUnavailable("no answer"), "the server is unavailable: no answer", LEASE / 2),
         ("close", BackendUnavailable("no answer"), "the server is unavailable: no answer", 10 * MINUTE),
+        *((call, AiodigestError("it said: what?"), "is unavailable: it said: what?", LEASE / 2) for call in CALLS),
     ],
 )
 async def test_a_server_that_refuses_access_for_a_while_does_not_bring_a_digest_twice(
@@ -411,6 +413,17 @@ async def test_a_server_that_refuses_access_for_a_while_does_not_bring_a_digest_
         assert now() < seconds + 2
     assert inbox.values == [list(range(1500))]
     assert logged(line)
+
+
+async def test_a_report_that_is_answered_what_nobody_foresaw_is_given_up_with_its_lease(logged: Logged) -> None:
+    inbox, backend = Inbox(), await holding(1)
+    backend.take_down("close", "renew", error=AiodigestError("it said: what?"))
+    async with delivering(inbox, backend, retry=RETRY):
+        await asyncio.sleep(LEASE + 2)
+        assert logged("its lease will end")
+        assert not inbox.seen
+        backend.bring_up()
+        assert (await inbox.outcome()).attempt == 2
 
 
 async def test_a_backlog_is_claimed_some_at_a_time_and_reports_of_one_turn_go_out_as_one_call() -> None:

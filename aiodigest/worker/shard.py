@@ -211,7 +211,7 @@ class ShardWorker:
         loop, lease, read = asyncio.get_running_loop(), active.lease, self._shared.backend.read
         async with self._shared.limit.gate:
             entries = await entries_of(
-                lease, lambda start, count: self._until_answered(partial(read, self.shard, lease, start, count))
+                lease, lambda start, count: self._until_answered(partial(read, self.shard, lease, start, count), active)
             )
             attempt = await self._shared.dispatcher.prepare(lease, entries)
             if self._shared.stopping.is_set():
@@ -225,7 +225,8 @@ class ShardWorker:
                 self._shared.limit.changed.set()
             ended = loop.time()
             self._shared.limit.learn(lease.key, outcome.success, started, ended, outcome.pause)
-        closed = await self._until_answered(partial(outcome.report_to, self._closes.submit, self._retries.submit))
+        report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
+        closed = await self._until_answered(report, active)
         log_let_go(self.shard, closed.let_go)
         tell(self._shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
@@ -245,23 +246,25 @@ class ShardWorker:
         self._end_if_retired()
         self._shared.limit.changed.set()
 
-    async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _until_answered(self, call: Callable[[], Awaitable[T]], active: ActiveDelivery) -> T:
         """Call the store for a delivery until it answers, if only with an error of the timeline's.
 
-        A server that refuses access may allow it again, as after a change of passwords.
+        A server that refuses access may allow it again, as after a change of passwords; one that answers what nobody
+        foresaw has until the lease ends to think better of it.
         """
         calls = self.leases.calls
         while True:
             try:
                 answer = await call()
-            except (BackendUnavailable, ConfigurationError) as error:
+            except AiodigestError as error:
+                unforeseen = type(error) is AiodigestError and asyncio.get_running_loop().time() < active.ends
+                if not (unforeseen or isinstance(error, (BackendUnavailable, ConfigurationError))):
+                    self._shared.availability.answered(calls)
+                    raise
                 if self.has_ended:  # a callback has outlived its worker
                     raise
                 self.leases.failed(error, calls)
                 await self._shared.availability.pause(calls)
-            except AiodigestError:
-                self._shared.availability.answered(calls)
-                raise
             else:
                 self._shared.availability.answered(calls)
                 return answer
