@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 from zlib import crc32
 
@@ -28,6 +29,7 @@ GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a dige
 MAX_SHARDS = 1024
 STEP_MS = 1_000  # the server's clock has stepped back if it is behind by more; what it is behind is noted as often
 STEP_TOLD_MS = 3_600_000  # for how long `Operations.counts` tells of that
+ENOUGH = 0.1  # of a call's time: with less left it is not sent any more, but answered at once
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
@@ -38,12 +40,16 @@ class Retired(AiodigestError):
 
 
 class Add(NamedTuple):
-    """A record to append; ``own`` says that its timeline is to keep the limits, since a claim may not know them."""
+    """A record to append; ``own`` says that its timeline is to keep the limits, since a claim may not know them.
+
+    ``until`` is the event loop's time at which its caller gives it up: what reaches a server later must do nothing.
+    """
 
     key: str
     entry: bytes
     terms: Terms
     own: bool = False
+    until: float = inf
 
 
 @dataclass(slots=True)  # frozen, the making of one would take three times as long

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext, suppres
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
+from math import inf
 from os import urandom
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 
@@ -462,7 +463,7 @@ class DigestEngine(Generic[T]):
         only if its ``stored`` is "unknown" may anything be stored.
         """
         session, began = self._entered(), asyncio.get_running_loop().time()
-        add = await self._encode(key, value, record_id, timestamp)
+        add = await self._encode(key, value, record_id, timestamp, until=began + self.timeout)
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
@@ -535,6 +536,7 @@ class DigestEngine(Generic[T]):
         record_id: str | None,
         timestamp: datetime | float | None,
         policies: Mapping[str, Policy | BaseException] | None = None,
+        until: float = inf,
     ) -> Add:
         name(key, "key", self.bounds.name)
         if record_id is None:
@@ -546,7 +548,7 @@ class DigestEngine(Generic[T]):
             raise policy
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
         entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
-        return Add(key, entry, policy.terms, self._policies.own)
+        return Add(key, entry, policy.terms, self._policies.own, until)
 
     # Looking at timelines and dead letters, and moving them by hand
 

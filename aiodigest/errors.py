@@ -55,8 +55,8 @@ class BackendUnavailable(AiodigestError):
     """The server could not be reached, or refuses writes at the moment; the ``message`` says why.
 
     ``record_id`` is the record of a failed add, else None. ``stored`` says if it was stored: ``"no"``, or
-    ``"unknown"`` if the call was sent and its answer was lost. Adding again under that id is harmless while
-    the record waits; if it was delivered meanwhile, it comes again.
+    ``"unknown"`` if the call was sent and its answer was lost. Adding again under that id is harmless: once its
+    ``timeout`` is over, a call that arrives late does nothing. If it was delivered meanwhile, it comes again.
     """
 
     def __init__(self, message: str, *, record_id: str | None = None, stored: Literal["no", "unknown"] = "no") -> None:

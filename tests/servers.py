@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -200,8 +201,14 @@ def running_server(*options: str, binary: str = "") -> Generator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+TIME = b"*1\r\n$4\r\nTIME\r\n"
+
+
 class Proxy:
-    """Stands between a client and a server, and can cut a connection instead of passing a reply on."""
+    """Stands between a client and a server, and can cut a connection instead of passing a reply on.
+
+    Whoever asks for the time gets it, and is counted apart.
+    """
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -211,6 +218,7 @@ class Proxy:
         self.refused = b""  # requests with this in them go no further, and are told the lie
         self.connections = 0
         self.requests = 0
+        self.times = 0  # how often the time was asked for
         self._listener: asyncio.Server | None = None
 
     @property
@@ -229,9 +237,15 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         server_reader, server_writer = await asyncio.open_unix_connection(self.server.socket)
-        back = asyncio.create_task(self._answer(server_reader, writer))
+        asked = deque[bytes]()
+        back = asyncio.create_task(self._answer(server_reader, writer, asked))
         try:
             while request := await reader.read(1 << 20):
+                if request == TIME:
+                    self.times += 1
+                    asked.append(request)
+                    server_writer.write(request)
+                    continue
                 self.requests += 1
                 await self.let_through()
                 if self.refused and self.refused in request:
@@ -245,8 +259,12 @@ class Proxy:
             server_writer.close()
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: deque[bytes]) -> None:
         while reply := await reader.read(1 << 20):
+            if asked:
+                asked.popleft()
+                writer.write(reply)
+                continue
             if self.swallows():
                 break
             writer.write(reply if self.refused else self.lie or reply)

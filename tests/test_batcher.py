@@ -171,6 +171,20 @@ async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored_and_what_wa
     assert wire.sent == [[1], [3]]
 
 
+async def test_what_could_not_be_sent_before_the_last_tenth_of_its_time_is_not_sent_and_spoils_no_call() -> None:
+    async with batching(held=True) as (batcher, wire):
+        [first] = held(batcher, 1)
+        await settle()
+        [late] = held(batcher, 2)
+        await asyncio.sleep(0.2)
+        [in_time] = held(batcher, 3)
+        await asyncio.sleep(4.4)
+        wire.gate.set()
+        assert ((await unavailable(late)).stored, await first, await in_time) == ("no", 2, 6)
+        assert now() == pytest.approx(4.6, abs=0.02)
+    assert wire.sent == [[1], [3]]
+
+
 async def test_each_item_has_the_whole_timeout_and_no_more_and_time_that_was_spent_before_counts() -> None:
     began = asyncio.get_running_loop().time()
 

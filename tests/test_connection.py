@@ -168,6 +168,9 @@ reply: Callable[[str], Exception] = cast("Any", BaseParser).parse_error  # an er
         (OSError("broken pipe"), BackendUnavailable, "broken pipe"),
         (reply("WRONGPASS invalid username-password pair"), ConfigurationError, "refuses access"),
         (reply("NOAUTH Authentication required."), ConfigurationError, "refuses access"),
+        (reply("ERR Protocol error: unauthenticated multibulk length"), ConfigurationError, "refuses access"),
+        (reply("ERR Protocol error: unauthenticated bulk length"), ConfigurationError, "refuses access"),
+        (reply("LATE 1700000000000"), BackendUnavailable, "too late"),
         (reply("ERR invalid password"), ConfigurationError, "refuses access"),
         (reply("ERR wrong number of arguments for 'auth' command"), ConfigurationError, "refuses access"),
         (reply("NOPERM this user has no permissions"), ConfigurationError, "refuses access"),
@@ -234,11 +237,12 @@ def test_of_a_slot_that_is_being_moved_the_server_s_text_of_scripts_is_left_out(
 
 
 class SlowServer:
-    """Takes ``connecting`` seconds for a connection, and answers commands once ``gate`` is set."""
+    """Takes ``connecting`` seconds for a connection, tells the time, and answers calls once ``gate`` is set."""
 
     def __init__(self, connecting: float = 0.0) -> None:
         self.connecting = connecting
         self.gate = asyncio.Event()
+        self.time: object = [b"1700000000", b"0"]  # or an error
         self.wires: list[SlowWire] = []
 
     @property
@@ -264,7 +268,8 @@ class SlowWire:
     def __init__(self, server: SlowServer) -> None:
         self.server = server
         self.is_connected = False
-        self.sent = 0
+        self.sent = 0  # calls
+        self._is_asked_the_time = False
         self._closed = asyncio.Event()
 
     async def connect(self) -> None:
@@ -280,9 +285,14 @@ class SlowWire:
 
     async def send_packed_command(self, command: bytes, check_health: bool = True) -> None:
         self.is_connected = True  # redis-py's connect again if they must
-        self.sent += 1
+        self._is_asked_the_time = b"TIME" in command
+        self.sent += not self._is_asked_the_time
 
     async def read_response(self) -> object:
+        if self._is_asked_the_time:
+            if isinstance(self.server.time, Exception):
+                raise self.server.time
+            return self.server.time
         ends = [asyncio.create_task(event.wait()) for event in (self.server.gate, self._closed)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -297,7 +307,7 @@ class SlowWire:
 
 def add(connections: Connections) -> asyncio.Task[object]:
     """A call that must not be repeated."""
-    return asyncio.create_task(connections.run("add", "{n}:layout", []))
+    return asyncio.create_task(connections.run("add", "{n}:layout", ["", ""]))
 
 
 async def failures(calls: Sequence[asyncio.Task[object]]) -> list[str]:
@@ -331,6 +341,41 @@ async def test_closing_connections_fails_calls_under_way_and_those_that_wait_and
     assert await failures(calls) == ["unknown"] * CONNECTIONS + ["no"] * CONNECTIONS
     assert now() < 1
     assert (server.open, server.sent, len(server.wires)) == (0, CONNECTIONS, CONNECTIONS)
+
+
+@virtual_time
+async def test_a_server_that_may_not_be_asked_for_the_time_is_called_all_the_same() -> None:
+    server = SlowServer()
+    server.gate.set()
+    server.time = reply("NOPERM this user has no permissions to run the 'time' command")
+    connections = Connections(server.url, 5)
+    with pytest.raises(BackendUnavailable, match="not a valid answer to add"):
+        await add(connections)
+    assert server.sent == 1
+    await connections.close()
+
+
+@virtual_time
+async def test_each_new_connection_tells_its_server_s_clock_since_another_one_may_be_the_primary() -> None:
+    server = SlowServer()
+    server.gate.set()
+    connections = Connections(server.url, 5)
+    for seconds in (1_000, 5_000):
+        server.time = [b"%d" % seconds, b"500000"]
+        await connections.command("", "PING")
+        [there] = connections._servers.values()
+        assert there._ahead == seconds + 0.5 - asyncio.get_running_loop().time()
+        await connections.hang_up("")
+    await connections.close()
+
+
+@virtual_time
+async def test_what_waited_for_a_connection_into_the_last_tenth_of_its_time_is_not_sent() -> None:
+    server = SlowServer(connecting=4.6)
+    connections = Connections(server.url, 5)
+    assert await failures([add(connections)]) == ["no"]
+    assert (now(), server.sent) == (pytest.approx(4.6, abs=0.01), 0)
+    await connections.close()
 
 
 async def test_a_connection_that_was_dropped_is_not_opened_anew_by_what_is_sent_on_it() -> None:

@@ -7,6 +7,7 @@ import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from replicas import until
 from servers import Proxy, Server, running_server
 from stores import DAY, LEASE, NOW
 from storestate import check_invariants, redis_state
+from test_cluster import VERBS, Held
 
 from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.policy import Policy
@@ -421,6 +424,36 @@ async def test_connecting_takes_three_commands_and_a_call_one(server: Server, na
         # what the user may do, the add and the look; each may be unknown to the server, and then sent whole
         assert calls.get("cmdstat_eval", 0) <= calls["cmdstat_evalsha"] == 3
         assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
+
+
+async def test_a_script_that_comes_too_late_does_nothing(
+    server: Server, namespace: str, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stamped(_: object, command: Sequence[scripts.Argument], late: float) -> Sequence[scripts.Argument]:
+        return *command[:5], f"{command[5]}<1", *command[6:]
+
+    def dump() -> dict[bytes, tuple[bytes, bool]]:
+        keys = client.scan_iter(match=f"{{{namespace}}}*", count=1000)
+        return {key: (client.dump(key), client.pttl(key) > 0) for key in keys}
+
+    async with connected(server.url, namespace) as backend:
+        held = Held(backend, policy=Policy(minimum_delay=0))
+        await held.fill()
+        run = backend.namespace.connections.run
+        verbs: dict[str, Callable[[], Awaitable[object]]] = {
+            **{name: partial(verb, held) for name, verb in VERBS.items()},
+            "layout": lambda: run("layout", f"{{{namespace}}}:other", ["version", "", "1:1:1"]),
+            "reshard": lambda: run("reshard", backend.namespace.root, ["1:1:1", "", "1:2:2"]),
+            "drain": lambda: run("drain", backend.namespace.root, ["1:1:1", "", "1:1:1:draining"]),
+        }
+        assert verbs.keys() == scripts.load_scripts().keys() - {"permits"}  # which leaves nothing behind
+        before = dump()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServerConnections, "_timed", stamped)
+            for name, verb in verbs.items():
+                with pytest.raises(BackendUnavailable, match="too late") as caught:
+                    await verb()
+                assert (caught.value.stored, dump() == before) == ("no", True), name
 
 
 async def test_a_connection_that_was_closed_while_idle_is_replaced(backend: RedisBackend, client: Any) -> None:

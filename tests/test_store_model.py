@@ -997,6 +997,8 @@ def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
 # sure of it itself.
 ELSEWHERE = {
     "shared/clock.lua not now: yes": "test_200_concurrent_adds_share_a_few_connections",
+    "shared/late.lua server_time >= tonumber(too_late): yes": "test_a_script_that_comes_too_late_does_nothing",
+    "shared/late.lua too_late: no": "test_a_script_that_comes_too_late_does_nothing",
     "shared/lease.lua room_bytes < 0: yes": "test_large_values_do_not_swell_an_answer",
     "shared/lease.lua #page == 0: yes": "",  # it reads no more entries than it has counted
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",

@@ -61,9 +61,9 @@ async def answer_unavailable(request: Request, error: Exception) -> JSONResponse
 
     ``app.add_exception_handler(BackendUnavailable, answer_unavailable)``; an app that calls ``add_many`` also needs
     ``app.add_exception_handler(PartialAdd, answer_unavailable)``. The JSON body has a ``detail`` for people, and
-    for an add ``stored`` ("no" or "unknown") and ``record_id``: adding again under that id is harmless while the record
-    waits. For a PartialAdd ``stored`` is "no" if that holds for all entries, and ``record_id`` is null. Clients do not
-    learn why the server is away, or where it is: that is logged, as a warning.
+    for an add ``stored`` ("no" or "unknown") and ``record_id``: adding again under that id is harmless; if it was
+    delivered meanwhile, it comes again. For a PartialAdd ``stored`` is "no" if that holds for all entries, and
+    ``record_id`` is null. Clients do not learn why the server is away, or where it is: that is logged, as a warning.
 
     Raises ``error`` unchanged if it is neither a BackendUnavailable, nor a PartialAdd all of whose errors are.
     """

@@ -9,6 +9,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from aiodigest.backend import ENOUGH
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.worker.tasks import GRAIN, Timer
 
@@ -65,7 +66,7 @@ class Batcher(Generic[Item, Answer]):
 
     ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
     An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
-    was sent. Without room, ``submit`` waits for some within that time.
+    was sent: none is in the last tenth of its time. Without room, ``submit`` waits for some within that time.
     """
 
     def __init__(
@@ -152,13 +153,16 @@ class Batcher(Generic[Item, Answer]):
     def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
         batch: list[Job[Item, Answer]] = []
         size, waiting = 0, queue.waiting
+        soon = asyncio.get_running_loop().time() + ENOUGH * self._timeout
         while waiting and len(batch) < BATCH_ITEMS:
             if batch and size + waiting[0].size > BATCH_BYTES:
                 break
             job = waiting.popleft()
             self._items -= 1
             self._bytes -= job.size
-            if not job.answer.done():  # else its caller was cancelled or timed out
+            if job.deadline < soon:  # it would be the others' deadline too
+                self._fail([job], f"it could not be sent within {self._timeout:g} s", "no")
+            elif not job.answer.done():  # else its caller was cancelled or timed out
                 size += job.size
                 batch.append(job)
         if not waiting:

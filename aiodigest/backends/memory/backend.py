@@ -129,7 +129,7 @@ class ReferenceBackend(Backend, Operations):
         if not adds:
             return answers
         with self._transition(shard, begins=True) as (machine, now):
-            for key, entry, terms, own in adds:
+            for key, entry, terms, own, _ in adds:
                 held, limits = machine.held.setdefault(key, Held()), terms.limits
                 held.log.append(stamp(entry, now - machine.shift_ms))
                 held.own = limits if own else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from math import inf
+from operator import attrgetter
 from typing import Any, Self, cast
 from uuid import uuid4
 
@@ -89,11 +91,12 @@ class RedisBackend(Backend):
         """
         answers: dict[int, bool | AiodigestError] = {}
         unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
+        late = min(map(attrgetter("until"), adds), default=inf)
         for where, indices in unsent:
             told: list[bool | AiodigestError] = []
             head, items = scripts.pack_adds([adds[index] for index in indices])
             try:
-                await self.namespace.call_each("add", where, head, items, scripts.done, told=told)
+                await self.namespace.call_each("add", where, head, items, scripts.done, told=told, late=late)
             except Retired:
                 groups: dict[int, list[int]] = {}
                 for index in indices[len(told) :]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
@@ -240,8 +241,9 @@ class Namespace:
         repeat: bool = False,
         now: Argument | None = None,
         settled: bool = False,
+        late: float = inf,
     ) -> object:
-        """Run a script on a shard, and make the shard's layout first if it has none.
+        """Run a script on a shard, and make the shard's layout first if it has none; nothing is done from ``late`` on.
 
         ``repeat`` if it may run twice although its second answer may be another one. Raises Retired, and does nothing,
         if the shard no longer takes adds (and this is one, or ``settled``), or no longer takes anything.
@@ -265,7 +267,7 @@ class Namespace:
                 try:
                     sent = True
                     return await connections.run(
-                        name, key, (version, now, *arguments), repeat=repeat, replicas=replicas
+                        name, key, (version, now, *arguments), repeat=repeat, replicas=replicas, late=late
                     )
                 except LayoutMismatch as mismatch:
                     # it has not failed (calls.py sends again what has), but did nothing, as its version was out of
@@ -286,11 +288,12 @@ class Namespace:
         *,
         numbered: bool = False,
         told: list[T | AiodigestError] | None = None,
+        late: float = inf,
     ) -> list[T | AiodigestError]:
         """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
 
         ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item. ``told`` is
-        where the answers are put, also those of the calls before one that fails.
+        where the answers are put, also those of the calls before one that fails. Nothing is done from ``late`` on.
         """
         told, now = [] if told is None else told, self.time()
         while left := items[len(told) :]:
@@ -300,7 +303,7 @@ class Namespace:
                     break
                 arguments += item
                 sent += 1
-            answers = cast("list[object]", await self.call(name, shard, *arguments, now=now))
+            answers = cast("list[object]", await self.call(name, shard, *arguments, now=now, late=late))
             codes = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)}
             fits = 0 < len(answers) <= sent  # else they are none at all, or another question's
             if not fits or codes & DEMOTED:
@@ -365,7 +368,7 @@ class Namespace:
         else:
             return
         if is_old:
-            await connections.run("drain", key, [before, fits])
+            await connections.run("drain", key, [before, "", fits])
         elif stored != fits:  # else another call has mended it meanwhile
             raise ConfigurationError(
                 f"shard {shard} of namespace {self.name!r} has the layout {stored}, which does not fit the "
@@ -374,7 +377,7 @@ class Namespace:
 
     async def note(self, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
         """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""
-        reply = await self.connections.run("layout", where, [field, layout.version], replicas=replicas)
+        reply = await self.connections.run("layout", where, [field, "", layout.version], replicas=replicas)
         return text(cast("list[bytes]", reply)[1])
 
     def _gone(self, shard: int) -> Retired:

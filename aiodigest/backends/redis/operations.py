@@ -182,7 +182,7 @@ class RedisOperations(Operations):
             return False
         new = Layout(shards, old.epoch + 1)
         await namespace.note(namespace.root, "current", old)  # if it is new
-        change = [old.version, new.version]
+        change = [old.version, "", new.version]
         begun = await connections.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
         await namespace.look_up()
         if begun != 1 and namespace.layout.current != new:
@@ -204,7 +204,7 @@ class RedisOperations(Operations):
             if broken and not held:
                 raise broken
             if not held:
-                await connections.run("reshard", namespace.root, [old.version, ""])
+                await connections.run("reshard", namespace.root, [old.version, "", ""])
         await namespace.look_up()
         if self._goal is not None and namespace.layout.current.epoch < self._goal.epoch:  # forgotten by a failover
             await self.reshard(self._goal.shards)
@@ -216,7 +216,7 @@ class RedisOperations(Operations):
         namespace = self._namespace
         home = namespace.layout.homes[shard]
         # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
-        mark, replicas = [home.layout.version, home.layout.draining], namespace.wait_replicas
+        mark, replicas = [home.layout.version, "", home.layout.draining], namespace.wait_replicas
         key = namespace.key(shard, "layout")
         marked = await namespace.connections.run("drain", key, mark, replicas=replicas)
         if text(cast("list[bytes]", marked)[1]) == RETIRED:

@@ -62,6 +62,7 @@ class Script:
     parts: frozenset[str]  # of the work for which a user needs it: "add", "deliver", "look", "move by hand"
     commands: frozenset[str]  # if the user may not run one, the script is not begun: refused half-way, it is half done
     repeatable: bool  # running it twice is harmless
+    timed: bool  # ARGV[2] may say from when on it does nothing
     replicated: bool  # waited for by `wait_replicas`: must not be forgotten once it was answered
     reply: Shape
 
@@ -108,6 +109,7 @@ def load_scripts() -> Mapping[str, Script]:
                 frozenset(filter(None, header.get("Parts", "").split(", "))),
                 frozenset(header.get("Commands", "").split()),
                 "repeatable" in flags,
+                "\n-- late: " in body,
                 "replicated" in flags,
                 read_shape(header["Reply"]),
             )
@@ -212,6 +214,7 @@ REPLIES: Mapping[str, str] = {  # of commands that are sent beside the scripts
     "HMGET": "[text | nil...]",
     "INFO": "text",
     "SCAN": "[text, [text...]]",
+    "TIME": "[text, text]",
     "UNLINK": "int",
     "XREAD": "nil | [[text, [[text, [text...]]...]]...]",
 }

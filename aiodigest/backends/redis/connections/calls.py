@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
+from math import inf
 from random import sample
 from typing import TypeVar, cast
 
@@ -46,8 +47,9 @@ class Connections:
     """Connections for one event loop to a server, or to the primaries of a cluster, and calls on them.
 
     A server tries a call once. Here, and nowhere else, it is decided whether one that failed was sent, and is sent
-    again: on a new connection, if an old one broke and running it twice is harmless; and to the new primary of a slot
-    that has moved. Its error is made here too. After a failure of a primary, the next call to it asks for the slots.
+    again: on a new connection, if an old one broke and running it twice is harmless, or if it came too late by a clock
+    that may have been known badly; and to the new primary of a slot that has moved. Its error is made here too. After a
+    failure of a primary, the next call to it asks for the slots.
     """
 
     def __init__(self, url: URL, timeout: float) -> None:
@@ -83,17 +85,27 @@ class Connections:
     # Calls
 
     async def run(
-        self, name: str, key: str, arguments: Sequence[Argument], *, repeat: bool = False, replicas: int = 0
+        self,
+        name: str,
+        key: str,
+        arguments: Sequence[Argument],
+        *,
+        repeat: bool = False,
+        replicas: int = 0,
+        late: float = inf,
     ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``."""
+        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``.
+
+        It does nothing where it comes too late: when its caller has given it up, or at ``late``, if that is earlier.
+        """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
-        call = self._exchange(
-            key,
-            lambda server, until, fresh: server.attempt(name, command, until, fresh, script.source, replicas),
-            repeat=repeat or script.repeatable,
-        )
-        return await apart(call)
+
+        async def attempt(server: ServerConnections, until: float, fresh: bool) -> object:
+            by = min(late, until) if script.timed else None
+            return await server.attempt(name, command, until, fresh, script.source, replicas, by)
+
+        return await apart(self._exchange(key, attempt, repeat=repeat or script.repeatable))
 
     async def command(
         self, key: str, *command: Argument, until: float | None = None, at: ServerConnections | None = None
@@ -148,6 +160,7 @@ class Connections:
             except Failed as failed:
                 error, is_old, sent = failed.error, failed.is_old, sent or failed.sent
             is_reply = isinstance(error, exceptions.ResponseError)
+            is_late = is_reply and code_of(error) == "LATE"  # it did nothing
             if is_reply and str(error).startswith("LAYOUT "):
                 raise LayoutMismatch(str(error).removeprefix("LAYOUT "))
             if self.url.nodes and isinstance(error, exceptions.MovedError):  # it did nothing
@@ -158,7 +171,7 @@ class Connections:
                     problem = f"its nodes do not agree on which of them has slot {error.slot_id}"
                     raise BackendUnavailable(f"{self.url} is unavailable: {problem}")
                 moved = True
-            elif repeat and is_old and not is_reply and loop.time() < until:
+            elif loop.time() < until and ((is_late and not fresh) or (repeat and is_old and not is_reply)):
                 fresh = True
             else:
                 if not is_reply or code_of(error) in DEMOTED:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import logging
 import os
+import socket
+import struct
+import sys
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from contextvars import Context, copy_context
@@ -26,6 +30,7 @@ T = TypeVar("T")
 
 Address: TypeAlias = tuple[str, int]
 
+AT_ONCE = struct.pack("HH" if sys.platform == "win32" else "ii", 1, 0)  # for SO_LINGER: on, 0 seconds
 MANY = 16  # sets of certificates
 _contexts: dict[object, SSLContext] = {}
 
@@ -80,10 +85,25 @@ async def send(connection: Connection, *command: Argument) -> None:
     await connection.send_packed_command(packed, check_health=False)
 
 
+async def connect(connection: Connection) -> None:
+    """Connect, so that closing the connection will reset it: nothing that still was on its way then arrives later."""
+    await connection.connect()
+    if (transport := _transport_of(connection)) and (peer := transport.get_extra_info("socket")):
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+
+
 async def drop(connection: Connection) -> None:
-    """Close a connection without waiting for its other end."""
+    """Close a connection without waiting for its other end, nor for what is still to be sent."""
+    if transport := _transport_of(connection):
+        transport.abort()
     with suppress(exceptions.RedisError, OSError):
         await connection.disconnect(nowait=True)
+
+
+def _transport_of(connection: Connection) -> asyncio.WriteTransport | None:
+    """Return the transport of an open connection, to which redis-py has no public way; None if it has none."""
+    writer: asyncio.StreamWriter | None = getattr(connection, "_writer", None)
+    return writer and writer.transport
 
 
 def new_connection(make: Maker, settings: Mapping[str, object]) -> Connection:

@@ -21,6 +21,7 @@ UNAVAILABLE = {
     "TRYAGAIN": "its slots are being moved",
     "ASK": "its slots are being moved",  # the node that is asked for knows nothing of what has not moved yet
     "UNKILLABLE": "it is busy running a script",
+    "LATE": "the call came to it too late, and did nothing",
 }
 DEMOTED = {"READONLY", "MASTERDOWN"}  # it is no primary any more: another server is, and must be looked for
 STRANGER = {"NOAUTH", "WRONGPASS"}
@@ -37,6 +38,8 @@ MOVING = "access a non local key"  # so is the first read of guard.lua refused; 
 def code_of(error: Exception | str) -> str:
     """Return the code of an error reply, as in ``OOM``; '' if it has none."""
     text = str(error)
+    if re.search(r"unauthenticated (multi)?bulk length", text):  # a call too long for who has not logged in
+        return "NOAUTH"
     # before Redis 7 the error of a command in a script stands inside another one
     inner = re.search(r"@user_script: ?\d+: -?([A-Z]{3,}) ", text)
     if inner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +12,8 @@ from typing import TypeVar, cast
 
 from redis import exceptions
 
-from aiodigest.backends.redis.connections.connection import Connection, drop, send
+from aiodigest.backend import ENOUGH
+from aiodigest.backends.redis.connections.connection import Connection, connect, drop, send
 from aiodigest.backends.redis.connections.errors import explain
 from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.scripts import Argument, fits, shape_of
@@ -22,7 +24,10 @@ T = TypeVar("T")
 CONNECTIONS = 8  # calls in batches need no more
 WAITERS = CONNECTIONS // 2  # of them for calls that wait for replicas: claims, renewals and reports have the others
 SPARE = 10.0  # seconds: after that a connection that nobody has used is closed
+IDLE = 25.0  # seconds: a connection unused for longer is asked something first, as a router may have forgotten it
+TRUSTED = 60.0  # seconds for which a server's clock, once told, is taken to go on at the rate of ours
 KEPT = 2  # are left open all the same: one for calls, and one to listen on
+LATE = re.compile(r"LATE (\d+)")  # is what scripts answer that come too late, with the server's time
 # How long to listen to a wake-up stream at a time; its end tells an idle worker that a server is frozen or cut off.
 BLOCK_MS = 20_000
 
@@ -43,7 +48,10 @@ class ServerConnections:
         self.url = url
         self.timeout = timeout
         self._primary = url  # whoever the sentinels named last, if they did
+        self._idle_for = float(cast("float", url.settings.get("health_check_interval") or IDLE))
         self._has_answered = False
+        self._ahead: float | None = None  # seconds that its clock is ahead of the event loop's, at least, if it told
+        self._asked = 0.0  # when it was asked for that
         self._idle: deque[tuple[Connection, float]] = deque()  # and since when; the one used last is used next
         self._busy: set[Connection] = set()
         self._listening: set[Connection] = set()  # of the busy ones
@@ -87,19 +95,31 @@ class ServerConnections:
     # Calls
 
     async def attempt(
-        self, name: str, command: Sequence[Argument], until: float, fresh: bool, source: str = "", replicas: int = 0
+        self,
+        name: str,
+        command: Sequence[Argument],
+        until: float,
+        fresh: bool,
+        source: str = "",
+        replicas: int = 0,
+        late: float | None = None,
     ) -> object:
-        """Try a call once: ``Failed`` says how far it came. ``fresh``: on a new connection."""
+        """Try a call once: ``Failed`` says how far it came. ``fresh``: on a new connection. ``late``: when it comes too
+        late, for a script that knows of it: it then does nothing."""
         sent = is_old = False
         try:
             async with asyncio.timeout_at(until), self._waiters if replicas else nullcontext(), self._open():
                 connection, is_old = await self._take(fresh)
-                sent = True
                 try:
+                    command = command if late is None else self._timed(command, late)
+                    sent = True
                     reply = await converse(connection, name, command, source)
                     if replicas and wrote(reply):
                         await self._replicated(connection, replicas, until)
-                except (exceptions.ResponseError, BackendUnavailable):  # an answer, or too few replicas
+                except (exceptions.ResponseError, BackendUnavailable) as error:  # an answer, or too few replicas
+                    if told := LATE.match(str(error)):
+                        self._hear_time(int(told[1]) / 1000)
+                        sent = False  # for nothing
                     await self._put(connection)
                     raise
                 except BaseException:  # one half of the call is missing
@@ -154,18 +174,47 @@ class ServerConnections:
         hint = "" if self._has_answered else self._primary.hint(error)
         return explain(error, str(self._primary), "unknown" if sent else "no", hint)
 
+    # The server's clock
+
+    def _timed(self, command: Sequence[Argument], late: float) -> Sequence[Argument]:
+        """Return a script's command that does nothing where it comes too late; BackendUnavailable if it soon would."""
+        if late - asyncio.get_running_loop().time() < ENOUGH * self.timeout:
+            raise BackendUnavailable(f"{self._primary} is unavailable: no call could be sent in time", stored="no")
+        if self._ahead is None:
+            return command
+        return *command[:5], f"{command[5]}<{int(1000 * (late + self._ahead))}", *command[6:]
+
+    async def _ask_time(self, connection: Connection) -> None:
+        """Ask for the time. Any answer shows that a connection is alive, and that the server takes it."""
+        self._asked = asyncio.get_running_loop().time()
+        try:
+            told = cast("list[bytes]", await converse(connection, "TIME", ("TIME",)))
+        except exceptions.ResponseError:  # its user may not ask
+            self._ahead = None
+        else:
+            self._hear_time(int(told[0]) + int(told[1]) / 1_000_000)
+
+    def _hear_time(self, told: float) -> None:
+        # it was read before its answer came: nothing is done too late if the answer took long
+        self._ahead = told - asyncio.get_running_loop().time()
+
     # Connections
 
     async def _take(self, fresh: bool = False) -> tuple[Connection, bool]:
-        """Return a live idle connection and True, or a new one and False. Nothing has been sent yet."""
+        """Return a live idle connection and True, or a new one and False. No call has been sent yet."""
         while self._idle and not fresh:
-            connection, _ = self._idle.pop()
+            connection, since = self._idle.pop()
             self._busy.add(connection)
             try:
                 stale = not connection.is_connected or await connection.can_read()  # it has ended, or left something
+                now = asyncio.get_running_loop().time()
+                if not stale and (now - since > self._idle_for or now - self._asked > TRUSTED):
+                    async with asyncio.timeout(self.timeout / 10):
+                        await self._ask_time(connection)
                 self._open()
             except (exceptions.RedisError, OSError):
                 stale = True
+                await self.hang_up()  # the others have been idle for longer
             except BaseException:
                 await self._discard(connection)
                 raise
@@ -178,8 +227,9 @@ class ServerConnections:
         connection = primary.connection(self.timeout)
         self._busy.add(connection)
         try:
-            await connection.connect()
+            await connect(connection)
             self._open()
+            await self._ask_time(connection)
         except BaseException:
             await self._discard(connection)
             raise

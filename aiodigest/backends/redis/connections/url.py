@@ -33,8 +33,11 @@ ALLOWED = (
 ESCAPE = "a / ? # or @ in a password must be escaped (%2F %3F %23 %40)"
 
 # what is taken over from a client: where and who, never how replies are read, repeated or timed
-COPIED = {"host", "port", "path", "db", "username", "password", "credential_provider", "client_name"}
-OPTIONS = frozenset({"db", "username", "password", "client_name"}).union(
+COPIED = {
+    "host", "port", "path", "db", "username", "password", "credential_provider", "client_name",
+    "health_check_interval",  # seconds after which an unused connection is asked first: by us, not by redis-py
+}  # fmt: skip
+OPTIONS = frozenset({"db", "username", "password", "client_name", "health_check_interval"}).union(
     name for name in signature(SSLConnection).parameters if name.startswith("ssl_")
 )
 OF_SENTINELS = frozenset({"sentinel_username", "sentinel_password"})
@@ -45,7 +48,6 @@ REFUSED: Mapping[str, str] = {  # what redis-py's URLs may have besides, and why
     "socket_connect_timeout": BY_TIMEOUT,
     "timeout": BY_TIMEOUT,
     "retry_on_timeout": "a call is repeated only if that is harmless",
-    "health_check_interval": "connections are looked at when they are used",
     "socket_keepalive": "it is always on",
     "max_connections": "a process has at most eight to a server, and those that listen",
     "protocol": "it is always 2",
@@ -138,7 +140,8 @@ class URL:
 
     def connection(self, timeout: float) -> Connection:
         """Make a connection, not connected yet."""
-        return new_connection(self.make, {**self.settings, "socket_connect_timeout": timeout})
+        settings = {**self.settings, "socket_connect_timeout": timeout}
+        return new_connection(self.make, settings | {"health_check_interval": 0})
 
     def at(self, address: Address) -> URL:
         """Return a node of a cluster, or a server of a service."""

@@ -1,16 +1,16 @@
 -- carry: take over the counters of a shard that is retired, once.
 --
 -- Flags     begins-namespace, repeatable, replicated
--- Commands  HGET HINCRBY HMGET HSET
+-- Commands  HGET HINCRBY HMGET HSET TIME
 -- Reply     int
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
--- ARGV[2]   now (unused)
+-- ARGV[2]   timing (late)
 -- ARGV[3]   shard (text): name of the retired one
 -- then      name, number, ...
 -- Returns   1
 --
--- Needs     guard
+-- Needs     guard late
 
 local shard = ARGV[3]
 local mark = 'carried:' .. shard

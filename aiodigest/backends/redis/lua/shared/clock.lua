@@ -5,6 +5,8 @@
 -- have, and nothing has to be moved. Times that users give or see, and those of records, are the server's.
 --
 -- ARGV[2]  now (int or '', ms): the server's time, given by tests; '' for the server's clock
+--
+-- Needs    late
 
 local now = tonumber(ARGV[2])
 if not now then

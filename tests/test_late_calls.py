@@ -1,0 +1,257 @@
+"""Calls that were given up and arrive all the same, and connections that are dead without having ended."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from ports import free_port
+from replicas import Relay, server_on, until
+from servers import Proxy, Server
+from test_cluster import VERBS, Held
+from test_redisbackend import connected
+
+from aiodigest import BackendUnavailable, ConfigurationError, DigestEngine, Policy
+from aiodigest.backend import Add
+from aiodigest.backends.redis.backend import RedisBackend
+from aiodigest.backends.redis.connections import server as server_module
+from aiodigest.backends.redis.connections.calls import Connections
+from aiodigest.backends.redis.connections.connection import connect, drop, send
+from aiodigest.backends.redis.connections.server import CONNECTIONS
+from aiodigest.backends.redis.connections.url import read_url
+from aiodigest.records.entries import pack, unpack
+
+WAITS = Policy(initial_delay=600)
+PATIENCE = 60.0
+
+
+def add(record: str = "r", value: bytes = b"v") -> Add:
+    return Add("key", pack(record.encode(), None, value), WAITS.terms)
+
+
+def dump(client: Any, namespace: str) -> dict[bytes, tuple[bytes, bool]]:
+    """All that a namespace holds."""
+    keys = client.scan_iter(match=f"{{{namespace}}}*", count=1000)
+    return {key: (client.dump(key), client.pttl(key) > 0) for key in keys}
+
+
+def calls_of(client: Any, command: str = "evalsha") -> int:
+    return client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0)
+
+
+class Stall(Proxy):
+    """A network that holds the calls of scripts back, and delivers them even if their sender has closed."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self.holding = False
+        self.held = 0
+        self.arrive = asyncio.Event()
+
+    async def let_through(self) -> None:
+        if self.holding and not self.arrive.is_set():
+            self.held += 1
+            await self.arrive.wait()
+
+    async def release(self) -> None:
+        """Let what was held arrive, and return when the server has run it."""
+        with self.server.client() as client:
+            before = calls_of(client)
+            self.arrive.set()
+            await until(lambda: calls_of(client) >= before + self.held)
+
+
+@asynccontextmanager
+async def stalled(server: Server, namespace: str) -> AsyncGenerator[tuple[RedisBackend, RedisBackend, Stall]]:
+    """A backend on a network that will stall, and another."""
+    async with (
+        Stall(server) as stall,
+        connected(server.url, namespace) as other,
+        connected(stall.url, namespace, timeout=1) as backend,
+    ):
+        yield backend, other, stall
+
+
+async def given_up(call: Callable[[], Any]) -> None:
+    with pytest.raises(BackendUnavailable):
+        await call()
+
+
+def values(entries: list[bytes]) -> list[bytes]:
+    return [unpack(entry).value for entry in entries]
+
+
+@pytest.mark.parametrize("is_delete", [False, True], ids=["replaced", "deleted"])
+async def test_a_late_call_changes_nothing_of_what_came_after_it(own: Server, namespace: str, is_delete: bool) -> None:
+    async with stalled(own, namespace) as (backend, other, stall):
+        await backend.add(0, [add(value=b"first")])
+        stall.holding = True
+        await given_up(lambda: backend.delete("key") if is_delete else backend.add(0, [add(value=b"older")]))
+        stall.holding = False
+        await other.add(0, [add(value=b"newer")])
+        await stall.release()
+        assert values(await other.operations.entries("key"))[-1] == b"newer"
+
+
+async def test_late_calls_of_every_kind_change_nothing(own: Server, namespace: str) -> None:
+    names = [name for name in VERBS if name not in ("look", "read", "counts", "letter", "letters", "retire")]
+    for start in range(0, len(names), CONNECTIONS):  # as many as are sent at once
+        some, space = names[start : start + CONNECTIONS], f"{namespace}-{start}"
+        async with stalled(own, space) as (backend, other, stall):
+            held = Held(other, policy=Policy(minimum_delay=0))
+            await held.fill()
+            held.backend = backend
+            await asyncio.gather(*(backend.operations.look("key") for _ in some))  # now there are connections
+            stall.holding = True
+            with own.client() as client:
+                before = dump(client, space)
+                await asyncio.gather(*(given_up(partial(VERBS[name], held)) for name in some))
+                await stall.release()
+                assert dump(client, space) == before, some
+
+
+async def test_a_server_whose_clock_is_not_what_it_was_is_asked_once_more(
+    server: Server, namespace: str, client: Any
+) -> None:
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [add("a")])
+        [there] = backend.namespace.connections._servers.values()
+        assert there._ahead is not None
+        there._ahead -= 3600  # as if the clock had stepped forward since
+        assert await backend.add(0, [add("b")]) == [False]
+        assert await backend.delete("key")
+
+
+async def test_a_clock_is_asked_for_again_after_a_while(server: Server, namespace: str) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.add(0, [add("a")])
+        [there] = backend.namespace.connections._servers.values()
+        assert there._ahead is not None
+        ahead, before = there._ahead, proxy.times
+        there._ahead += 3600  # as if it had stepped back since
+        there._asked -= 61
+        await backend.add(0, [add("b")])
+        assert (there._ahead < ahead + 60, proxy.times) == (True, before + 1)
+
+
+async def test_an_add_whose_time_is_nearly_over_is_not_sent(own: Server, namespace: str) -> None:
+    with own.client() as client:
+        async with connected(own.url, namespace, timeout=60) as backend:
+            await backend.add(0, [add()])
+            before, soon = calls_of(client), asyncio.get_running_loop().time() + 5.9
+            with pytest.raises(BackendUnavailable, match="in time") as caught:
+                await backend.add(0, [add("a"), add("b")._replace(until=soon)])
+            assert caught.value.stored == "no"
+            assert calls_of(client) == before
+
+
+async def test_adds_are_too_late_at_the_first_deadline_of_theirs(own: Server, namespace: str) -> None:
+    async with stalled(own, namespace) as (backend, other, stall):
+        await backend.add(0, [add("before")])
+        stall.holding = True
+        soon = asyncio.get_running_loop().time() + 0.5
+        adding = asyncio.create_task(backend.add(0, [add("a"), add("b")._replace(until=soon)]))
+        await asyncio.sleep(0.6)
+        await stall.release()
+        with suppress(BackendUnavailable):
+            await adding
+        assert len(await other.operations.entries("key")) == 1
+
+
+@asynccontextmanager
+async def refusing(server: Server, why: str) -> AsyncGenerator[None]:
+    with server.client() as client:
+        if why == "maxclients":
+            client.config_set("maxclients", client.info("clients")["connected_clients"])
+            yield
+            client.config_set("maxclients", 100)
+        elif why == "requirepass":
+            client.config_set("requirepass", "changed")
+            yield
+            client.config_set("requirepass", "")
+        else:
+            server.freeze()
+            yield
+            server.thaw()
+
+
+@pytest.mark.parametrize("why", ["maxclients", "requirepass", "frozen"])
+async def test_a_server_that_takes_no_connection_has_stored_nothing(own: Server, namespace: str, why: str) -> None:
+    key = f"{{{namespace}}}:layout"
+    url = read_url(f"unix://{own.socket}")  # without a login, which would be refused as well
+    connections = Connections(url, 0.2 if why == "frozen" else PATIENCE)
+    async with refusing(own, why):
+        with pytest.raises((BackendUnavailable, ConfigurationError)) as caught:
+            await connections.run("layout", key, ["version", "", "1:1:1"])
+        assert getattr(caught.value, "stored", "no") == "no"
+        await connections.close()
+
+
+async def test_a_connection_that_a_router_forgot_is_found_out_and_another_one_serves(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    with server_on(port):
+        monkeypatch.setattr(server_module, "IDLE", 0.001)
+        async with Relay(port) as relay, DigestEngine(relay.url, namespace=namespace) as engine:
+            await asyncio.gather(*(engine.peek(f"k{number}") for number in range(8)))
+            relay.swallow()
+            relay.mode = "pass"
+            await asyncio.sleep(0.01)
+            assert await engine.add("key", 1)
+
+
+async def test_a_url_may_say_how_long_a_connection_may_be_idle(server: Server, namespace: str) -> None:
+    async with Proxy(server) as proxy, connected(f"{proxy.url}&health_check_interval=1", namespace) as backend:
+        [there] = backend.namespace.connections._servers.values()
+        assert there._idle_for == 1
+        there._idle = deque((connection, since - 2) for connection, since in there._idle)
+        before = proxy.times
+        await backend.add(0, [add()])
+        assert proxy.times > before
+
+
+async def test_a_connection_in_use_is_not_asked_first(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "IDLE", PATIENCE)
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        for number in range(20):
+            await backend.add(0, [add(str(number))])
+        assert proxy.times == proxy.connections == 1
+
+
+async def test_a_connection_is_reset_when_it_is_given_up_and_what_was_on_its_way_does_not_arrive() -> None:
+    begun, received, ended = asyncio.Event(), 0, asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        await begun.wait()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                received += len(data)
+        writer.transport.abort()
+        ended.set()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 16)
+    connection: Any = read_url(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}").connection(PATIENCE)
+    await connect(connection)
+    peer = connection._writer.get_extra_info("socket")
+    assert struct.unpack("ii", peer.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)) == (1, 0)
+    sending = asyncio.create_task(send(connection, "SET", "key", b"x" * (1 << 25)))
+    await asyncio.sleep(0)
+    await drop(connection)
+    begun.set()
+    with suppress(Exception):
+        await sending
+    async with asyncio.timeout(PATIENCE):
+        await ended.wait()
+    assert received < 1 << 24
+    listener.close()
