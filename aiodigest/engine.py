@@ -133,7 +133,8 @@ class DigestEngine(Generic[T]):
         ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://`` (or ``valkey`` in place of
         ``redis``), ``embedded://`` (a server of its own in the user's data folder, or in ``AIODIGEST_DATA``) or
         ``embedded:///folder``; or a client, whose place, login and TLS are copied. A URL's options are ``db``,
-        ``username``, ``password``, ``client_name`` and ``ssl_...``; any other is refused.
+        ``username``, ``password``, ``client_name``, ``health_check_interval`` (seconds, 25 by default: a connection
+        unused for longer is tried before a call goes out on it) and ``ssl_...``; any other is refused.
     namespace : str
         Letters, digits, ``_``, ``.`` and ``-``, at most 64: keeps engines on one server apart.
     value_type : type, union or TypeAdapter, default JSON (any JSON value)
