@@ -164,6 +164,13 @@ class Retry(NamedTuple):
     aged: int = 0
 
 
+class Postpone(NamedTuple):
+    """A digest that was claimed, and may not run now: it waits ``delay_ms``, while it stays due when its lease says."""
+
+    lease: Lease
+    delay_ms: int
+
+
 class Move(NamedTuple):
     """A target for ``reschedule`` of a waiting timeline, or of the cool-down of one without records.
 
@@ -407,6 +414,15 @@ class Backend(Protocol):
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
         """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
+        ...
+
+    async def postpone(
+        self, shard: int, postpones: Sequence[Postpone], limits: Limits
+    ) -> Sequence[bool | AiodigestError]:
+        """Give leases back without charging the attempt, and let their digests wait; False for one that is lost.
+
+        They stay due when they were, which orders them when they are ready again. ``limits`` are as in a claim.
+        """
         ...
 
     async def wait(self, shard: int, last: str) -> str:

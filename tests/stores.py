@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Postpone, Retry
 from aiodigest.backends.memory import timelines
 from aiodigest.backends.redis import scripts
 from aiodigest.errors import AiodigestError
@@ -98,6 +98,12 @@ class Store:
         [released] = await self.backend.release(self.backend.shard_map.shard_of(lease.key), [lease], started)
         assert isinstance(released, bool)
         return released
+
+    async def postpone(self, lease: Lease, delay: int = 1_000) -> bool:
+        shard = self.backend.shard_map.shard_of(lease.key)
+        [held] = await self.backend.postpone(shard, [Postpone(lease, delay)], self.policy.terms.limits)
+        assert isinstance(held, bool)
+        return held
 
     async def due(self, key: str) -> int:
         """When a timeline is due, in ms since the tests' beginning."""

@@ -10,8 +10,9 @@ from aiodigest.records.entries import identity
 State = dict[str, Any]
 
 SETS = ("waiting", "ready", "leased")
+ORDERED = (*SETS, "postponed")  # of timelines, by times
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
-SHARED = (b"waiting", b"ready", b"leased", b"dead", b"wake", b"layout")
+SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part", "cut",
     "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
@@ -23,6 +24,7 @@ COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "let
 
 def reference_state(machine: Shard) -> State:
     state: State = {name: {key.encode(): due for key, due in getattr(machine, name).items()} for name in SETS}
+    state["postponed"] = {key.encode(): due for key, due in machine.postponed.items()}
     state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
     times = {
         "seen": machine.seen_ms, "clock": machine.clock_ms, "shift": machine.shift_ms, "stepped": machine.stepped_ms,
@@ -73,7 +75,7 @@ def redis_state(client: Any, tag: str) -> State:
     keys = sorted(client.scan_iter(match=b"{" + tag.encode() + b"}:*", count=1000))
     keys = [key for key in keys if key != prefix + b"sizes"]  # of its letters, which Pair compares
     pipe = client.pipeline(transaction=False)
-    for name in (*SETS, "dead"):
+    for name in (*ORDERED, "dead"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
     pipe.hgetall(prefix + b"layout")
     shared = [key for key in keys if key[len(prefix) :] in SHARED]
@@ -92,16 +94,16 @@ def redis_state(client: Any, tag: str) -> State:
     replies = pipe.execute()
     for key in reversed(shared):
         assert replies.pop() == -1, f"{key!r} would expire, which the keys of a shard do not"
-    state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(SETS, replies[:3], strict=True)}
+    state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(ORDERED, replies, strict=False)}
     state["layout"] = {
         name.decode(): int(value)
-        for name, value in replies[4].items()
+        for name, value in replies[5].items()
         if name not in (b"version", b"current", b"drains", b"shift") or (name == b"shift" and value != b"0")
     }
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
     timelines: dict[bytes, State] = {}
-    for key, value, lifetime in zip(parts, replies[5::2], replies[6::2], strict=True):
+    for key, value, lifetime in zip(parts, replies[6::2], replies[7::2], strict=True):
         kind, _, name = key[len(prefix) :].partition(b":")
         assert lifetime > 0, f"{key!r} has no expiry"
         if kind == b"remains":
@@ -125,10 +127,10 @@ def redis_state(client: Any, tag: str) -> State:
             int(facts[letter][b"attempt"]), facts[letter][b"digest"].decode(), remains.pop(letter),
             facts[letter][b"limits"].decode(),
         )
-        for letter, _ in replies[3]
+        for letter, _ in replies[4]
     }  # fmt: skip
     assert not remains, "records of dead letters that are no more"
-    assert set(facts) == {letter for letter, _ in replies[3]}, "facts of dead letters that are no more"
+    assert set(facts) == {letter for letter, _ in replies[4]}, "facts of dead letters that are no more"
     return state
 
 
@@ -155,6 +157,7 @@ def check_invariants(state: State) -> None:
     scheduled = [key for name in SETS for key in state[name]]
     holding = [key for key, timeline in state["timelines"].items() if timeline["log"] or timeline["open"]]
     assert sorted(scheduled) == sorted(holding)
+    assert state["postponed"].keys() <= state["waiting"].keys(), "what was postponed waits"
     for key, timeline in state["timelines"].items():
         assert bool(timeline["open"]) == ("id" in timeline["meta"]), f"{key!r}: a digest without entries"
         if key in scheduled:

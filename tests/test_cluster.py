@@ -571,6 +571,7 @@ VERBS: dict[str, Verb] = {
     "close": lambda held: held.close(held.leases["leased"]),
     "retry": lambda held: held.retry(held.leases["leased"]),
     "release": lambda held: held.release(held.leases["released"], started=True),
+    "postpone": lambda held: held.postpone(held.leases["released"]),
     "schedule": lambda held: held.backend.schedule(4_000_000_000_000),
     "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
     "flush": lambda held: held.backend.flush("waiting"),

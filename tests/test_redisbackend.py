@@ -252,6 +252,16 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend
     }  # fmt: skip
 
 
+async def test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten(
+    backend: RedisBackend, raw: Raw
+) -> None:
+    await claim(backend, 0)
+    raw.client.zadd(raw.key("postponed"), {"gone": NOW - 2, "gone too": NOW - 1})
+    for left in (1, 0):
+        await claim(backend, 0)
+        assert raw.client.zcard(raw.key("postponed")) == left
+
+
 @pytest.mark.usefixtures("emptied")
 async def test_1000_records_are_set_aside_one_by_one_in_one_close(backend: RedisBackend) -> None:
     await backend.add(0, [record("k", f"{number}") for number in range(1_000)])

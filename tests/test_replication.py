@@ -160,7 +160,7 @@ async def test_a_server_that_became_a_replica_is_left_for_the_new_primary_after_
         assert [digest.key for digest in inbox.came] == ["before", "key"]
 
 
-@pytest.mark.parametrize("call", ["close", "retry", "release", "open"])
+@pytest.mark.parametrize("call", ["close", "retry", "release", "postpone", "open"])
 async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(namespace: str, call: str) -> None:
     """What another worker was given since may not have come to it yet."""
     async with replicated() as (old, new), engine_to(old, namespace) as engine:
@@ -171,6 +171,7 @@ async def test_a_server_that_became_a_replica_does_not_say_that_a_lease_is_lost(
             "close": lambda: store.close(lease),
             "retry": lambda: store.retry(lease),
             "release": lambda: store.release(lease, started=False),
+            "postpone": lambda: store.postpone(lease),
             "open": lambda: store.backend.open(0, "k", LEASE, store.policy.terms.limits),
         }
         await until(lambda: new.ask("EXISTS", f"{{{namespace}}}:leased"))

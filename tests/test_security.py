@@ -32,7 +32,7 @@ from stores import Place
 from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, PartialAdd, Policy
-from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Retry
+from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Postpone, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.connection import _contexts
@@ -147,6 +147,9 @@ async def work(stage: Stage) -> None:
     checked(await backend.close(0, [Close(rest, closed.left, 0, 1000, LIMITS, LEASE, dead_letters=BAD)]))
     checked(await other.add(0, adds("soon", "a", policy=Policy(initial_delay=0.001))))
     while not (leases := (await backend.claim(0, 10, LEASE, LIMITS)).leases):  # it is due within a millisecond
+        pass
+    checked(await backend.postpone(0, [Postpone(leases[0], 1)], LIMITS))
+    while not (leases := (await backend.claim(0, 10, LEASE, LIMITS)).leases):
         pass
     checked(await other.add(0, adds("soon", "b")))
     stage.rang()

@@ -102,6 +102,7 @@ COMES_AGAIN: dict[str, tuple[Callable[[Store, Lease], Awaitable[object]], str, b
     "failed for a record": (lambda store, lease: store.retry(lease, failed=["b"]), "b", False, 2),
     "lost a record in its retry wait": (lambda store, lease: removed(store, store.retry(lease)), "b", False, 2),
     "given back unstarted": (lambda store, lease: store.release(lease, started=False), "ab", False, 1),
+    "postponed": (lambda store, lease: store.postpone(lease), "ab", False, 1),
     "given back": (lambda store, lease: store.release(lease, started=True), "ab", True, 1),
     "timed out": (lambda store, lease: removed(store, store.retry(lease, unknown=True)), "ab", True, 2),
     "lapsed": (lapsed, "ab", True, 3),
@@ -355,6 +356,60 @@ async def test_reschedule_moves_a_waiting_timeline_and_no_other(store: Store) ->
     assert await store.backend.reschedule("k", Move(store.policy.terms, at_ms=NOW - 1)) == NOW
     with pytest.raises(InvalidState, match="not waiting"):
         await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=1))
+
+
+async def test_what_is_postponed_waits_uncharged_and_is_due_as_before(store: Store) -> None:
+    await store.add("old", "a")
+    store.now += 5_000
+    await store.add("new", "b")
+    first, _ = (await store.claims()).leases
+    assert await store.postpone(first, 1_000)
+    assert await store.postpone(first, 1_000), "a repeated call is told the same"
+    window = await store.backend.operations.look("old")
+    assert window is not None
+    assert (window.state, window.due_ms, window.attempt) == ("waiting", NOW, 0)
+    counts = await store.backend.operations.counts()
+    assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW, 5_000)
+    claims = await store.claims()
+    assert (claims.leases, claims.wait_ms) == ([], 1_000)
+    await store.add("newest", "c")
+    store.now += 1_000
+    again, other = (await store.claims()).leases
+    assert (again.key, again.due_ms, again.attempt, other.key) == ("old", NOW, 1, "newest")
+    assert await store.postpone(again, 0), "without a delay it is ready again, and is due as before"
+    assert (await store.claim()).due_ms == NOW
+
+
+@pytest.mark.parametrize("how", ["flush", "reschedule", "delete", "schedule"])
+async def test_what_was_postponed_is_forgotten_when_it_waits_no_more(store: Store, how: str) -> None:
+    await store.add("k", "a")
+    store.now += 5_000
+    await store.postpone(await store.claim(), 60_000)
+    if how == "flush":
+        assert await store.backend.flush("k")
+        assert (await store.state("k"), await store.due("k")) == ("ready", 0)
+    elif how == "reschedule":
+        move = Move(store.policy.terms, delay_ms=20_000)
+        assert await store.backend.reschedule("k", move) == store.now + 20_000
+        assert await store.due("k") == 25_000
+        return
+    elif how == "delete":
+        assert await store.backend.delete("k")
+    else:
+        assert await store.backend.schedule(store.now + 60_000) == [("k", NOW)]
+    if how != "delete":
+        lease = await store.claim()
+        assert lease.due_ms == NOW
+        await store.close(lease)
+    await store.add("other", "b")
+    assert (await store.backend.operations.counts())["oldest_due_ms"] == store.now
+
+
+async def test_a_record_outlives_its_postponement(store: Store) -> None:
+    await store.add("k", "a", policy=Policy(ttl=100, minimum_delay=0, maximum_delay=0))
+    await store.postpone(await store.claim(), 10 * DAY)
+    store.now += 10 * DAY
+    assert ids(await store.claim()) == ["a"]
 
 
 async def test_a_flush_makes_a_timeline_ready_now_or_after_the_delivery_under_way(store: Store) -> None:

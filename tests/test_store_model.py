@@ -42,6 +42,7 @@ from aiodigest.backend import (
     Lease,
     Move,
     NewDeadLetter,
+    Postpone,
     Retry,
     ShardMap,
     StoredDeadLetter,
@@ -66,8 +67,8 @@ MORE_SEEDS = range(5, 20)  # until each branch is met: which examples a seed giv
 EXAMPLES = {"redis": 200, "sentinel": 30, "cluster": 50}  # the scripts are the same everywhere, the way to them is not
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]  # which these examples are
 SCRIPTS = (
-    "add", "claim", "open", "read", "renew", "close", "retry", "release", "schedule", "maintenance", "flush", "delete",
-    "remove", "reschedule", "replay", "discard", "look", "counts", "letter", "letters",
+    "add", "claim", "open", "read", "renew", "close", "retry", "release", "postpone", "schedule", "maintenance",
+    "flush", "delete", "remove", "reschedule", "replay", "discard", "look", "counts", "letter", "letters",
 )  # fmt: skip
 
 KEYS = ("T", "T:log", "{T}", "}", "\0", "\N{POSTBOX}" * 256)
@@ -92,9 +93,11 @@ FOREIGN = ("stored", "key", "touched", "idle", "problem", "logged", "opened", "t
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
 
 # What timelines and leases are drawn by. What is drawn more often stands there twice.
-STATES = ("waiting", "ready", "leased", "in retry wait", "frozen", "in cool-down", "waiting after a cool-down")
+STATES = (
+    "waiting", "ready", "leased", "in retry wait", "frozen", "in cool-down", "waiting after a cool-down", "postponed",
+)  # fmt: skip
 KINDS = ("any", *STATES, "of one record", "of several", "at capacity", "at max_size", "above max_size")
-MOVABLE = ("waiting", "waiting after a cool-down", "in retry wait")
+MOVABLE = ("waiting", "waiting after a cool-down", "in retry wait", "postponed")
 HOLDS = ("held", "held", "held", "held", "ended", "answered", "lost")
 
 keys = st.sampled_from((*KEYS[:1] * 6, *KEYS[:3] * 2, *KEYS))
@@ -113,7 +116,7 @@ set_aside = st.sampled_from((None, None, "all", "none"))
 
 LOOKS = ("look", "cooling", "entries", "page", "counts", "dead_letters", "dead_letter")
 READS = ("read", *LOOKS)
-SETTLED = ("close", "retry", "release", "flush", "read")  # what answers the same however late it is repeated
+SETTLED = ("close", "retry", "release", "postpone", "flush", "read")  # they answer the same however late
 REPEATABLE = (*SETTLED, "renew", "schedule", "maintenance", "delete", "remove", "reschedule", "replay", "discard")
 
 
@@ -325,6 +328,7 @@ class Pair:
             calls.append(store.add(0, [Add(key, pack(b"a", 0, b""), terms)]))
         if part not in ("log", "open"):
             calls += [store.read(0, lease, 0, 1), store.renew(0, [lease], LEASE), store.release(0, [lease], True)]
+            calls.append(store.postpone(0, [Postpone(lease, 1)], limits))
             if key.encode() in self.kept["waiting"]:
                 calls.append(store.reschedule(key, Move(terms)))
         if key.encode() in self.kept["ready"]:
@@ -444,6 +448,7 @@ class Stores(RuleBasedStateMachine):
             "waiting": waits,
             "ready": key in machine.ready,
             "leased": key in machine.leased,
+            "postponed": key in machine.postponed,
             "in retry wait": waits and delivery is not None and not delivery.frozen,
             "frozen": delivery is not None and delivery.frozen,
             "in cool-down": held.empty and cools,
@@ -486,6 +491,8 @@ class Stores(RuleBasedStateMachine):
         if kind in ("in retry wait", "frozen"):
             retry = Retry(lease, 300_000, "boo", limits, lease.size, unknown=kind == "frozen")
             self.call("retry", 0, [retry])
+        elif kind == "postponed" and self.alone:
+            self.call("postpone", 0, [Postpone(lease, 300_000)], limits)
         elif kind != "leased":
             delivered, old = self.ended(lease, lease.size)
             self.call("close", 0, [Close(lease, lease.size, delivered, 300_000, limits, LEASE, old)])
@@ -775,6 +782,12 @@ class Stores(RuleBasedStateMachine):
     def release(self, picked: Sequence[tuple[str, int]], started: bool) -> None:
         self.call("release", 0, [self.lease(*each) for each in picked], started)
 
+    @precondition(lambda self: self.alone)
+    @rule(picked=some(holds, numbers, delays), policy=policies)
+    def postpone(self, picked: Sequence[tuple[str, int, int]], policy: Policy) -> None:
+        postpones = [Postpone(self.lease(hold, number), delay) for hold, number, delay in picked]
+        self.call("postpone", 0, postpones, policy.terms.limits)
+
     @rule(number=numbers, kind=kinds)
     def flush(self, number: int, kind: str) -> None:
         self.call("flush", self.key(number, kind))
@@ -950,7 +963,7 @@ class Stores(RuleBasedStateMachine):
         self.last = last
         if last.state is not before:
             return
-        reports = last.arguments[1] if last.name in ("close", "retry", "release") else ()
+        reports = last.arguments[1] if last.name in ("close", "retry", "release", "postpone") else ()
         keys = [getattr(report, "lease", report).key for report in reports]
         if last.name in SETTLED and len(set(keys)) == len(keys):  # of two of one timeline, the last is remembered
             assert without_count(answer) == without_count(last.answer)
@@ -1001,6 +1014,9 @@ ELSEWHERE = {
     "shared/late.lua too_late: no": "test_a_script_that_comes_too_late_does_nothing",
     "shared/lease.lua room_bytes < 0: yes": "test_large_values_do_not_swell_an_answer",
     "shared/lease.lua #page == 0: yes": "",  # it reads no more entries than it has counted
+    "shared/promotion.lua keys and not call('ZSCORE', waiting, call('ZRANGE', postponed, 0, 0)[1]): yes": (
+        "test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten"
+    ),
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",
     "claim.lua scanned >= SLICE: yes": "test_a_claim_that_has_read_much_leaves_the_rest_to_the_next",
     "delete.lua leave(key): yes": "test_deleting_a_timeline_takes_it_out_of_every_set_it_is_in",

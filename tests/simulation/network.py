@@ -11,7 +11,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any, Generic, Self, TypeVar, cast
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Operations, Retired, Retry, ShardMap
+from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Operations, Postpone, Retired, Retry, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.policy import Limits, Terms
 from simulation.loop import Process, SeededLoop
@@ -273,6 +273,12 @@ class Link(Backend, Operations):
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
         self._witness.holds_no_more(leases)
         return await self._ask_shard("release", shard, leases, started)
+
+    async def postpone(
+        self, shard: int, postpones: Sequence[Postpone], limits: Limits
+    ) -> Sequence[bool | AiodigestError]:
+        self._witness.holds_no_more([postpone.lease for postpone in postpones])
+        return await self._ask_shard("postpone", shard, postpones, limits)
 
     async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:

@@ -28,6 +28,7 @@ from aiodigest.backend import (
     Move,
     Operations,
     Page,
+    Postpone,
     Retry,
     ShardMap,
     StoredDeadLetter,
@@ -280,6 +281,24 @@ class ReferenceBackend(Backend, Operations):
                 answers.append(True)
         return answers
 
+    async def postpone(self, shard: int, postpones: Sequence[Postpone], limits: Limits) -> list[bool]:
+        answers: list[bool] = []
+        with self._transition(shard) as (machine, now):
+            for lease, delay_ms in postpones:
+                delivery = machine.fenced(lease)
+                if isinstance(delivery, Closed):
+                    answers.append(delivery.status != "lost")
+                    continue
+                held = machine.held[lease.key]
+                delivery.attempts = max(0, delivery.attempts - 1)
+                delivery.token = ""
+                held.touch(delay_ms + (held.own or limits).ttl_ms, now)
+                if not machine.place(lease.key, now + delay_ms if delay_ms else min(lease.due_ms, now), now):
+                    machine.postponed[lease.key] = lease.due_ms
+                held.done = (lease.token, lease.digest_id, Closed("closed"))
+                answers.append(True)
+        return answers
+
     # By hand
 
     async def schedule(self, deadline_ms: int | None = None) -> list[tuple[str, int]]:
@@ -317,7 +336,7 @@ class ReferenceBackend(Backend, Operations):
         for machine, now in self._transitions(self.shard_map.shards_of(key)):
             exists = exists or machine.placed(key) is not None
             if key in machine.waiting:
-                machine.place(key, min(machine.waiting[key], now), now)
+                machine.place(key, min(machine.due_of(key, machine.waiting[key]), now), now)
             elif key in machine.leased:
                 machine.held[key].flush = True
         return exists
@@ -449,7 +468,8 @@ class ReferenceBackend(Backend, Operations):
                 total["dead"] += len(machine.dead.times(now))
                 for state, times in machine.schedule.items():
                     total[state] += len(times)
-                dues += [due - (now - server_ms) for due in (*machine.waiting.values(), *machine.ready.values())]
+                scheduled = (*machine.waiting.values(), *machine.ready.values(), *machine.postponed.values())
+                dues += [due - (now - server_ms) for due in scheduled]
                 total["stepped_back_ms"] = max(total["stepped_back_ms"], machine.stepped_back_ms(server_ms))
         if dues:
             total["oldest_due_ms"], total["overdue_ms"] = min(dues), max(0, server_ms - min(dues))

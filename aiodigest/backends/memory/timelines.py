@@ -112,6 +112,7 @@ class Shard:
         self.schedule: dict[State, dict[str, int]] = {
             "waiting": self.waiting, "ready": self.ready, "leased": self.leased
         }  # fmt: skip
+        self.postponed: dict[str, int] = {}  # of those that wait, when they were due, which is theirs again when ready
         self.held: dict[str, Held] = {}
         self.dead = DeadLetters()
         self.counts: Counter[str] = Counter()
@@ -153,7 +154,7 @@ class Shard:
         return next(((state, times[key]) for state, times in self.schedule.items() if key in times), None)
 
     def leave(self, key: str) -> None:
-        for times in self.schedule.values():
+        for times in (*self.schedule.values(), self.postponed):
             times.pop(key, None)
 
     def place(self, key: str, due: int, now: int) -> bool:
@@ -162,16 +163,20 @@ class Shard:
         (self.ready if due <= now else self.waiting)[key] = due
         return due <= now
 
+    def due_of(self, key: str, time: int) -> int:
+        """Return when a timeline is due that has this time in the schedule: earlier, if it was postponed."""
+        return self.postponed.get(key, time)
+
     @property
     def head_ms(self) -> float:
         """The due time of the next timeline; a ready one is due at once."""
         return -1.0 if self.ready else min(self.waiting.values(), default=inf)
 
     def promote(self, times: dict[str, int], deadline: int) -> list[tuple[str, int]]:
-        """Make ready what is due by the deadline, with the times as they are."""
-        moved = [(key, time) for key, time in earliest(times) if time <= deadline][:MOVES]
-        for key, time in moved:
-            self.place(key, time, time)
+        """Make ready what is due by the deadline, and keep the times, or those when what was postponed was due."""
+        moved = [(key, self.due_of(key, time)) for key, time in earliest(times) if time <= deadline][:MOVES]
+        for key, due in moved:
+            self.place(key, due, due)
         return moved
 
     def recover(self, deadline: int, now: int) -> list[tuple[str, int]]:
@@ -200,8 +205,8 @@ class Shard:
         held, (state, due), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
         delivery = held.delivery or Delivery("")
         return StoredTimeline(
-            key, state, due - ahead, len(held.log), len(delivery.entries), delivery.attempts, held.iteration,
-            held.dropped + delivery.dropped, held.cool_ms and held.cool_ms - ahead, delivery.digest_id,
+            key, state, self.due_of(key, due) - ahead, len(held.log), len(delivery.entries), delivery.attempts,
+            held.iteration, held.dropped + delivery.dropped, held.cool_ms and held.cool_ms - ahead, delivery.digest_id,
             delivery.last_error,
         )  # fmt: skip
 

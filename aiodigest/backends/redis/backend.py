@@ -8,7 +8,20 @@ from operator import attrgetter
 from typing import Any, Self, cast
 from uuid import uuid4
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Move, Operations, Retired, Retry, ShardMap
+from aiodigest.backend import (
+    Add,
+    Backend,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    Operations,
+    Postpone,
+    Retired,
+    Retry,
+    ShardMap,
+)
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.url import Source
 from aiodigest.backends.redis.namespace import Namespace, Server
@@ -159,6 +172,10 @@ class RedisBackend(Backend):
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
         items = [*map(scripts.pack_lease, leases)]
         return await self.namespace.call_each("release", shard, [int(started)], items, scripts.done)
+
+    async def postpone(self, shard: int, postpones: Sequence[Postpone], limits: Limits) -> list[bool | AiodigestError]:
+        items = [*map(scripts.pack_postpone, postpones)]
+        return await self.namespace.call_each("postpone", shard, [scripts.pack_limits(limits)], items, scripts.done)
 
     async def wait(self, shard: int, last: str) -> str:
         connections = await self.namespace.connected()

@@ -15,7 +15,7 @@ from textwrap import indent
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest import backend
-from aiodigest.backend import Add, Close, Closed, Lease, Retry, StoredTimeline
+from aiodigest.backend import Add, Close, Closed, Lease, Postpone, Retry, StoredTimeline
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -159,6 +159,10 @@ def pack_adds(adds: Sequence[Add]) -> tuple[list[Argument], list[tuple[Argument,
 
 def pack_lease(lease: Lease) -> tuple[str, str, str]:
     return lease.key, lease.token, lease.digest_id
+
+
+def pack_postpone(postpone: Postpone) -> tuple[Argument, ...]:
+    return *pack_lease(postpone.lease), postpone.lease.due_ms, postpone.delay_ms
 
 
 def pack_close(close: Close) -> list[Argument]:

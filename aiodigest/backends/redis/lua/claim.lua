@@ -3,7 +3,7 @@
 -- Flags     begins-namespace
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
---           ZCARD ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+--           ZCARD ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK ZSCORE
 -- Reply     [int, int, text, [list...], [text...], [number...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

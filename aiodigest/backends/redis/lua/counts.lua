@@ -22,7 +22,8 @@ end
 local next_ready = tonumber(call('ZRANGE', ready, 0, 0, 'WITHSCORES')[2])
 local next_waiting = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
 if next_ready or next_waiting then
-  local oldest = math.min(next_ready or math.huge, next_waiting or math.huge)
+  local oldest_postponed = tonumber(call('ZRANGE', postponed, 0, 0, 'WITHSCORES')[2])
+  local oldest = math.min(next_ready or math.huge, next_waiting or math.huge, oldest_postponed or math.huge)
   tell('oldest_due_ms', oldest - shift)
   tell('overdue_ms', oldest < now and now - oldest or nil)
 end

@@ -15,6 +15,8 @@
 local key = ARGV[3]
 local state, due = state_of(key)
 if state == 'waiting' then
+  due = tonumber(call('ZSCORE', postponed, key)) or due
+  call('ZREM', postponed, key)
   place(key, math.min(due, now), true)
 elseif state == 'leased' and call('EXISTS', metas .. key) == 1 then
   call('HSET', metas .. key, 'flush', '1')

@@ -25,6 +25,7 @@ local function cool_of(held)
 end
 
 local function window(key, state, due)
+  due = state == 'waiting' and tonumber(call('ZSCORE', postponed, key)) or due
   local held, problem = load_all(key)
   due = due - shift
   if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration

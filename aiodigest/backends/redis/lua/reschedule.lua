@@ -62,6 +62,7 @@ else
 end
 if waits then
   touch(held, math.max(due - now, 0) + terms.ttl) -- it must still be there when its time comes
+  call('ZREM', postponed, key)
   place(key, due, true)
 else
   due, held.idle = held.cool, true

@@ -16,7 +16,11 @@ end
 -- Take a timeline out of its set; return whether it was in one.
 local function leave(key)
   before = before or head()
-  return call('ZREM', leased, key) > 0 or call('ZREM', ready, key) > 0 or call('ZREM', waiting, key) > 0
+  if call('ZREM', leased, key) > 0 or call('ZREM', ready, key) > 0 then
+    return true
+  end
+  call('ZREM', postponed, key)
+  return call('ZREM', waiting, key) > 0
 end
 
 -- Schedule a timeline that is in `waiting` (`waits`) or in no set; return whether it is ready.

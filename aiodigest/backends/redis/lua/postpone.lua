@@ -1,0 +1,48 @@
+-- postpone: let digests that were claimed, and may not run now, wait uncharged; the times when they were due are kept.
+--
+-- Flags     repeatable
+-- Parts     deliver
+-- Commands  HDEL HGET HGETALL HMGET HSET PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
+-- Reply     [number...]
+-- KEYS[1]   layout (guard)
+-- ARGV[1]   expected (guard)
+-- ARGV[2]   now (clock)
+-- ARGV[3]   limits (limits): of the engine
+-- then      for each: key; token; digest id; when it was due, ms; for how long to wait, ms (0: it is ready again)
+-- Returns   for each: 1, 0 if the lease is lost, or the text of an error
+--
+-- Needs     guard clock timelines schedule fencing
+
+call('PERSIST', layout)
+-- Needs     tick
+
+local limits = parse_limits(ARGV[3])
+
+local function postpone(key, token, digest_id, due, delay)
+  local held, problem = load(key)
+  if not held then
+    return problem
+  end
+  local status = fenced(held, token, digest_id)
+  if status ~= 'held' then
+    return status == 'lost' and 0 or 1
+  end
+  held.attempts = math.max(0, held.attempts - 1)
+  held.token = nil
+  touch(held, delay + (held.own and parse_limits(held.own) or limits).ttl) -- it must still be there when its time comes
+  leave(key)
+  if not place(key, delay > 0 and now + delay or math.min(due, now)) then
+    call('ZADD', postponed, due, key)
+  end
+  answer(held, token, digest_id, 'closed', '', 0)
+  save(held, FIELDS)
+  return 1
+end
+
+local answers = {}
+for cursor = 4, #ARGV, 5 do
+  local due, delay = tonumber(ARGV[cursor + 3]), tonumber(ARGV[cursor + 4])
+  answers[#answers + 1] = postpone(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2], due, delay)
+end
+wake()
+return answers
