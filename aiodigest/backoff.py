@@ -152,10 +152,12 @@ class ConsumerBackoff:
 
     A rest is drawn from the upper half of its wait, so that processes do not all return at once, and none returns
     without a rest. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
+    For ``patience`` seconds after a rest, fewer than ``PROBES`` that failed do not begin the next one: others may come.
     """
 
-    def __init__(self, mode: BackoffMode, random: Uniform = uniform) -> None:
+    def __init__(self, mode: BackoffMode, random: Uniform = uniform, patience: float = 0.0) -> None:
         self._mode = mode
+        self._patience = patience
         self._random = random
         self._counted: dict[str, None] = {}  # timelines that were evidence, and have not succeeded since
         self._failures = 0  # of distinct timelines, since the last success
@@ -170,6 +172,15 @@ class ConsumerBackoff:
         if not self.level:
             return None
         return max(self._rest_end, min(self._probes.values(), default=-inf) + PROBE_TIMEOUT)
+
+    @property
+    def has_evidence(self) -> bool:
+        """True while a timeline that failed has not succeeded since."""
+        return bool(self._counted)
+
+    def rest(self, now: float) -> float:
+        """Return how long the rest goes on, in seconds; 0 if there is none."""
+        return max(0.0, self._rest_end - now) if self.level else 0.0
 
     def allowed(self, now: float, concurrency: int) -> int:
         """Return how many deliveries may begin: none in a rest, then probes; ``concurrency`` at level 0."""
@@ -218,7 +229,7 @@ class ConsumerBackoff:
     def _probe_failed(self, key: str, now: float) -> None:
         del self._probes[key]
         self._failed_probes += 1
-        if not self._probes:
+        if not self._probes and (self._failed_probes >= PROBES or now >= self._rest_end + self._patience):
             saturated = self._mode.wait(self.level) >= self._mode.maximum
             self._rest(self.level if saturated else self.level + 1, now)
 

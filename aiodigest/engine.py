@@ -147,12 +147,19 @@ class DigestEngine(Generic[T]):
     retry : RetryPolicy, default RetryPolicy()
         Sets how often to retry a digest whose callback raised.
     backoff_mode : BackoffMode, default BackoffMode()
-        Sets when this process rests because deliveries of distinct timelines keep failing.
+        Sets when this process, or a ``destination``, rests because deliveries of distinct timelines keep failing.
     shards : int or None, default None
         The number of schedules in the namespace; None takes the existing number, or 1 if the namespace is new.
         A cluster needs several, such as 16, to use all of its primaries.
     concurrency : int, default 64
         The most deliveries under way at once, in this process.
+    destination : function from a key to a str, or None, default None
+        Names where a timeline's digests go, such as the domain of a mail. Each destination then has its own backoff
+        mode, and while it rests the others are served. The function is called once a claimed digest, and must not
+        block. Timelines for which it fails share a destination, and the first time is logged. None: all have one.
+    destination_concurrency : int or None, default None (no limit but ``concurrency``)
+        The most deliveries to one destination under way at once, in this process, so that one that hangs leaves room
+        for the others.
     lease_timeout : seconds, default 60
         The length of a worker's claim, unless it is renewed, which happens at a third of it.
     delivery_timeout : seconds, default 300
@@ -182,6 +189,8 @@ class DigestEngine(Generic[T]):
         backoff_mode: BackoffMode = BackoffMode(),
         shards: int | None = None,
         concurrency: int = 64,
+        destination: Callable[[str], str] | None = None,
+        destination_concurrency: int | None = None,
         lease_timeout: float | timedelta = 60,
         delivery_timeout: float | timedelta = 300,
         drain_timeout: float | timedelta = 20,
@@ -205,6 +214,14 @@ class DigestEngine(Generic[T]):
         self.retry = retry
         self.backoff_mode = backoff_mode
         self.concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
+        plain = destination is None or can_observe(destination)
+        require(plain, "destination", "a function from a key to a str that is not async", destination)
+        self.destination = destination
+        self.destination_concurrency = destination_concurrency
+        if destination_concurrency is not None:
+            whole(destination_concurrency, "destination_concurrency", 1, 1_000_000)
+            if destination is None:
+                raise ConfigurationError("destination_concurrency needs a destination, which names what it limits")
         self.lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
         self.delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
         self.drain_timeout = duration(drain_timeout, "drain_timeout")
@@ -405,6 +422,8 @@ class DigestEngine(Generic[T]):
                 limits=self._policies.limits,
                 backoff_mode=self.backoff_mode,
                 concurrency=self.concurrency,
+                destination=self.destination,
+                destination_concurrency=self.destination_concurrency,
                 lease_timeout=self.lease_timeout,
                 drain_timeout=self.drain_timeout,
                 timeout=self.timeout,
@@ -667,8 +686,8 @@ class DigestEngine(Generic[T]):
 
         By default that is a minute. It raises nothing but InvalidArgument: if the server is away, its answer says so,
         within the engine's ``timeout``. A timeline is overdue while no worker claims it: there is none, or too few, or
-        they are in backoff mode, or rest because a callback asked for it. An engine whose background task a fault has
-        ended is not healthy either.
+        they, or its destination, are in backoff mode, or rest because a callback asked for it. An engine whose
+        background task a fault has ended is not healthy either.
         """
         bound = duration(overdue, "overdue")
         try:

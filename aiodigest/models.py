@@ -219,9 +219,11 @@ class Activity:
     """The current work of one engine in this process.
 
     ``adds`` counts records whose add returned since the engine was made, and ``delivering`` the deliveries under way.
-    ``backoff_level`` is the depth of backoff mode in its worker; 0 means full concurrency. ``unavailable`` is True if
-    its latest calls to the server failed. ``fault`` is the fault of aiodigest that ended its background task, if one
-    did: it delivers nothing more until the process is restarted.
+    ``backoff_level`` is the depth of backoff mode in its worker, the deepest of its destinations; 0 means full
+    concurrency. ``resting`` counts the destinations that are in backoff mode, or that a callback has paused: without
+    ``destination`` there is one for all. ``unavailable`` is True if its latest calls to the server failed. ``fault`` is
+    the fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process is
+    restarted.
     """
 
     adds: int = 0
@@ -229,6 +231,7 @@ class Activity:
     backoff_level: int = 0
     unavailable: bool = False
     fault: str = ""
+    resting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

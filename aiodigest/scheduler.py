@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from aiodigest.backend import MAX_SHARDS, Lease, ShardMap
 from aiodigest.backoff import BackoffMode
 from aiodigest.worker.concurrency import ConcurrencyLimit, Shared
+from aiodigest.worker.destinations import Destinations
 from aiodigest.worker.leases import ActiveDelivery
 from aiodigest.worker.shard import ShardWorker
 from aiodigest.worker.tasks import elapse
@@ -27,6 +28,8 @@ class Scheduler(Shared):
 
     backoff_mode: BackoffMode
     concurrency: int
+    destination: Callable[[str], str] | None = None
+    destination_concurrency: int | None = None
     drain_timeout: float
     numbers: Container[int] | None  # of the shards to serve, if not all
 
@@ -36,7 +39,8 @@ class Scheduler(Shared):
         self._idle = False  # there is no shard to serve, and it has been said
         self._changed = asyncio.Event()  # the layout, or a worker has ended, or all are to stop
         self._at_once = asyncio.Event()  # no delivery under way is waited for
-        self.limit = ConcurrencyLimit(self.concurrency, self.backoff_mode, self.stopping, self._busy)
+        each = self.destination and Destinations(self.destination, self.backoff_mode, self.destination_concurrency)
+        self.limit = ConcurrencyLimit(self.concurrency, self.backoff_mode, self.stopping, self._busy, each)
 
     def stop(self, at_once: bool = False) -> None:
         """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.backend import Backend, Close, Lease, entries_of
+from aiodigest.backend import Backend, Claims, Close, Lease, Postpone, entries_of
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, shown
@@ -22,6 +22,7 @@ from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
 from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Attempt, Outcome, tell
+from aiodigest.worker.destinations import Destinations
 
 __all__ = ["TestEngine"]
 
@@ -211,20 +212,31 @@ class Run(Generic[T]):
     failures: deque[BaseException]
     delivered: list[Digest[T]] = field(default_factory=list[Digest[T]])
     attempts: list[Delivery] = field(default_factory=list[Delivery])
-    paused_ms: int = 0  # until when a callback asked to claim nothing
+    paused: dict[str, int] = field(default_factory=dict[str, int])  # until when, by destination
+
+    def __post_init__(self) -> None:
+        function = self.engine.destination
+        self._name_of: Callable[[str], str] = lambda _: ""
+        if function is not None:
+            self._name_of = Destinations(function, self.engine.backoff_mode).name_of
 
     async def due(self) -> tuple[int | None, int]:
-        """Return the next due time, and the number of timelines that wait or are due."""
-        stats = await self.engine.stats()
-        due = None if stats.oldest_due is None else max(microseconds(stats.oldest_due) // 1000, self.paused_ms)
+        """Return when to claim next, and the number of timelines that wait or are due."""
+        stats, claims = await self.engine.stats(), await self._claims(0)
+        due = None if claims.wait_ms is None else claims.now_ms + claims.wait_ms
         return due, stats.waiting + stats.ready
 
     async def claim(self, now: int) -> Sequence[Lease]:
-        if now < self.paused_ms:
-            return ()
-        engine, backend = self.engine, self.replacement.session.store
-        lease_ms = milliseconds(engine.lease_timeout)
-        return (await backend.claim(SHARD, engine.concurrency, lease_ms, self.replacement.limits)).leases
+        """Claim what is due now, but for what goes where a callback asked to send nothing: that waits."""
+        leases = (await self._claims(self.engine.concurrency)).leases
+        waits = [(lease, self.paused.get(self._name_of(lease.key), 0) - now) for lease in leases]
+        if postponed := [Postpone(lease, wait) for lease, wait in waits if wait > 0]:
+            await self.replacement.session.store.postpone(SHARD, postponed, self.replacement.limits)
+        return [lease for lease, wait in waits if wait <= 0]
+
+    async def _claims(self, count: int) -> Claims:
+        lease_ms = milliseconds(self.engine.lease_timeout)
+        return await self.replacement.session.store.claim(SHARD, count, lease_ms, self.replacement.limits)
 
     async def deliver(self, lease: Lease, now: int) -> None:
         """Deliver a digest, in all its parts, as a worker does."""
@@ -237,7 +249,8 @@ class Run(Generic[T]):
                 attempt = await dispatcher.prepare(lease, entries)
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:
-                    self.paused_ms = max(self.paused_ms, now + milliseconds(outcome.pause))
+                    name = self._name_of(lease.key)
+                    self.paused[name] = max(self.paused.get(name, 0), now + milliseconds(outcome.pause))
                 if (delivered := _delivered_of(attempt, outcome)) is not None:
                     self.delivered.append(delivered)
                 # once, and without another try as a worker makes it: a test is to hear of a server that is gone

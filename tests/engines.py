@@ -25,7 +25,7 @@ CODEC = JSONCodec[JSON]()
 START = 1_000_000.0  # seconds: what the clocks of a test, the server's and the loop's, show at its beginning
 PATIENCE = 120.0  # real seconds for a test that would go on for ever
 DEADLINE = 1e7  # virtual seconds: what has not come by then never comes
-EVERY_CALL = ("open", "add", "claim", "read", "renew", "close", "retry", "release", "wait")
+EVERY_CALL = ("open", "add", "claim", "read", "renew", "close", "retry", "release", "postpone", "wait")
 
 
 class IdleSelector(selectors.DefaultSelector):
@@ -192,6 +192,7 @@ class WatchedBackend(ReferenceBackend):
 
     add, read, renew = _watched("add"), _watched("read"), _watched("renew")
     close, retry, release = _watched("close"), _watched("retry"), _watched("release")
+    postpone = _watched("postpone")
 
     async def counts(self) -> dict[str, int]:
         await self.ask("counts", 0)

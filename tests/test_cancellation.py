@@ -381,6 +381,7 @@ BACKEND = {
     "close": Cancelled(lambda stage, lease: stage.store.close(lease), lease),
     "retry": Cancelled(lambda stage, lease: stage.store.retry(lease), lease),
     "release": Cancelled(lambda stage, lease: stage.store.release(lease, started=True), lease),
+    "postpone": Cancelled(lambda stage, lease: stage.store.postpone(lease), lease),
     "wait": Cancelled(lambda stage, _: stage.backend.wait(0, "0-0"), add, holds=is_woken),
     "schedule": Cancelled(lambda stage, _: stage.backend.schedule(), add_due),
     "maintenance": Cancelled(lambda stage, _: stage.backend.maintenance(), lease_that_ends),

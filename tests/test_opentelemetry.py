@@ -50,6 +50,7 @@ OF_THE_PROCESS = {
     "aiodigest_deliveries_total": "counter",
     "aiodigest_delivery_failures_total": "counter",
     "aiodigest_backoff_level": "gauge",
+    "aiodigest_destinations_resting": "gauge",
     "aiodigest_backend_unavailable": "gauge",
 }
 OF_ATTEMPTS = {"aiodigest_delivery_duration_seconds": "histogram", "aiodigest_delivery_lateness_seconds": "histogram"}

@@ -92,6 +92,7 @@ class Metrics:
         for make, name, observe, unit, description in (
             (counter, "adds", ours("adds", sum), "{record}", "Records that were added"),
             (gauge, "backoff_level", ours("backoff_level", max), "", "How deep the process is in backoff mode; 0: not"),
+            (gauge, "destinations_resting", ours("resting", sum), "{destination}", "Destinations to which none may go"),
             (gauge, "backend_unavailable", ours("unavailable", max), "", "1 while calls to the server fail"),
             (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
             (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),

@@ -151,8 +151,8 @@ class BackgroundSession(Session):
         worker, cut_off = self._scheduler, self._adder.is_cut_off
         if worker is None:
             return Activity(unavailable=cut_off or not self._is_connected, fault=self.fault)
-        level, lost = worker.limit.backoff.level, cut_off or self.availability.is_lost
-        return Activity(0, worker.delivering, level, lost, self.fault)
+        (level, resting), lost = worker.limit.trouble(self.main.get_loop().time()), cut_off or self.availability.is_lost
+        return Activity(0, worker.delivering, level, lost, self.fault, resting)
 
     @property
     def fault(self) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
 from typing import Any
 
-from aiodigest.backend import Backend
-from aiodigest.backoff import BackoffMode, ConsumerBackoff
+from aiodigest.backend import Backend, Lease, Postpone
+from aiodigest.backoff import BackoffMode
 from aiodigest.policy import Limits
 from aiodigest.worker.availability import Availability
 from aiodigest.worker.delivery import Dispatcher, Observer
+from aiodigest.worker.destinations import Destination, Destinations
 from aiodigest.worker.tasks import elapse
 
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
@@ -22,20 +23,28 @@ RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any m
 
 class ConcurrencyLimit:
     """Counts how many more digests a shard may claim: ``concurrency``, less those under way and those reserved by
-    claims; few or none while the receiver rests.
+    claims; few or none while the receiver rests. With ``destinations`` each of these rests by itself: then digests are
+    claimed all the same, and ``sort`` says which may begin.
 
     Claims may bring more digests than that in the end, since a claim that hangs reserves nothing: so each delivery must
     hold ``gate`` too.
     """
 
-    def __init__(self, concurrency: int, mode: BackoffMode, stopping: asyncio.Event, busy: Callable[[], int]) -> None:
-        self.backoff = ConsumerBackoff(mode)
+    def __init__(
+        self,
+        concurrency: int,
+        mode: BackoffMode,
+        stopping: asyncio.Event,
+        busy: Callable[[], int],
+        destinations: Destinations | None = None,
+    ) -> None:
+        self._all = Destination("", mode)  # without `destinations`; with them, nothing is ever learnt of it
+        self._destinations = destinations
         self.gate = asyncio.Semaphore(concurrency)
         self.changed = asyncio.Event()  # more may be available
         self._concurrency = concurrency
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
-        self._paused_until = 0.0  # by the loop's clock: a callback asked to claim nothing
         self._turn = asyncio.Lock()
         self._reserved: dict[int, tuple[int, float]] = {}  # by shard: how many, since when
 
@@ -52,16 +61,17 @@ class ConcurrencyLimit:
                 now = loop.time()
                 if count := self._count(now):
                     return min(count, most)
-                rest = max(self._paused_until, self.backoff.resumes_at or 0.0) - now
+                rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
                 await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if self._reserved else None)
         return 0
 
     def _count(self, now: float) -> int:
-        if now < self._paused_until:
+        backoff = self._all.backoff
+        if now < self._all.paused_until:
             return 0
-        brief = inf if self.backoff.level else RESERVED_FOR  # while few are let through, each counts
+        brief = inf if backoff.level else RESERVED_FOR  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)
-        return max(0, min(self._concurrency - self._busy(), self.backoff.allowed(now, self._concurrency)) - reserved)
+        return max(0, min(self._concurrency - self._busy(), backoff.allowed(now, self._concurrency)) - reserved)
 
     @contextmanager
     def reserve(self, shard: int, count: int) -> Generator[None]:
@@ -73,16 +83,39 @@ class ConcurrencyLimit:
             del self._reserved[shard]
             self.changed.set()  # another shard may wait for those that were not needed
 
-    def learn(self, key: str, success: bool | None, started: float, ended: float, pause: float) -> None:
-        """Learn from the outcome of an attempt: claim less, or nothing for ``pause`` seconds."""
-        if success is None:
-            self.backoff.withdrawn(key)
-        elif success:
-            self.backoff.succeeded(key, ended, started=started)
-        else:
-            self.backoff.failed(key, ended, started=started)
-        if pause:
-            self._paused_until = max(self._paused_until, ended + pause)
+    @property
+    def draws(self) -> bool:
+        """True if a claim is to draw at random: in backoff mode of all that there is."""
+        return self._all.backoff.level > 0
+
+    def trouble(self, now: float) -> tuple[int, int]:
+        """Return the deepest level of backoff mode, and the number of destinations that rest; a thread may ask."""
+        known = [self._all] if self._destinations is None else self._destinations.all()
+        return max((each.backoff.level for each in known), default=0), sum(each.holds_back(now) for each in known)
+
+    def sort(
+        self, leases: Sequence[Lease], room: int, now: float
+    ) -> tuple[list[tuple[Lease, Destination]], list[Postpone]]:
+        """Return which claimed digests begin, with where they go, and which must wait (see ``Destinations.sort``)."""
+        if self._destinations is not None:
+            return self._destinations.sort(leases, room, now)
+        for lease in leases:
+            self._all.began(lease.key, now)
+        return [(lease, self._all) for lease in leases], []
+
+    def postponed(self, seconds: float, count: int) -> None:
+        """Note how long it took to claim and postpone so many digests."""
+        if self._destinations is not None:
+            self._destinations.took(seconds, count)
+
+    def ended(self, destination: Destination, key: str, now: float, *, learnt: bool) -> None:
+        """Make room for another delivery; ``learnt`` if the outcome of this one is known."""
+        destination.busy -= 1
+        if not learnt:
+            destination.backoff.withdrawn(key)
+        if self._destinations is not None:
+            self._destinations.forget(destination, now)
+        self.changed.set()
 
 
 @dataclass(eq=False)

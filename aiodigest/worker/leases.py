@@ -14,6 +14,7 @@ from aiodigest.errors import AiodigestError
 from aiodigest.policy import milliseconds
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import Call
+from aiodigest.worker.destinations import Destination
 from aiodigest.worker.reasons import facts_of
 from aiodigest.worker.tasks import GRAIN, Timer
 
@@ -26,6 +27,7 @@ class ActiveDelivery:
 
     lease: Lease
     due: float
+    destination: Destination
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
     ends: float = inf  # the time by which the lease has surely ended
     call: Call = field(default_factory=Call)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from aiodigest.backend import Claims, Close, Closed, Retired, Retry, entries_of
+from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry, entries_of
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
 from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
+BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what is due after it is to come soon
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
 
@@ -91,6 +92,7 @@ class ShardWorker:
         self.wakeups = WakeUps(partial(shared.backend.wait, shard))
         self._claims = f"claims of shard {shard}"  # a kind of calls, which may fail while others do not
         self._claim_failed = False  # the last one did: the next one is for a single digest
+        self._brings_little = False  # most of what the last one brought had to wait
         # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
         self._first_share = 1.0 - shard * GOLDEN_RATIO % 1.0
         self._retired = False  # the shard is no more
@@ -151,14 +153,15 @@ class ShardWorker:
     async def _claim(self, count: int) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
         shared, loop = self._shared, asyncio.get_running_loop()
-        sent, sample = loop.time(), shared.limit.backoff.level > 0
+        sent, sample = loop.time(), shared.limit.draws
+        wanted = BROAD_CLAIM if self._brings_little else count
         try:
             with shared.limit.reserve(self.shard, count):
                 if self.leases.active and self.leases.is_cut_off:  # else it might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
                 lease_ms = milliseconds(shared.lease_timeout)
-                claims = await shared.backend.claim(self.shard, count, lease_ms, shared.limits, sample=sample)
+                claims = await shared.backend.claim(self.shard, wanted, lease_ms, shared.limits, sample=sample)
         except Retired:
             raise
         except Exception as error:
@@ -171,14 +174,39 @@ class ShardWorker:
         shared.notice_layout()
         log_losses(claims)
         now = loop.time()
-        for lease in claims.leases:
-            active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000)
-            shared.limit.backoff.began(lease.key, now)
+        chosen, postponed = shared.limit.sort(claims.leases, count, now)
+        self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
+        for lease, destination in chosen:
+            active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000, destination)
             active.task = asyncio.create_task(self._deliver(active))
             active.task.add_done_callback(partial(self._on_done, active))
             self.leases.active[active] = None
             self.leases.extend(active, sent)
+        if postponed:
+            await self._postpone(postponed, sent + shared.lease_timeout)
+            shared.limit.postponed(loop.time() - sent, len(claims.leases))
         return claims
+
+    async def _postpone(self, postponed: Sequence[Postpone], ends: float) -> None:
+        """Let digests wait that were claimed and may not run now; if that fails, they do until their leases end."""
+        shared, clock = self._shared, asyncio.get_running_loop().time
+        while True:
+            try:
+                answers = await shared.backend.postpone(self.shard, postponed, shared.limits)
+            except Retired:
+                raise
+            except Exception as error:
+                self.leases.failed(error, self._claims)
+                if shared.stopping.is_set() or clock() >= ends:
+                    return
+                await shared.availability.pause(self._claims)
+            else:
+                break
+        shared.availability.answered(self._claims)
+        for (lease, _), answer in zip(postponed, answers, strict=True):
+            if isinstance(answer, AiodigestError):
+                told, facts = printable(str(answer)), facts_of(lease, answer)
+                logger.error("timeline %r: %s; its lease will end", lease.key, told, extra=facts)
 
     # Delivering
 
@@ -224,7 +252,7 @@ class ShardWorker:
             if self.leases.is_cut_off:
                 self._shared.limit.changed.set()
             ended = loop.time()
-            self._shared.limit.learn(lease.key, outcome.success, started, ended, outcome.pause)
+            active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
         closed = await self._until_answered(report, active)
         log_let_go(self.shard, closed.let_go)
@@ -241,10 +269,9 @@ class ShardWorker:
         """Make room for another delivery, even if this one's task was cancelled before it ran."""
         retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         del self.leases.active[active]
-        if active.stage != "reporting":  # nothing was learnt of the receiver
-            self._shared.limit.backoff.withdrawn(active.lease.key)
+        is_known, now = active.stage == "reporting", task.get_loop().time()  # else nothing was learnt of the receiver
+        self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)
         self._end_if_retired()
-        self._shared.limit.changed.set()
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]], active: ActiveDelivery) -> T:
         """Call the store for a delivery until it answers, if only with an error of the timeline's.
