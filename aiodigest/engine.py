@@ -430,7 +430,7 @@ class DigestEngine(Generic[T]):
                 observers=self._registered.observers,
                 numbers=shards,
             )
-        self._session = session = BackgroundSession(self.backend, self.timeout, schedule)
+        self._session = session = BackgroundSession(self.backend, self.namespace, self.timeout, schedule)
         try:
             if callback is not None:
                 begin_delivery(session, callback)

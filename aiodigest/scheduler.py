@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from aiodigest.backend import MAX_SHARDS, Lease, ShardMap
 from aiodigest.backoff import BackoffMode
+from aiodigest.logs import logger_of
 from aiodigest.worker.concurrency import ConcurrencyLimit, Shared
 from aiodigest.worker.destinations import Destinations
 from aiodigest.worker.leases import ActiveDelivery
 from aiodigest.worker.shard import ShardWorker
 from aiodigest.worker.tasks import elapse
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(eq=False, kw_only=True)

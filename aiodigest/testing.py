@@ -17,6 +17,7 @@ from aiodigest.backend import Backend, Claims, Close, Lease, Postpone, entries_o
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, shown
+from aiodigest.logs import NAMESPACE
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
@@ -239,7 +240,8 @@ class Run(Generic[T]):
         return await self.replacement.session.store.claim(SHARD, count, lease_ms, self.replacement.limits)
 
     async def deliver(self, lease: Lease, now: int) -> None:
-        """Deliver a digest, in all its parts, as a worker does."""
+        """Deliver a digest, in all its parts, as a worker does, in a task of its own."""
+        NAMESPACE.set(self.engine.namespace)
         session, backend = self.replacement.session, self.replacement.session.store
         dispatcher = self.replacement.dispatcher(self._call)
         session.delivering += 1

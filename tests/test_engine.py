@@ -580,7 +580,7 @@ async def test_a_fault_in_the_background_is_logged_and_told_to_adds_and_raised_o
     with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
         await use()
     assert raised.group_contains(ZeroDivisionError)
-    assert "a fault of aiodigest has ended its background task" in caplog.messages
+    assert "test: a fault of aiodigest has ended its background task" in caplog.messages
     assert "other" not in stored(backend)
     assert now() < 5
 
@@ -592,7 +592,7 @@ async def test_a_background_task_that_other_code_has_cancelled_is_told_in_the_lo
         session_of(engine).main.cancel()
         await settle()
         assert "as its log tells" in engine.activity.fault
-        assert caplog.messages == ["aiodigest's background task was cancelled from outside"]
+        assert caplog.messages == ["test: aiodigest's background task was cancelled from outside"]
     assert len(caplog.messages) == 1
 
 

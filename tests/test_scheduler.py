@@ -689,7 +689,7 @@ async def test_a_worker_whose_dead_letter_makes_others_go_logs_an_error(
                 await backend.put(key, 1)
                 await settle()
     [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
-    assert line.message.startswith("1 dead letters of shard 0 were let go")
+    assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
 
 
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(

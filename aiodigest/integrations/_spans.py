@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextvars import Token
 from functools import partial
@@ -13,9 +12,10 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, TraceFlags, TracerProvider
 
 from aiodigest import Digest, __version__
+from aiodigest.logs import logger_of
 from aiodigest.worker.delivery import TracedAttempt, Tracing
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MOST_LINKS = 128
 ERRORS = ("failed", "timeout", "buried")
@@ -32,7 +32,8 @@ class Spans(Tracing):
         try:
             span = trace.get_current_span().get_span_context()
         except Exception as error:  # whatever goes wrong with a span, the record is stored
-            logger.exception("the current span cannot be read", extra={"reason": str(error)})
+            facts = {"namespace": self._namespace, "reason": str(error)}
+            logger.exception("the current span cannot be read", extra=facts)
             return b""
         if not (span.is_valid and span.trace_flags.sampled):
             return b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from anyio import CancelScope
 
 from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
+from aiodigest.logs import NAMESPACE, logger_of
 from aiodigest.models import Activity
 from aiodigest.session.adder import ADDS, Adder
 from aiodigest.worker.availability import BACKOFF, Availability
@@ -24,7 +24,7 @@ from aiodigest.worker.tasks import elapse, retrieve
 if TYPE_CHECKING:
     from aiodigest.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Session:
@@ -120,11 +120,15 @@ class BackgroundSession(Session):
     elsewhere = "was entered in another event loop or process: it can be used there alone"
 
     def __init__(
-        self, backend: Backend, timeout: float, schedule: Callable[[Backend, Availability], Scheduler] | None = None
+        self,
+        backend: Backend,
+        namespace: str,
+        timeout: float,
+        schedule: Callable[[Backend, Availability], Scheduler] | None = None,
     ) -> None:
         super().__init__(backend, asyncio.get_running_loop())
         self.timeout = timeout
-        self.availability = Availability()
+        self.availability = Availability(namespace)
         self._schedule = schedule
         self._scheduler: Scheduler | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -133,10 +137,11 @@ class BackgroundSession(Session):
         self._started = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._context = copy_context()  # that of its tasks, and not that of a call which happens to need one first
+        self._context.run(NAMESPACE.set, namespace)
         self._adder = Adder(self)
         self._pid = os.getpid()
-        self.main = asyncio.create_task(self._run(), name="aiodigest")
-        self.main.add_done_callback(self._ended)
+        self.main = asyncio.create_task(self._run(), name="aiodigest", context=self._context.copy())
+        self.main.add_done_callback(self._ended, context=self._context)
 
     @property
     def is_here(self) -> bool:

@@ -43,6 +43,7 @@ class Adding(Protocol[Given]):
     """The part of an engine that ``engine.sync`` uses."""
 
     backend: Backend
+    namespace: str
     bounds: Bounds
     timeout: float
 
@@ -194,7 +195,8 @@ class Bridge:
     async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         if engine not in self._sessions:
             empty = Context()
-            session = self._sessions[engine] = empty.run(BackgroundSession, engine.backend.clone(), engine.timeout)
+            session = empty.run(BackgroundSession, engine.backend.clone(), engine.namespace, engine.timeout)
+            self._sessions[engine] = session
             weakref.finalize(engine, self.leave, session).atexit = False
         return await work()
 

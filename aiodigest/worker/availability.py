@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Container
 from contextvars import copy_context
 
 from aiodigest.backoff import DecorrelatedJitter
 from aiodigest.errors import AiodigestError, ConfigurationError, printable
+from aiodigest.logs import logger_of
 from aiodigest.worker.tasks import elapse
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Capped at a second, so that a worker is back within a second of the server's return.
 BACKOFF = DecorrelatedJitter(base=0.05, cap=1.0)
@@ -24,10 +24,11 @@ class Availability:
     """Tells whether the store is available.
 
     It is unavailable from the first call that fails until every kind of call that failed has been answered; each kind
-    backs off by itself.
+    backs off by itself. ``namespace`` is for the log: a call may have been made in anybody's context.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "") -> None:
+        self._namespace = namespace
         self._context = copy_context()  # in which it tells, whoever has called
         self._tries: dict[str, int] = {}
         self._latest: dict[str, tuple[float, str]] = {}  # failure: when it was, and why
@@ -58,7 +59,8 @@ class Availability:
             fault = None if isinstance(error, AiodigestError) else error  # what nobody foresaw is worth a traceback
             state = "cannot be used" if isinstance(error, ConfigurationError) else "is unavailable"
             told = printable(str(error))
-            logger.warning("the server %s: %s", state, told, exc_info=fault, extra={"reason": str(error)})
+            facts = {"namespace": self._namespace, "reason": str(error)}
+            logger.warning("the server %s: %s", state, told, exc_info=fault, extra=facts)
         self._latest[call] = asyncio.get_running_loop().time(), str(error)
         self._tries[call] = self._tries.get(call, 0) + 1
         self._answered[call].clear()
@@ -69,7 +71,8 @@ class Availability:
             if not self._tries:
                 lasted = asyncio.get_running_loop().time() - self._began
                 line = "the server is available again after %.1f s"
-                logger.warning(line, lasted, extra={"seconds": round(lasted, 3)})
+                facts = {"namespace": self._namespace, "seconds": round(lasted, 3)}
+                logger.warning(line, lasted, extra=facts)
 
     def eased(self, call: str) -> None:
         """Note that a call of a kind was answered while others of it may fail: one of several shards may be away.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -15,13 +14,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec
 from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.validation import duration, never_ran
 from aiodigest.worker.contents import SMALL, Contents, read
 from aiodigest.worker.reasons import TimedOut, describe, facts_of, one_line, text_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from math import ceil, sqrt
 from random import random
@@ -10,10 +9,11 @@ from random import random
 from aiodigest.backend import Lease, Postpone
 from aiodigest.backoff import REMEMBERED, BackoffMode, ConsumerBackoff
 from aiodigest.errors import shown
+from aiodigest.logs import logger_of
 from aiodigest.policy import milliseconds
 from aiodigest.worker.reasons import describe
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 LONGEST = 300.0  # seconds for which a digest is postponed: then it is asked anew, perhaps by a worker that knows better
 FULL = 1.0  # the same, while its destination has all deliveries that it may have; less if these are short

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from math import inf
@@ -11,6 +10,7 @@ from typing import Literal
 
 from aiodigest.backend import Lease, Retired
 from aiodigest.errors import AiodigestError
+from aiodigest.logs import logger_of
 from aiodigest.policy import milliseconds
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import Call
@@ -18,7 +18,7 @@ from aiodigest.worker.destinations import Destination
 from aiodigest.worker.reasons import facts_of
 from aiodigest.worker.tasks import GRAIN, Timer
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from aiodigest.backend import Claims, Lease
 from aiodigest.errors import CodecError, DeliverySignal, printable
+from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ERROR_LENGTH = 500
 FEW = 5  # timelines of a claim named in the log, if something is wrong with many

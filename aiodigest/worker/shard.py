@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry, entries_of
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
+from aiodigest.logs import logger_of
 from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
@@ -19,7 +19,7 @@ from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_let_go, log_losses
 from aiodigest.worker.tasks import retrieve
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 

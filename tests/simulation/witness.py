@@ -371,5 +371,5 @@ class Witness:
             if conduct.unavailable:
                 self.broken(f"{process} says twice that the server is unavailable")
             conduct.unavailable = True
-        elif self.strict and record.levelno >= logging.WARNING and not text.startswith("stopped with"):
+        elif self.strict and record.levelno >= logging.WARNING and "stopped with" not in text:
             self.broken(f"{process} complains, and nothing is wrong: {text}")

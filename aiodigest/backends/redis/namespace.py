@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -26,8 +25,9 @@ from aiodigest.errors import (
     printable,
     shown,
 )
+from aiodigest.logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Namespace:
         if known is not None and layout.current != known.current:
             had, has = known.current.shards, layout.current.shards
             facts = {"namespace": self.name, "shards": has}
-            logger.info("namespace %r goes over from %d to %d shards", self.name, had, has, extra=facts)
+            logger.info("the namespace goes over from %d to %d shards", had, has, extra=facts)
 
     async def _ask_permits(self) -> frozenset[str]:
         """Return the scripts' commands that the user may not run."""
