@@ -17,15 +17,17 @@ from zlib import crc32
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.records.entries import aged, latest
+from aiodigest.records.entries import aged, identity, latest
+from aiodigest.records.validation import DEFAULT
 
 T = TypeVar("T")
 
 DEAD_LETTER_TTL_MS = 30 * 86_400_000
-DEAD_LETTER_BYTES = 256 * 1024 * 1024  # of a shard; over it the oldest go
+DIGEST_BYTES = DEFAULT.digest
 DEAD_LETTER_BASE = 512  # bytes that each is taken to need beside its key, reason and entries
 SAME_MS = 10_000  # two times that a policy function worked out, nearer than this, are the same
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
+LONGEST_NAME = 65_535  # bytes of an id; an entry that cannot be read stands for itself
 MAX_SHARDS = 1024
 STEP_MS = 1_000  # the server's clock has stepped back if it is behind by more; what it is behind is noted as often
 STEP_TOLD_MS = 3_600_000  # for how long `Operations.counts` tells of that
@@ -58,7 +60,9 @@ class Lease:
 
     ``entries`` are the first of the ``size`` entries under delivery; page the others with ``Backend.read``.
     ``part`` (0: no bound) is how many of them one digest may hold. Entries older than ``cut_ms`` (0: none) are
-    left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is.
+    left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is. ``bound`` (0:
+    none) is how many bytes one digest may decode to, and ``later`` are the ids of what comes after it, if that cut it
+    off. ``own`` are limits that the timeline has.
     """
 
     key: str
@@ -73,24 +77,43 @@ class Lease:
     cut_ms: int = 0
     last_error: str = ""
     entries: Sequence[bytes] = field(default=(), repr=False)
+    bound: int = 0
+    own: Limits | None = None
+    later: Sequence[bytes] = field(default=(), repr=False)
 
     @property
     def taken(self) -> int:
-        """The number of entries that one digest takes: all, or those of its next part."""
+        """The number of entries that one digest takes at most: all, or those of its next part."""
         return min(self.part or self.size, self.size)
 
 
-async def entries_of(lease: Lease, read: Callable[[int, int], Awaitable[Sequence[bytes]]]) -> list[bytes]:
-    """Return the entries of a digest, or of its next part; ``read`` gets those that did not fit into the claim, by
-    their first index and their number."""
-    taken = lease.taken
-    entries = list(lease.entries[:taken])
-    while len(entries) < taken:
-        page = await read(len(entries), taken - len(entries))
+async def entries_of(
+    lease: Lease, read: Callable[[int, int], Awaitable[Sequence[bytes]]], size_of: Callable[[bytes], int] | None = None
+) -> tuple[Lease, list[bytes]]:
+    """Return the entries of a digest, or of its next part, and the lease with what is known by then.
+
+    ``read`` gets a page of those that did not fit into the claim, by their first index and their number. ``size_of``
+    tells what an entry decodes to: the first one over the lease's bound begins the next part. Of the rest, nothing but
+    the ids is kept, since a later value replaces an earlier one.
+    """
+    entries: list[bytes] = []
+    later: list[bytes] = []
+    size, place, page = 0, 0, lease.entries[: lease.taken]
+    while True:
+        for entry in page:
+            if not later and size_of is not None and lease.bound:
+                size += size_of(entry)
+            if later or (entries and size > lease.bound):
+                later.append(identity(entry)[:LONGEST_NAME])
+            else:
+                entries.append(entry)
+        place += len(page)
+        if place == lease.taken or (later and lease.later):
+            break
+        page = await read(place, lease.taken - place)
         if not page:
             raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
-        entries += page
-    return entries
+    return replace(lease, later=lease.later[len(entries) :] or later), entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +143,8 @@ class NewDeadLetter(NamedTuple):
 class Close(NamedTuple):
     """A delivery that ended for good: of the first ``taken`` entries, those in no dead letter were delivered.
 
-    ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down.
+    ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down. ``letter_bytes`` is how much
+    the dead letters of a shard may take.
     """
 
     lease: Lease
@@ -132,6 +156,7 @@ class Close(NamedTuple):
     aged: int = 0
     counts: bool = True
     dead_letters: Sequence[NewDeadLetter] = ()
+    letter_bytes: int = DEFAULT.dead_letters
 
 
 class Closed(NamedTuple):
@@ -389,10 +414,20 @@ class Backend(Protocol):
         """
         ...
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(
+        self,
+        shard: int,
+        count: int,
+        lease_ms: int,
+        limits: Limits,
+        *,
+        sample: bool = False,
+        bound: int = DIGEST_BYTES,
+    ) -> Claims:
         """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first.
 
-        ``sample`` draws them from up to ``SAMPLE`` ready ones at random, those that have not failed first.
+        ``bound`` is kept with each that is new. ``sample`` draws them from up to ``SAMPLE`` ready ones at random,
+        those that have not failed first.
         """
         ...
 
@@ -454,7 +489,7 @@ class Backend(Protocol):
         if lease is None:
             raise InvalidState(f"timeline {key!r} is not ready")
         try:
-            entries = latest(await entries_of(lease, partial(self.read, shard, lease)))
+            entries = latest((await entries_of(lease, partial(self.read, shard, lease)))[1])
             young = [entry for entry in entries if not aged(entry, lease.cut_ms)]
             yield replace(lease, entries=tuple(young))
         except BaseException:

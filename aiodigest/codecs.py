@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from pydantic_core import ValidationError, from_json, to_json
 from typing_extensions import TypeVar
@@ -26,13 +28,19 @@ if TYPE_CHECKING:
 T = TypeVar("T", default=JSON)
 
 LARGEST = 536_870_912  # bytes of JSON
+FRAME_HEADER = 32  # bytes: more than it has
 
 _PLAIN = b"\x01"
 _ZSTD = b"\x02"
 
 
 class Codec(Protocol[T]):
-    """Values of one type as bytes. Both methods raise `CodecError` for anything they cannot convert."""
+    """Values of one type as bytes. Both methods raise `CodecError` for anything they cannot convert.
+
+    A codec that compresses should have a method ``decoded_size(data: bytes) -> int`` too, which tells without decoding
+    how many bytes ``data`` has when it is not compressed: ``Bounds.digest`` counts them. Of one that has none, the
+    bytes of ``data`` are counted.
+    """
 
     def encode(self, value: T, /) -> bytes:
         """Encode ``value`` as bytes."""
@@ -117,6 +125,17 @@ class JSONCodec(Generic[T]):
         except Exception as error:  # a validator of the user's may raise anything
             raise CodecError(f"stored value cannot be decoded: {_reason(error)}") from error
 
+    def decoded_size(self, data: bytes, /) -> int:
+        """Return how many bytes of JSON ``data`` decodes to, at most."""
+        if not data.startswith(_ZSTD):
+            return max(0, len(data) - 1)
+        try:
+            size = zstd.get_frame_info(data[1:FRAME_HEADER]).decompressed_size
+        except zstd.ZstdError:  # it will not decode
+            return len(data)
+        # None if the frame does not tell, which ours do
+        return self._max_size if size is None else min(size, self._max_size)  # pyright: ignore[reportUnnecessaryComparison]
+
     def _checked_json(self, value: T) -> bytes:
         try:
             valid = self._validate(value)
@@ -147,6 +166,38 @@ class JSONCodec(Generic[T]):
             raise ValueError(f"it could not be read back: {_reason(error)}") from None
         if change := self._round_trip.change(value, back):
             raise ValueError(change)
+
+
+def sizes_of(codec: Codec[Any]) -> Callable[[bytes], int]:
+    """Return a function that tells how many bytes an encoded value decodes to, as far as the codec knows."""
+    measure: Callable[[bytes], int] | None = getattr(codec, "decoded_size", None)
+    if measure is None:
+        return len
+
+    def size_of(value: bytes) -> int:
+        try:
+            return measure(value)
+        except Exception:  # it is the user's; decoding will tell what is wrong with the value
+            return len(value)
+
+    return size_of
+
+
+@dataclass(slots=True)
+class Bounded(Generic[T]):
+    """A codec for looking: decodes values of up to ``left`` bytes in all, and refuses what comes after them."""
+
+    codec: Codec[T]
+    left: int
+
+    def encode(self, value: T, /) -> bytes:
+        return self.codec.encode(value)
+
+    def decode(self, data: bytes, /) -> T:
+        self.left -= sizes_of(self.codec)(data)
+        if self.left < 0:
+            raise CodecError("the timeline is too large to be shown whole")
+        return self.codec.decode(data)
 
 
 def _json_or_none(value: object) -> bytes | None:

@@ -27,13 +27,14 @@ from typing_extensions import TypeVar
 from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, StoredDeadLetter, StoredTimeline
 from aiodigest.backends import ValkeyClient, open_backend
 from aiodigest.backoff import BackoffMode
-from aiodigest.codecs import JSON, Codec, JSONCodec
+from aiodigest.codecs import JSON, Bounded, Codec, JSONCodec, sizes_of
 from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
     ConfigurationError,
     InvalidArgument,
     InvalidState,
+    LimitExceeded,
     PartialAdd,
 )
 from aiodigest.models import (
@@ -170,8 +171,8 @@ class DigestEngine(Generic[T]):
         For one call to the server, and for an add from its call to its answer.
     wait_replicas : int, default 0
         An add returns only once this many replicas have it.
-    bounds : Bounds, default Bounds(value=1_048_576, name=1024, records=100_000)
-        The largest values, keys and ids, and the most records of one ``add_many``.
+    bounds : Bounds, default Bounds()
+        The largest values, keys, ids and digests, the most records of one ``add_many``, and room for dead letters.
     backend : Backend or None, default None
         A store of timelines in place of ``url``, ``shards`` and ``wait_replicas``, such as a ``ReferenceBackend`` in a
         test. The engine connects and closes it; it must serve no other engine.
@@ -211,6 +212,7 @@ class DigestEngine(Generic[T]):
         # lowering the bound must not make unreadable what is stored
         largest = max(bounds.value, DEFAULT.value)
         self.codec: Codec[T] = codec if codec is not None else JSONCodec(value_type, max_size=largest)
+        self._size_of = sizes_of(self.codec)
         self.retry = retry
         self.backoff_mode = backoff_mode
         self.concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
@@ -465,7 +467,7 @@ class DigestEngine(Generic[T]):
     def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
         lease_timeout, timeout, tracing = self.lease_timeout, self.delivery_timeout, self._registered.tracing
         policy = partial(self._policies.of, timeout=timeout)
-        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing)
+        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing, self.bounds)
 
     # Adding
 
@@ -567,7 +569,10 @@ class DigestEngine(Generic[T]):
         if isinstance(policy, BaseException):
             raise policy
         context = b"" if self._registered.tracing is None else self._registered.tracing.context()
-        entry = pack_entry(record, timestamp, self.codec.encode(value), self.bounds.value, context)
+        encoded = self.codec.encode(value)
+        entry = pack_entry(record, timestamp, encoded, self.bounds.value, context)
+        if (size := self._size_of(encoded)) > self.bounds.digest:
+            raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")
         return Add(key, entry, policy.terms, self._policies.own, until)
 
     # Looking at timelines and dead letters, and moving them by hand
@@ -647,7 +652,10 @@ class DigestEngine(Generic[T]):
                 return nearest(min(moved))
 
     async def peek(self, key: str) -> Timeline[T] | None:
-        """Return a timeline with its records, without delivering them; None if it holds none."""
+        """Return a timeline with its records, without delivering them; None if it holds none.
+
+        Records of over ``bounds.digest`` in all are not decoded: the last ones come as they are stored.
+        """
         backend = await self._timeline(key)
         window = await backend.operations.look(key)
         if window is None:
@@ -792,7 +800,7 @@ class DigestEngine(Generic[T]):
             await asyncio.sleep(PACE)
 
     async def _records(self, entries: Sequence[bytes]) -> tuple[Record[T | bytes], ...]:
-        contents = await read(entries, self.codec)
+        contents = await read(entries, Bounded(self.codec, self.bounds.digest))
         return (*contents.records, *contents.raw)
 
     def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:

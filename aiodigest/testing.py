@@ -237,7 +237,8 @@ class Run(Generic[T]):
 
     async def _claims(self, count: int) -> Claims:
         lease_ms = milliseconds(self.engine.lease_timeout)
-        return await self.replacement.session.store.claim(SHARD, count, lease_ms, self.replacement.limits)
+        limits, bound = self.replacement.limits, self.engine.bounds.digest
+        return await self.replacement.session.store.claim(SHARD, count, lease_ms, limits, bound=bound)
 
     async def deliver(self, lease: Lease, now: int) -> None:
         """Deliver a digest, in all its parts, as a worker does, in a task of its own."""
@@ -247,7 +248,7 @@ class Run(Generic[T]):
         session.delivering += 1
         try:
             while True:
-                entries = await entries_of(lease, partial(backend.read, SHARD, lease))
+                lease, entries = await entries_of(lease, partial(backend.read, SHARD, lease), dispatcher.size_of)
                 attempt = await dispatcher.prepare(lease, entries)
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Postpone, Retry
-from aiodigest.backends.memory import timelines
-from aiodigest.backends.redis import scripts
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
 from aiodigest.records.entries import pack, unpack
@@ -34,13 +32,9 @@ class Place:
 @contextmanager
 def bound_of_dead_letters(size: int) -> Generator[None]:
     """Let a shard keep so many bytes of dead letters, in place of 256 MiB."""
-    constants = {**scripts.CONSTANTS, "DEAD_LETTER_BYTES": size}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scripts, "CONSTANTS", constants)
-        patch.setattr(timelines, "DEAD_LETTER_BYTES", size)
-        scripts.load_scripts.cache_clear()
+        patch.setattr(Close.__new__, "__defaults__", (*(Close.__new__.__defaults__ or ())[:-1], size))
         yield
-    scripts.load_scripts.cache_clear()
 
 
 @dataclass

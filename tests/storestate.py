@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiodigest.backend import DIGEST_BYTES
 from aiodigest.backends.memory.timelines import Held, Shard
 from aiodigest.records.entries import identity
 
@@ -15,7 +16,7 @@ ORDERED = (*SETS, "postponed")  # of timelines, by times
 SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part", "cut",
-    "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
+    "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
 }  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"ids", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done", "opening"}  # of a timeline without records
@@ -59,6 +60,7 @@ def _timeline(held: Held) -> State:
     if delivery:
         meta |= {
             "id": delivery.digest_id, "token": delivery.token, "attempts": delivery.attempts, "part": delivery.part,
+            "bound": 0 if delivery.bound == DIGEST_BYTES else delivery.bound,
             "open_dropped": delivery.dropped, "cut": delivery.cut_ms, "frozen": int(delivery.frozen),
             "parted": int(delivery.parted), "since": delivery.deferred_ms, "error": delivery.last_error,
         }  # fmt: skip

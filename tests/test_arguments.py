@@ -105,16 +105,30 @@ def test_a_value_may_take_one_mebibyte_or_its_bound_in_bytes_and_no_more(bound: 
 
 
 @pytest.mark.parametrize(
-    ("field", "least", "most"), [("value", 1, 67_108_864), ("name", 32, 65_535), ("records", 1, 10_000_000)]
+    ("field", "least", "most"),
+    [
+        ("value", 1, 67_108_864),
+        ("name", 32, 65_535),
+        ("records", 1, 10_000_000),
+        ("digest", 1, 2**30),
+        ("dead_letters", 1, 2**40),
+    ],
 )
 def test_bounds_that_are_none_are_refused_with_what_is_allowed(field: str, least: int, most: int) -> None:
     for value in (least, most):
-        assert getattr(Bounds(**{field: value}), field) == value
+        given = {"value": 1} if field == "digest" else {}
+        assert getattr(Bounds(**given, **{field: value}), field) == value
     wrong: list[Any] = [least - 1, most + 1, 1e6, True, None]
     for value in wrong:
         allowed = rf"bounds\.{field} must be a whole number from {least:,} to {most:,}, not {value!r}"
         with pytest.raises(InvalidArgument, match=allowed):
             Bounds(**{field: value})
+
+
+def test_a_digest_may_always_hold_a_value_as_large_as_they_may_be() -> None:
+    assert Bounds(value=67_108_864).digest == 67_108_864
+    assert Bounds(value=2, digest=1).digest == 2
+    assert Bounds().digest == 8 * 2**20
 
 
 @given(st.binary(min_size=1, max_size=9), st.none() | st.integers(0, 2**50), st.binary(), st.integers(0, 2**50))

@@ -22,7 +22,7 @@ from servers import PASSWORD, USER, Server, commands, rules, running_server
 from stores import Place
 from terminals import on_terminal
 
-from aiodigest import BackendUnavailable, Digest, DigestEngine, Entry, Finding, Policy, Reject
+from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, Policy, Reject
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.diagnostics.server import ServerFacts, SlowCall, check_server, in_bytes, in_time
 from aiodigest.models import Check
@@ -440,6 +440,13 @@ async def test_dead_letters_of_half_the_bytes_that_a_shard_keeps_are_a_problem(
         found = await examined(server.url, namespace)
         told = [each.message for each in found if (each.check, each.level) == ("dead letters", "problem")]
         assert told == problems
+    entry, bounds = Entry("other", 1), Bounds(dead_letters=2**30)
+    await attempt(server.url, entry, error=Reject("no such address"), namespace=namespace, bounds=bounds)
+    client.hset(f"{{{namespace}}}:sizes", "", 2**29 - 1)
+    assert not [each for each in await examined(server.url, namespace) if each.message.startswith("a shard's")]
+    client.hset(f"{{{namespace}}}:sizes", "", 2**29)
+    [full] = [each for each in await examined(server.url, namespace) if each.message.startswith("a shard's")]
+    assert full.message == "a shard's take 512 MiB: over 1 GiB the oldest are let go"
 
 
 async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, server: Server, namespace: str) -> None:

@@ -8,12 +8,13 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 import pytest
-from engines import Inbox, WatchedBackend, delivering, settle, virtual_time
+from engines import Inbox, WatchedBackend, delivering, engine_on, policy, settle, virtual_time
 from userland import ROOT
 
-from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, RetryPolicy
+from aiodigest import JSON, BackendUnavailable, Digest, DigestEngine, Entry, Policy, RetryPolicy
 from aiodigest.backend import Lease
 from aiodigest.logs import NAMESPACE
 from aiodigest.testing import TestEngine
@@ -98,6 +99,68 @@ async def test_every_line_of_the_log_names_the_namespace_of_its_engine(caplog: p
     assert told == {(name, name) for name in ("mail", "push", "sms", "tested")}
     assert {"sms: the server is unavailable: connection refused"} < set(caplog.messages)
     assert not NAMESPACE.get()
+
+
+def told_of(caplog: pytest.LogCaptureFixture, words: str) -> list[tuple[str, dict[str, Any]]]:
+    """The level and the fields of the lines with these words."""
+    lines = [line for line in caplog.records if words in line.getMessage()]
+    return [(line.levelname, {name: fact for name, fact in vars(line).items() if name not in GIVEN}) for line in lines]
+
+
+@virtual_time
+async def test_records_that_capacity_dropped_are_one_line_for_each_digest(caplog: pytest.LogCaptureFixture) -> None:
+    backend, inbox, small = WatchedBackend(), Inbox(ValueError("no")), policy(capacity=2)
+    await backend.put("ann", 1, 2, 3, 4, policy=small)
+    await backend.put("bob", 1, 2, policy=small)
+    async with delivering(inbox, backend, policy=small, retry=RetryPolicy(backoff=lambda _: 5)) as (engine, _):
+        await inbox.outcome(2)
+        assert not told_of(caplog, "over its capacity")  # more may follow before this digest has ended
+        await engine.add("ann", 5)
+        await inbox.outcome(3)
+        await engine.add("ann", 6)
+        await inbox.outcome(4)
+        await settle()
+    [(level, facts)] = told_of(caplog, "over its capacity: 3 records are lost")
+    assert (level, facts["timeline"], facts["records"]) == ("WARNING", "ann", 3)
+    assert len(told_of(caplog, "over its capacity")) == 1
+
+
+@virtual_time
+@pytest.mark.parametrize("fixed", [True, False])
+async def test_a_worker_whose_policy_has_other_limits_than_the_adder_s_says_so_once(
+    fixed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def theirs(key: str) -> Policy:
+        return policy(capacity=50, ttl=60 * 86_400)
+
+    def ours(key: str) -> Policy:
+        return policy(capacity=70)
+
+    backend, inbox = WatchedBackend(), Inbox()
+    async with engine_on(backend, policy=theirs) as engine:
+        await engine.add_many([Entry("ann", 1), Entry("bob", 2)])
+    async with delivering(inbox, backend, policy=ours("") if fixed else ours) as (engine, _):
+        await engine.add("eve", 3)  # which has none of its own, or this worker's
+        await inbox.outcome(3)
+    [(level, facts)] = told_of(caplog, "the limits there count")
+    assert (level, facts["timeline"]) == ("WARNING", "ann")
+    assert "(capacity 50, max_size 0, max_age_ms 0, ttl_ms 5184000000)" in caplog.text
+    assert "(capacity 70, " in caplog.text
+
+
+@virtual_time
+async def test_a_worker_whose_policy_has_the_limits_of_the_adder_s_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def same(key: str) -> Policy:
+        return policy()
+
+    backend, inbox = WatchedBackend(), Inbox()
+    async with engine_on(backend, policy=same) as engine:
+        await engine.add("ann", 1)
+    async with delivering(inbox, backend, policy=policy()):
+        await inbox.outcome()
+    assert not caplog.records
 
 
 def fields_of(function: ast.AST) -> Iterator[str]:

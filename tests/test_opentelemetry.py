@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from servers import Server
 from userland import DEADLINE, ROOT, data_folder, environment
 
-from aiodigest import JSON, Digest, DigestEngine, Entry, Policy, RetryPolicy
+from aiodigest import JSON, Bounds, Digest, DigestEngine, Entry, Policy, RetryPolicy
 from aiodigest.backend import Add
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.errors import ConfigurationError, PartialFailure, Reject, RetryAfter
@@ -43,6 +43,7 @@ FROM_THE_SERVER = {
     "aiodigest_timelines": "gauge",
     "aiodigest_records_dropped_total": "counter",
     "aiodigest_records_buried_total": "counter",
+    "aiodigest_dead_letters_dropped_total": "counter",
     "aiodigest_oldest_overdue_seconds": "gauge",
 }
 OF_THE_PROCESS = {
@@ -174,6 +175,17 @@ async def test_each_attempt_is_counted(reply: BaseException | None, reason: str 
     assert figures["aiodigest_delivery_lateness_seconds_count{namespace=test}"] == 1
     assert figures["aiodigest_records_buried_total{namespace=test}"] == (2 if reason in ("buried", "rejected") else 0)
     assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 0
+
+
+async def test_dead_letters_that_were_let_go_are_counted(prometheus: Prometheus) -> None:
+    engine, inbox = watched(prometheus, *[Reject("no")] * 2, bounds=Bounds(dead_letters=1))
+    async with engine.delivering(inbox):
+        await engine.add("first", 1)
+        await inbox.outcome()
+        assert (await prometheus.scrape())["aiodigest_dead_letters_dropped_total{namespace=test}"] == 0
+        await engine.add("second", 2)
+        await inbox.outcome(2)
+        assert (await prometheus.scrape())["aiodigest_dead_letters_dropped_total{namespace=test}"] == 1
 
 
 async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection(prometheus: Prometheus) -> None:
@@ -600,7 +612,9 @@ async def test_no_span_stops_a_delivery(method: str, traced: Traced, caplog: pyt
     async with engine.delivering(inbox):
         await engine.add(KEY, 1)
         assert (await inbox.outcome()).result == "delivered"
-    [line] = [line for line in caplog.records if line.getMessage().startswith("a span of a delivery could not be")]
+    [line] = [
+        line for line in caplog.records if line.getMessage().startswith("test: a span of a delivery could not be")
+    ]
     fields = {"timeline": KEY, "digest_id": inbox.digests[0].id, "attempt": 1}
     assert vars(line).items() >= fields.items()
 
@@ -614,4 +628,4 @@ async def test_an_unreadable_span_stops_no_record(traced: Traced, caplog: pytest
     async with engine:
         with trace.use_span(Broken(trace.INVALID_SPAN_CONTEXT)):
             assert await engine.add(KEY, 1)
-    assert [line.getMessage() for line in caplog.records] == ["the current span cannot be read"]
+    assert [line.getMessage() for line in caplog.records] == ["test: the current span cannot be read"]

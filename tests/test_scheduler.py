@@ -24,13 +24,13 @@ from engines import (
     settle,
     state_of,
 )
-from stores import bound_of_dead_letters
 
 from aiodigest import (
     JSON,
     AiodigestError,
     BackendUnavailable,
     BackoffMode,
+    Bounds,
     Delivery,
     Digest,
     Entry,
@@ -683,11 +683,10 @@ async def test_a_worker_whose_dead_letter_makes_others_go_logs_an_error(
         raise Reject("no such address")
 
     backend = WatchedBackend()
-    with bound_of_dead_letters(1):
-        async with delivering(Inbox(reject, reject), backend):
-            for key in ("first", "second"):
-                await backend.put(key, 1)
-                await settle()
+    async with delivering(Inbox(reject, reject), backend, bounds=Bounds(dead_letters=1)):
+        for key in ("first", "second"):
+            await backend.put(key, 1)
+            await settle()
     [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
     assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
 

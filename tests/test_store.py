@@ -11,6 +11,7 @@ import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, bound_of_dead_letters, ids, records
 
 from aiodigest.backend import (
+    DIGEST_BYTES,
     MOVES,
     Add,
     Bookmark,
@@ -456,6 +457,29 @@ async def test_a_part_is_closed_once_however_often_it_is_said(store: Store) -> N
     await store.lapse()
     rest = await store.claim()
     assert (rest.digest_id, ids(rest), rest.part, rest.attempt) == (closed.digest_id, ["c", "d", "e"], 2, 2)
+
+
+async def test_a_digest_keeps_the_bound_that_it_was_opened_with_until_its_contents_change(store: Store) -> None:
+    async def claimed(bound: int) -> Lease:
+        claims = await store.backend.claim(0, 1, LEASE, store.policy.terms.limits, bound=bound)
+        return claims.leases[0]
+
+    await store.add("k", "a", "b", "c")
+    first = await claimed(5)
+    assert first.bound == 5
+    part = await store.close(first, 1)
+    await store.lapse()
+    await store.add("k", "d")
+    rest = await claimed(DIGEST_BYTES)  # its outcome is unknown: it is what it was
+    assert (rest.digest_id, rest.bound, ids(rest)) == (part.digest_id, 5, ["b", "c"])
+    await store.close(rest, cool=0)
+    other = await claimed(DIGEST_BYTES)
+    assert (other.bound, ids(other)) == (DIGEST_BYTES, ["d"])
+    await store.retry(other)
+    store.now += 1_000
+    await store.add("k", "e")
+    merged = await claimed(7)
+    assert (merged.bound, ids(merged)) == (7, ["d", "e"])
 
 
 @pytest.mark.parametrize("renewed", [False, True])

@@ -32,6 +32,7 @@ from storestate import State, check_invariants, forget, redis_state, reference_s
 
 from aiodigest import models
 from aiodigest.backend import (
+    DIGEST_BYTES,
     STEP_MS,
     Add,
     Backend,
@@ -688,9 +689,11 @@ class Stores(RuleBasedStateMachine):
         policy=st.sampled_from((*POLICIES, UNKNOWN)),
         lease_ms=st.sampled_from((LEASE, LEASE, 1_000)),
         sample=st.booleans(),
+        bound=st.sampled_from((DIGEST_BYTES, DIGEST_BYTES, 100)),
     )
-    def claim(self, slots: int, policy: Policy, lease_ms: int, sample: bool = False) -> None:
-        self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, sample=sample).leases)
+    def claim(self, slots: int, policy: Policy, lease_ms: int, sample: bool = False, bound: int = DIGEST_BYTES) -> None:
+        options = {"sample": sample, "bound": bound if self.alone else DIGEST_BYTES}  # earlier versions know no other
+        self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, **options).leases)
 
     @precondition(lambda self: bool(self.tried()))
     @rule(number=small, record_id=ids, policy=policies)

@@ -87,6 +87,7 @@ class Metrics:
         self._lateness = seconds("aiodigest.delivery.lateness", description=late)
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
         ours, stored = self._ours, self._stored
+        let_go = "Dead letters that made room for newer ones, or reached their 30 days"
         states = {state: {"state": state} for state in get_args(State)}
         losses = {field: {"reason": reason} for field, reason in LOSSES.items()}
         for make, name, observe, unit, description in (
@@ -97,6 +98,7 @@ class Metrics:
             (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
             (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),
             (counter, "records.buried", stored({"buried": {}}), "{record}", "Records that went into dead letters"),
+            (counter, "dead_letters.dropped", stored({"letters_dropped": {}}), "{letter}", let_go),
             (gauge, "oldest_overdue", stored({"overdue": {}}), "s", "For how long the earliest timeline has been due"),
         ):
             make(f"aiodigest.{name}", [observe], unit, description)

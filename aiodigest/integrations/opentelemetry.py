@@ -35,8 +35,9 @@ def instrument(
     (seconds), ``aiodigest.backoff_level``, ``aiodigest.destinations_resting`` and ``aiodigest.backend_unavailable`` (1
     or 0) are of this process.
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
-    ``aiodigest.records.buried`` (in dead letters, where they can be replayed) and ``aiodigest.oldest_overdue``
-    (seconds) belong to the namespace: each process reports the same, so take their maximum and not their sum. For these
+    ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
+    ``aiodigest.dead_letters.dropped`` (let go, oldest first) and ``aiodigest.oldest_overdue`` (seconds) belong to the
+    namespace: each process reports the same, so take their maximum and not their sum. For these
     the server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow;
     if it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
     own event loop cannot wait for the answer, and has the figures of the previous one.

@@ -60,17 +60,29 @@ class Bounds:
     ``value`` (at most 64 MiB) bounds the bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON
     before compression and after decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
     ``name`` (from 32 to 65,535) bounds the bytes of UTF-8 of a key or a record id, and ``records`` (at most 10,000,000)
-    the entries of one ``add_many``. Raises InvalidArgument if one is not a whole number in its range.
+    the entries of one ``add_many``.
+
+    ``digest`` (at most 1 GiB; raised to ``value`` if that is more) bounds the bytes of JSON, before compression, in the
+    values of a digest: more come in parts, and a single value of more is refused. As objects they may take thirty times
+    as much memory, in each delivery under way. A codec of your own can tell the bytes by a method ``decoded_size``.
+    ``dead_letters`` (at most 1 TiB) bounds the bytes of a shard's dead letters: over it the oldest are let go.
+
+    Raises InvalidArgument if one is not a whole number in its range.
     """
 
     value: int = 1_048_576
     name: int = 1024
     records: int = 100_000
+    digest: int = 8_388_608
+    dead_letters: int = 268_435_456
 
     def __post_init__(self) -> None:
         whole(self.value, "bounds.value", 1, 67_108_864)  # more would keep a server busy for everybody else
         whole(self.name, "bounds.name", MADE_UP, 65_535)  # a log entry has two bytes for the length of its id
         whole(self.records, "bounds.records", 1, 10_000_000)
+        whole(self.digest, "bounds.digest", 1, 2**30)
+        object.__setattr__(self, "digest", max(self.digest, self.value))
+        whole(self.dead_letters, "bounds.dead_letters", 1, 2**40)
 
 
 DEFAULT = Bounds()

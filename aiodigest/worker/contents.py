@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -26,18 +26,21 @@ class Contents(Generic[T]):
     """The contents of entries.
 
     ``records`` are in order. ``raw`` are the undecodable records, ``undecodable`` their ids with the reasons;
-    ``aged`` counts those too old. ``contexts`` are those of the spans that added the records, if they were traced.
+    ``aged`` counts those too old, and ``replaced`` those left out for a value that comes in a later part. ``contexts``
+    are those of the spans that added the records, if they were traced.
     """
 
     records: list[Record[T]] = field(default_factory=list[Record[T]])
     raw: list[Record[bytes]] = field(default_factory=list[Record[bytes]])
     undecodable: dict[bytes, str] = field(default_factory=dict[bytes, str])
     aged: int = 0
+    replaced: int = 0
     contexts: list[bytes] = field(default_factory=list[bytes])
 
 
-async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Contents[T]:
-    """Return the records of some entries by timestamp, then arrival; the last entry of an id wins.
+async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later: Iterable[bytes] = ()) -> Contents[T]:
+    """Return the records of some entries by timestamp, then arrival; the last entry of an id wins, of which there may
+    be one ``later``.
 
     Large input is decoded a slice at a time, so that the event loop can do other things in between.
     """
@@ -49,6 +52,7 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0) -> Co
         unpack_latest(entries[start : start + MANY], last)
         if len(entries) > MANY:
             await asyncio.sleep(0)
+    contents.replaced = sum(last.pop(name, None) is not None for name in later)
     for name, (entry, raw) in last.items():
         if clock() > until:
             await asyncio.sleep(0)

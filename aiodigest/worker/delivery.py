@@ -12,14 +12,15 @@ from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
-from aiodigest.codecs import Codec
+from aiodigest.codecs import Codec, sizes_of
 from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.records.validation import duration, never_ran
+from aiodigest.records.entries import value_in
+from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
 from aiodigest.worker.contents import SMALL, Contents, read
-from aiodigest.worker.reasons import TimedOut, describe, facts_of, one_line, text_of
+from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, one_line, text_of
 
 logger = logger_of(__name__)
 
@@ -99,8 +100,12 @@ class Outcome(NamedTuple):
     ) -> Closed:
         """Report it to the store by one of these calls, and return the answer."""
         if isinstance(self.report, Close):
-            return await close(self.report)
-        return Closed("closed" if await retry(self.report) else "lost")
+            closed = await close(self.report)
+        else:
+            closed = Closed("closed" if await retry(self.report) else "lost")
+        if (isinstance(self.report, Close) or self.report.failed is not None) and closed.status in ("closed", "part"):
+            log_dropped(self.report.lease)
+        return closed
 
     def rest(self, closed: Closed) -> Lease:
         """Return the lease on the rest of a digest that is delivered in parts."""
@@ -179,17 +184,24 @@ class Dispatcher(Generic[T]):
     lease_timeout: float
     delivery_timeout: float
     tracing: Tracing | None = None
+    bounds: Bounds = DEFAULT
 
     def __post_init__(self) -> None:
         self._lease_ms = milliseconds(self.lease_timeout)
+        self._size_of = sizes_of(self.codec)
+        self._told_limits = False
         self._reading = asyncio.Lock()
         self._last_kind: object = None  # of failure: of several in a row the first one's traceback is logged
+
+    def size_of(self, entry: bytes) -> int:
+        """Return how many bytes the value of an entry decodes to."""
+        return self._size_of(value_in(entry))
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
         """Read the digest that ``entries`` hold; large ones are read one at a time."""
         is_small = len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
         async with nullcontext() if is_small else self._reading:
-            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms))
+            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
 
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
         """Deliver a digest. Raises CancelledError only when cancelled from outside."""
@@ -201,6 +213,7 @@ class Dispatcher(Generic[T]):
             if call.cancelled:  # which the policy function did not heed
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
+            self._compare_limits(attempt)
         except BaseException as error:
             return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
         if not attempt.contents.records:
@@ -223,6 +236,11 @@ class Dispatcher(Generic[T]):
             if span is not None:
                 span.left()
         return await self._settled(outcome, call, task)
+
+    def _compare_limits(self, attempt: Attempt[T]) -> None:
+        """Log the first timeline whose limits are not those of its policy here."""
+        if not self._told_limits:
+            self._told_limits = log_other_limits(attempt.lease, attempt.policy.terms.limits)
 
     async def _settled(self, outcome: Outcome, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
         """Return the outcome once the task can report it: what the user wrote may have left it cancelled."""
@@ -306,8 +324,9 @@ class Dispatcher(Generic[T]):
     def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
         limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
         return Close(
-            attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters
-        )
+            attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters,
+            self.bounds.dead_letters,
+        )  # fmt: skip
 
     def _buried(
         self, attempt: Attempt[T], reason: str, result: Result = "buried", error: BaseException | None = None
@@ -315,7 +334,10 @@ class Dispatcher(Generic[T]):
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
         line = "digest %s of %r is a dead letter after attempt %d: %s"
         logger.error(line, one_line(lease.digest_id), lease.key, lease.attempt, reason, exc_info=error, extra=facts)
-        return Outcome(self._close(attempt, 0, [NewDeadLetter(reason)]), result)
+        contents = attempt.contents
+        ids = [*(record.id.encode() for record in contents.records), *contents.undecodable]
+        letter = NewDeadLetter(reason, ids if contents.replaced else None)
+        return Outcome(self._close(attempt, 0, [letter]), result)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:

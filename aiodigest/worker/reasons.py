@@ -6,6 +6,7 @@ from aiodigest.backend import Claims, Lease
 from aiodigest.errors import CodecError, DeliverySignal, printable
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
+from aiodigest.policy import Limits
 
 logger = logger_of(__name__)
 
@@ -48,8 +49,25 @@ def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None =
 def log_let_go(shard: int, count: int) -> None:
     """Log that dead letters made room for another one, if any did."""
     if count:
-        line = "%d dead letters of shard %d were let go: the oldest, 30 days old or over 256 MiB a shard"
+        line = "%d dead letters of shard %d were let go: the oldest, 30 days old or over the shard's bytes for them"
         logger.error(line, count, shard, extra={"shard": shard, "letters": count})
+
+
+def log_dropped(lease: Lease) -> None:
+    """Log that a timeline has outgrown its capacity since its last digest, once that has ended."""
+    if lease.dropped:
+        line, facts = "timeline %r was over its capacity: %d records are lost", facts_of(lease)
+        logger.warning(line, lease.key, lease.dropped, extra={**facts, "records": lease.dropped})
+
+
+def log_other_limits(lease: Lease, ours: Limits) -> bool:
+    """Log that a timeline has other limits than this worker's policy gives it, and return True; else False."""
+    if lease.own is None or lease.own == ours:
+        return False
+    stored, here = (", ".join(f"{name} {size}" for name, size in each._asdict().items()) for each in (lease.own, ours))
+    line = "the policy of timeline %r differs where its records are added (%s) and here (%s): the limits there count"
+    logger.warning(line, lease.key, stored, here, extra=facts_of(lease))
+    return True
 
 
 def log_losses(claims: Claims) -> None:

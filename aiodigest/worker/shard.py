@@ -161,7 +161,10 @@ class ShardWorker:
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
                 lease_ms = milliseconds(shared.lease_timeout)
-                claims = await shared.backend.claim(self.shard, wanted, lease_ms, shared.limits, sample=sample)
+                bound = shared.dispatcher.bounds.digest
+                claims = await shared.backend.claim(
+                    self.shard, wanted, lease_ms, shared.limits, sample=sample, bound=bound
+                )
         except Retired:
             raise
         except Exception as error:
@@ -238,10 +241,13 @@ class ShardWorker:
         """Deliver a digest, or its next part; True if there is more to do under this lease."""
         loop, lease, read = asyncio.get_running_loop(), active.lease, self._shared.backend.read
         async with self._shared.limit.gate:
-            entries = await entries_of(
-                lease, lambda start, count: self._until_answered(partial(read, self.shard, lease, start, count), active)
+            dispatcher, page = self._shared.dispatcher, partial(read, self.shard, lease)
+            lease, entries = await entries_of(
+                lease,
+                lambda start, count: self._until_answered(partial(page, start, count), active),
+                dispatcher.size_of,
             )
-            attempt = await self._shared.dispatcher.prepare(lease, entries)
+            attempt = await dispatcher.prepare(lease, entries)
             if self._shared.stopping.is_set():
                 return True
             if (started := loop.time()) >= active.ends:  # this process was stopped while others ran

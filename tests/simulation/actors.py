@@ -67,7 +67,7 @@ class Actor:
             delivery_timeout=setup.delivery_timeout,
             drain_timeout=setup.drain_timeout,
             timeout=setup.timeout,
-            bounds=Bounds(records=MANY),
+            bounds=Bounds(records=MANY, value=8, digest=setup.digest_bytes),
         )
         self.engine.observe(witness.told)
         self.conduct = witness.conducts[self.process] = Conduct(self.engine, delivers, self._loop.time())

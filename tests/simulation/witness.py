@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Setup:
     threshold: int  # of the backoff mode
     pause: float  # its maximum
     keys: tuple[str, ...]
+    digest_bytes: int  # of the values of a digest
     stubborn: bool  # many callbacks go on after they were cancelled
     mood: Literal["good", "mixed", "failing"] = "mixed"  # of the receiver
 
@@ -371,5 +373,7 @@ class Witness:
             if conduct.unavailable:
                 self.broken(f"{process} says twice that the server is unavailable")
             conduct.unavailable = True
-        elif self.strict and record.levelno >= logging.WARNING and "stopped with" not in text:
+        elif (
+            self.strict and record.levelno >= logging.WARNING and not re.search("stopped with|over its capacity", text)
+        ):
             self.broken(f"{process} complains, and nothing is wrong: {text}")

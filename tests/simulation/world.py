@@ -73,6 +73,7 @@ class World:
             threshold=random.choice((2, 3, 5)),
             pause=pause,
             keys=tuple(f"k{number}" for number in range(random.randint(2, 9))),
+            digest_bytes=Random(f"{self._seed} bytes").choice((1_000, 1_000, 9)),
             stubborn=Random(f"{self._seed} stubborn").random() < 0.1,
         )
 

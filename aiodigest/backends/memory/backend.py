@@ -14,6 +14,7 @@ from typing import Self
 from uuid import uuid4
 
 from aiodigest.backend import (
+    DIGEST_BYTES,
     GIVE_BACK_MS,
     SAME_MS,
     SAMPLE,
@@ -143,7 +144,16 @@ class ReferenceBackend(Backend, Operations):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(
+        self,
+        shard: int,
+        count: int,
+        lease_ms: int,
+        limits: Limits,
+        *,
+        sample: bool = False,
+        bound: int = DIGEST_BYTES,
+    ) -> Claims:
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
@@ -162,7 +172,7 @@ class ReferenceBackend(Backend, Operations):
                     machine.counts["expired"] += size
                     expired.append((key, size))
                 else:
-                    leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}"))
+                    leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound))
             nexts = [*machine.waiting.values(), *map(machine.recoverable_ms, machine.leased.values())]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired)
@@ -181,7 +191,7 @@ class ReferenceBackend(Backend, Operations):
             (machine, now), nonce = self._tick(shard), self._nonce()
             if key not in machine.ready or machine.held.get(key, Held()).empty:
                 return None
-            return machine.lease(key, lease_ms, limits, now, f"{nonce}-1")
+            return machine.lease(key, lease_ms, limits, now, f"{nonce}-1", DIGEST_BYTES)
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:
         with self._lock:
@@ -219,7 +229,7 @@ class ReferenceBackend(Backend, Operations):
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
                 parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
-                    opened = (name, 1, 0, delivery.part, delivery.cut_ms, lease.token)
+                    opened = (name, 1, 0, delivery.part, delivery.cut_ms, delivery.bound, lease.token)
                     held.delivery = Delivery(*opened, parted=parted, entries=rest)
                     held.touch(close.limits.ttl_ms, now)
                     machine.leave(key)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from aiodigest.backend import (
-    DEAD_LETTER_BYTES,
     DEAD_LETTER_TTL_MS,
     MOVES,
     SLICE,
@@ -36,6 +35,7 @@ class Delivery:
     dropped: int = 0
     part: int = 0
     cut_ms: int = 0
+    bound: int = 0
     token: str = ""
     frozen: bool = False  # an outcome is unknown: these contents, under this id, until closed or buried
     parted: bool = False  # a part of it was delivered, so its end starts a cool-down
@@ -88,12 +88,12 @@ class DeadLetters(dict[str, StoredDeadLetter]):
         """Return when each letter that has not expired was set aside."""
         return {name: letter.buried_ms for name, letter in self.items() if self.alive(name, now)}
 
-    def prune(self, now: int) -> int:
+    def prune(self, now: int, most: int) -> int:
         """Let the oldest go that are over the bound, and a few whose time is over; return how many."""
         size, let_go = sum(letter.size for letter in self.values()), 0
         for name in self.oldest_first()[:SLICE]:
             is_old = let_go < 10 and not self.alive(name, now)
-            if not is_old and (size <= DEAD_LETTER_BYTES or len(self) == 1):
+            if not is_old and (size <= most or len(self) == 1):
                 break
             size -= self.pop(name).size
             let_go += 1
@@ -248,7 +248,7 @@ class Shard:
 
     # Digests
 
-    def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str) -> Lease:
+    def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str, bound: int) -> Lease:
         """Lease a ready timeline. An unknown outcome freezes its digest; otherwise new records are merged into it."""
         held, due = self.held[key], self.ready[key]
         limits, delivery = held.own or limits, held.delivery
@@ -256,6 +256,7 @@ class Shard:
             delivery.frozen = True
         if delivery is None or (held.log and not delivery.frozen):
             delivery = self._fold(held, limits, now, nonce)
+            delivery.bound = bound
         delivery.attempts += 1
         delivery.token = nonce
         held.touch(limits.ttl_ms, now)
@@ -264,6 +265,7 @@ class Shard:
         return Lease(
             key, nonce, delivery.digest_id, delivery.attempts, held.iteration + 1, delivery.dropped, due,
             len(delivery.entries), delivery.part, delivery.cut_ms, delivery.last_error, tuple(delivery.entries),
+            delivery.bound, held.own,
         )  # fmt: skip
 
     def _fold(self, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
@@ -313,7 +315,7 @@ class Shard:
             limits = self.held[key].own or close.limits
             self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries, limits=limits)
             self.counts["buried"] += len(entries)
-            let_go = self.dead.prune(now)
+            let_go = self.dead.prune(now, close.letter_bytes)
             self.counts["letters_dropped"] += let_go
             return let_go
         return 0

@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 from uuid import uuid4
 
 from aiodigest.backend import (
+    DIGEST_BYTES,
     Add,
     Backend,
     Claims,
@@ -127,9 +128,18 @@ class RedisBackend(Backend):
 
     # Delivering
 
-    async def claim(self, shard: int, count: int, lease_ms: int, limits: Limits, *, sample: bool = False) -> Claims:
+    async def claim(
+        self,
+        shard: int,
+        count: int,
+        lease_ms: int,
+        limits: Limits,
+        *,
+        sample: bool = False,
+        bound: int = DIGEST_BYTES,
+    ) -> Claims:
         reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample)
+            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample), bound
         )
         now, wait, wake_up, leases, broken, expired = cast(
             "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply

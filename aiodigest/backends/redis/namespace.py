@@ -318,17 +318,12 @@ class Namespace:
         return told
 
     async def read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
-        """Return ``count`` entries of a timeline from ``start`` on; with a token, those of the digest in delivery."""
-        entries: list[bytes] = []
-        while len(entries) < count:
-            size = min(SLICE, count - len(entries))
-            page = await self.call("read", shard, key, token, digest_id, start + len(entries), size)
-            if page == b"lost":
-                raise LeaseLost(f"the lease on timeline {key!r} is lost")
-            if not page:
-                break
-            entries += cast("list[bytes]", page)
-        return entries
+        """Return up to ``count`` entries of a timeline from ``start`` on; fewer if they are large, none after the last.
+        With a token, those of the digest in delivery."""
+        page = await self.call("read", shard, key, token, digest_id, start, min(SLICE, count))
+        if page == b"lost":
+            raise LeaseLost(f"the lease on timeline {key!r} is lost")
+        return cast("list[bytes]", page)
 
     async def _version(self, shard: int, *, newest: bool) -> str:
         """Return the version that a script must find at a shard; Retired if it must not run there: it may run in the

@@ -29,7 +29,7 @@ LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
-        (backend, ("DEAD_LETTER_BASE", "DEAD_LETTER_BYTES", "DEAD_LETTER_TTL_MS", "GIVE_BACK_MS", "MOVES")),
+        (backend, ("DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES")),
         (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
     )
@@ -171,7 +171,7 @@ def pack_close(close: Close) -> list[Argument]:
         close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
-        arguments += (_readable(letter.reason), pack_limits(close.limits), *_pack_ids(letter.ids))
+        arguments += (_readable(letter.reason), pack_limits(close.limits), close.letter_bytes, *_pack_ids(letter.ids))
     return arguments
 
 
@@ -253,6 +253,13 @@ def number(value: object) -> int:
     return value if type(value) is int else int(cast("bytes", value))
 
 
+@lru_cache(256)
+def unpack_limits(packed: str) -> Limits | None:
+    """Read limits as they are stored; None if there are none, or another program wrote them."""
+    fields = packed.split(" ")
+    return Limits(*map(int, fields)) if len(fields) == 4 and all(map(str.isdecimal, fields)) else None
+
+
 def done(answer: object) -> bool:
     return answer == 1
 
@@ -263,10 +270,11 @@ def unpack_counts(reply: object) -> dict[str, int]:
 
 
 def unpack_lease(fields: Sequence[object]) -> Lease:
-    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, entries = fields
+    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, bound, own, entries = fields
     return Lease(
         text(key), text(token), text(digest_id), number(attempt), number(iteration), number(dropped), number(due),
-        number(size), number(part), number(cut), text(error), tuple(cast("list[bytes]", entries)),
+        number(size), number(part), number(cut), text(error), tuple(cast("list[bytes]", entries)), number(bound),
+        unpack_limits(text(own)),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from aiodigest.backend import DEAD_LETTER_BYTES, DEAD_LETTER_TTL_MS, STEP_MS
+from aiodigest.backend import DEAD_LETTER_TTL_MS, STEP_MS
 from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, slot_of
 from aiodigest.backends.redis.connections.connection import show_address
 from aiodigest.backends.redis.connections.errors import refused
@@ -28,6 +28,7 @@ from aiodigest.backends.redis.namespace import Namespace
 from aiodigest.backends.redis.scripts import commands_of, load_scripts, text, unpack_counts
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.models import OVERDUE, Finding, Stats
+from aiodigest.records.validation import DEFAULT
 
 DAY_MS = 86_400_000
 MANY_DEAD_LETTERS = 1_000
@@ -55,6 +56,7 @@ class ShardFacts:
     stepped: tuple[float, float] | None = None  # by how much the server's clock stepped back today, and how long ago; s
     oldest_dead_letter: float | None = None  # seconds since it became one
     dead_letter_bytes: int = 0
+    dead_letter_bound: int = DEFAULT.dead_letters
 
     @property
     def is_used(self) -> bool:
@@ -197,8 +199,10 @@ class NamespaceFacts:
             if reply := await self._queries.ask("dead letters", "the oldest", "ZRANGEBYSCORE", *first, key=key):
                 facts.oldest_dead_letter = (now_ms - float(cast("list[bytes]", reply)[1])) / 1000
             sizes = self._key(shard, "sizes")
-            reply = await self._queries.ask("dead letters", "their size", "HGET", sizes, "", key=sizes)
-            facts.dead_letter_bytes = int(reply) if isinstance(reply, bytes) and reply.isdigit() else 0
+            reply = await self._queries.ask("dead letters", "their size", "HMGET", sizes, "", "most", key=sizes)
+            size, bound = cast("list[bytes | None]", reply or [None, None])
+            facts.dead_letter_bytes = int(size) if size and size.isdigit() else 0
+            facts.dead_letter_bound = int(bound) if bound and bound.isdigit() else DEFAULT.dead_letters
         return facts
 
 
@@ -346,8 +350,9 @@ def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:
     message = several(dead, "dead letter") + (f", the oldest {in_time(max(ages))} old" if ages else "") + facts.scope
     remedy = f"aiodigest dead list --namespace {facts.name} says why; dead replay delivers one again"
     yield Finding("dead letters", "problem" if dead >= MANY_DEAD_LETTERS else "note", message, remedy, float(dead))
-    if (size := max(shard.dead_letter_bytes for shard in facts.shards)) >= DEAD_LETTER_BYTES / 2:
-        message = f"a shard's take {in_bytes(size)}: over {in_bytes(DEAD_LETTER_BYTES)} the oldest are let go"
+    fullest = max(facts.shards, key=lambda shard: shard.dead_letter_bytes / shard.dead_letter_bound)
+    if (size := fullest.dead_letter_bytes) >= fullest.dead_letter_bound / 2:
+        message = f"a shard's take {in_bytes(size)}: over {in_bytes(fullest.dead_letter_bound)} the oldest are let go"
         yield Finding("dead letters", "problem", message, remedy, float(size))
 
 

@@ -13,6 +13,7 @@
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of tokens and digests
 -- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
+-- ARGV[8]   bound (int, bytes): what a digest may decode to, kept with each that is new
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...)
 --
@@ -22,7 +23,7 @@ call('PERSIST', layout) -- a write that needs no memory: after it a full server 
 -- Needs     tick
 
 local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
-local sample = ARGV[7] == '1'
+local sample, bound = ARGV[7] == '1', tonumber(ARGV[8])
 local most = math.min(slots, 100)
 local leases, broken, expired = {}, {}, {}
 -- Read before anything is taken. Where another program has put what cannot wake anybody (a key of another type, or an id
@@ -92,7 +93,7 @@ while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
     elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
       expire(held)
     else
-      leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1))
+      leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1), bound)
     end
   end
 end

@@ -13,7 +13,7 @@
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest;
 --           cool-down, ms; lease, ms; max_size; ttl, ms; number of dead letters; for each of these: reason, limits that its
---           engine's policy has, number of ids (-1: all records of the part), ids
+--           engine's policy has, what all may take, bytes; number of ids (-1: all records of the part), ids
 -- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
 --           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
 --
@@ -29,11 +29,11 @@ local function set_aside(held, item, nonce)
   local let_go = 0
 
   -- The oldest make room for what is over the bound, and go when their time is over (a few for each new one).
-  local function prune()
+  local function prune(most)
     for number = 1, SLICE do
       local oldest = call('ZRANGE', dead, 0, 0, 'WITHSCORES')
       local is_old = number <= 10 and tonumber(oldest[2]) <= now - DEAD_LETTER_TTL_MS
-      if not is_old and (weight() <= DEAD_LETTER_BYTES or call('ZCARD', dead) == 1) then
+      if not is_old and (weight() <= most or call('ZCARD', dead) == 1) then
         return
       end
       drop_letter(oldest[1])
@@ -71,8 +71,9 @@ local function set_aside(held, item, nonce)
       call('PEXPIRE', facts, DEAD_LETTER_TTL_MS)
       call('ZADD', dead, now, id)
       weigh(id, bytes)
+      try('HSET', sizes, 'most', letter.most)
       count('buried', #records)
-      prune()
+      prune(letter.most)
     end
   end
   count('letters_dropped', let_go)
@@ -129,7 +130,9 @@ local function next_item()
     max_size = next_number(), ttl = next_number(), letters = {},
   }
   for index = 1, next_number() do
-    item.letters[index] = {reason = next_argument(), limits = next_argument(), wanted = next_ids()}
+    item.letters[index] = {
+      reason = next_argument(), limits = next_argument(), most = next_number(), wanted = next_ids(),
+    }
   end
   return item
 end

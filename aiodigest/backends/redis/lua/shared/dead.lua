@@ -1,6 +1,7 @@
 -- dead: what the dead letters of a shard take, and the end of one.
 
--- a sorted set: the letters by when they became some; a hash: the bytes of each, and under '' those of all
+-- a sorted set: the letters by when they became some; a hash: the bytes of each, under '' those of all, and under 'most'
+-- what all may take by the word of whose close it was
 local dead, sizes = tag .. 'dead', tag .. 'sizes'
 
 -- Note that a letter takes so many bytes more. Where another program has written, it is not counted.

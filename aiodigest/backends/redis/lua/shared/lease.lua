@@ -59,7 +59,7 @@ local function fold(held, limits, digest_id)
 end
 
 -- Charge an attempt and take the timeline from `ready` to `leased`; return the fields of `aiodigest.backend.Lease`.
-local function take(held, due, lease, limits, token)
+local function take(held, due, lease, limits, token, bound)
   local key = held.key
   limits = held.own and parse_limits(held.own) or limits
   if held.token then
@@ -67,6 +67,7 @@ local function take(held, due, lease, limits, token)
   end
   if not held.id or (held.logged > 0 and not held.frozen) then
     fold(held, limits, token)
+    held.bound = bound ~= DIGEST_BYTES and bound or 0
   end
   held.attempts = held.attempts + 1
   held.token = token
@@ -76,6 +77,6 @@ local function take(held, due, lease, limits, token)
   save(held, FIELDS)
   return {
     key, token, held.id, held.attempts, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
-    held.error or '', inline(opens .. key, held.opened),
+    held.error or '', held.bound > 0 and held.bound or DIGEST_BYTES, held.own or '', inline(opens .. key, held.opened),
   }
 end
