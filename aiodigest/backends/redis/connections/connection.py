@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import logging
 import os
 import socket
 import struct
@@ -21,10 +20,11 @@ from redis import exceptions
 
 from aiodigest.backends.redis.scripts import Argument
 from aiodigest.errors import ConfigurationError
+from aiodigest.logs import logger_of
 
 codecs.lookup("idna")  # else looking up a host name would import it, and another thread may fork meanwhile
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 
