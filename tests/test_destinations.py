@@ -276,7 +276,7 @@ async def test_timelines_whose_destination_is_unknown_share_one_and_that_is_said
     assert post.results == ["delivered"] * 3
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     told = "it returned None, which is no str"
-    assert line == f"the destination of 'none' is unknown, and all such timelines share one: {told}"
+    assert line == f"test: the destination of 'none' is unknown, and all such timelines share one: {told}"
 
 
 def test_destinations_are_forgotten_when_idle_and_the_longest_unused_of_too_many() -> None:
