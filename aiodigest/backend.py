@@ -34,7 +34,8 @@ STEP_TOLD_MS = 3_600_000  # for how long `Operations.counts` tells of that
 ENOUGH = 0.1  # of a call's time: with less left it is not sent any more, but answered at once
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
-MOVES = 200  # timelines that one script makes ready, of those that wait and of those whose leases have ended
+MOVES = 200  # timelines that one script makes ready
+ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
 class Retired(AiodigestError):
@@ -62,7 +63,8 @@ class Lease:
     ``part`` (0: no bound) is how many of them one digest may hold. Entries older than ``cut_ms`` (0: none) are
     left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is. ``bound`` (0:
     none) is how many bytes one digest may decode to, and ``later`` are the ids of what comes after it, if that cut it
-    off. ``own`` are limits that the timeline has.
+    off. ``own`` are limits that the timeline has. ``lost`` counts the leases on this digest that ended without a word
+    since its last known outcome: if any did, it is doubtful, and may end the process that delivers it.
     """
 
     key: str
@@ -76,10 +78,16 @@ class Lease:
     part: int = 0
     cut_ms: int = 0
     last_error: str = ""
+    lost: int = 0
     entries: Sequence[bytes] = field(default=(), repr=False)
     bound: int = 0
     own: Limits | None = None
     later: Sequence[bytes] = field(default=(), repr=False)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if its digest must run with nothing beside it, which it may take along."""
+        return self.lost >= ALONE
 
     @property
     def taken(self) -> int:
@@ -123,6 +131,7 @@ class Claims:
     ``wake_up`` is the last entry of the shard's wake-up stream, for ``Backend.wait``. ``wait_ms`` is the time until
     something is due (0: there is more now; None: nothing is held). ``broken`` names timelines whose keys could not be
     read, set aside for one lease. ``expired`` pairs a key with the number of its records that outlived their ttl.
+    ``barred``: there are doubtful digests that this claim could not take; ``wait_ms`` does not tell of them.
     """
 
     leases: Sequence[Lease] = ()
@@ -131,6 +140,7 @@ class Claims:
     now_ms: int = 0
     broken: Sequence[tuple[str, str]] = ()
     expired: Sequence[tuple[str, int]] = ()
+    barred: bool = False
 
 
 class NewDeadLetter(NamedTuple):
@@ -174,7 +184,8 @@ class Closed(NamedTuple):
 class Retry(NamedTuple):
     """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` before the next try.
 
-    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). ``give_back`` returns the attempt.
+    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). An attempt is
+    charged, unless ``give_back``.
     """
 
     lease: Lease
@@ -330,8 +341,8 @@ class Operations(Protocol):
         """Return set sizes and counters, summed over the shards, under the names of ``models.Stats``.
 
         ``oldest_due_ms`` and ``overdue_ms`` (how long that timeline has been due) describe the earliest due
-        timeline that waits or is ready. ``stepped_back_ms`` is by how much the server's clock last stepped back, if
-        that was in the last hour.
+        timeline that waits or is ready, or whose lease has ended: it is due since then. ``stepped_back_ms`` is by how
+        much the server's clock last stepped back, if that was in the last hour.
         """
         ...
 
@@ -422,12 +433,14 @@ class Backend(Protocol):
         limits: Limits,
         *,
         sample: bool = False,
+        doubtful: bool = True,
         bound: int = DIGEST_BYTES,
     ) -> Claims:
-        """Recover ended leases, promote due timelines, and open up to ``count`` digests, oldest due first.
+        """Promote due timelines, and open up to ``count`` digests, oldest due first.
 
         ``bound`` is kept with each that is new. ``sample`` draws them from up to ``SAMPLE`` ready ones at random,
-        those that have not failed first.
+        those that have not failed first. One of them at the most is doubtful, the one whose lease ended first; none
+        is, unless ``doubtful``.
         """
         ...
 
@@ -448,7 +461,7 @@ class Backend(Protocol):
         ...
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> Sequence[bool | AiodigestError]:
-        """Give leases back without charging the attempt; ``started`` if the callbacks may have done something."""
+        """Give leases back, uncharged; ``started`` if the callbacks may have done something."""
         ...
 
     async def postpone(
@@ -469,7 +482,7 @@ class Backend(Protocol):
         ...
 
     async def maintenance(self, deadline_ms: int | None = None) -> list[str]:
-        """Recover leases that ended by the deadline (None: now), up to 200 a shard."""
+        """Make ready what has a lease that ended by the deadline (None: now), up to 200 a shard."""
         ...
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:

@@ -103,11 +103,11 @@ class Timeline(Generic[T]):
 
     ``due`` is the time it is due (its ``state`` is "waiting"), was due ("ready"), or its lease ends ("leased").
     ``size`` counts entries: a record that was added again counts once for each add until a digest is opened.
-    ``digest_id`` is the digest under delivery or in a retry wait, ``attempt`` the number of its tries (0 if there is
-    none), and ``last_error`` the error of the latest. ``iteration`` counts the digests in a row so far, and ``dropped``
-    the records that capacity trimmed since the last one. ``cool_until`` is the end of the latest cool-down, which may
-    be past. ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that cannot be
-    decoded is given as its raw bytes.
+    ``digest_id`` is the digest under delivery or in a retry wait, ``attempt`` the number of its latest try (0 if there
+    is none), and ``last_error`` the error of the latest. ``iteration`` counts the digests in a row so far, and
+    ``dropped`` the records that capacity trimmed since the last one. ``cool_until`` is the end of the latest cool-down,
+    which may be past. ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that
+    cannot be decoded is given as its raw bytes.
     """
 
     key: str
@@ -188,8 +188,9 @@ class Stats:
     ``delivered``, ``dropped``, ``aged``, ``expired`` and ``buried`` are records so far: delivered, dropped by capacity,
     left out by ``max_age``, ended by ``ttl``, and put in dead letters. ``letters_dropped`` are dead letters that made
     room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that waits or is
-    ready, and ``overdue`` the seconds for which that one has been due, by the server's clock; 0 if it is not due.
-    ``stepped_back`` is by how many seconds the server's clock last stepped back, if that was in the last hour, else 0.
+    ready, or the end of a lease that nobody has taken over, and ``overdue`` the seconds for which that one has been
+    due, by the server's clock; 0 if it is not due. ``stepped_back`` is by how many seconds the server's clock last
+    stepped back, if that was in the last hour, else 0.
     """
 
     waiting: int = 0

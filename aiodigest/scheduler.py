@@ -13,6 +13,7 @@ from aiodigest.worker.concurrency import ConcurrencyLimit, Shared
 from aiodigest.worker.destinations import Destinations
 from aiodigest.worker.leases import ActiveDelivery
 from aiodigest.worker.shard import ShardWorker
+from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
 
 logger = logger_of(__name__)
@@ -39,6 +40,7 @@ class Scheduler(Shared):
         self._idle = False  # there is no shard to serve, and it has been said
         self._changed = asyncio.Event()  # the layout, or a worker has ended, or all are to stop
         self._at_once = asyncio.Event()  # no delivery under way is waited for
+        self.standstill = Standstill(self.lease_timeout / 2)
         each = self.destination and Destinations(self.destination, self.backoff_mode, self.destination_concurrency)
         self.limit = ConcurrencyLimit(self.concurrency, self.backoff_mode, self.stopping, self._busy, each)
 
@@ -47,6 +49,7 @@ class Scheduler(Shared):
         self.stopping.set()
         self._changed.set()
         self.limit.changed.set()
+        self.limit.doubts.look_again()
         if at_once:
             self._at_once.set()
         for worker in self._workers.values():
@@ -65,6 +68,10 @@ class Scheduler(Shared):
         return sum(len(worker.leases.active) for worker in workers)
 
     async def run(self) -> None:
+        with self.standstill.watching():
+            await self._run()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             while not self.stopping.is_set():
                 self._changed.clear()

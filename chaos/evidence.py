@@ -145,6 +145,7 @@ class Evidence:
     again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # a record, and what replaced it
     faults: list[Fault] = field(default_factory=list[Fault])
     audits: list[Audit] = field(default_factory=list[Audit])
+    doubted: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # when, and which digest
     wrong: list[str] = field(default_factory=list[str])  # what must not happen at all, whatever became of the records
     begun: float = inf
     stopped: float = inf  # when the producers were told to stop
@@ -232,6 +233,8 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
                 call = untold.pop((facts[0], facts[1]), None)  # none if it was too old, or empty, to be called
                 if call is not None:
                     call.told, call.told_at = facts[2], at
+            case "doubted":
+                evidence.doubted.append((at, facts[0]))
             case "still":
                 process.still.append((at - facts[0], at))
             case "block":  # of which it could not write the end if it was killed meanwhile

@@ -78,16 +78,21 @@ def engine(store: str, url: str) -> DigestEngine:
 
 
 class Faults(logging.Handler):
-    """Puts what aiodigest calls its own fault into the journal: the run has failed then, whatever else it shows."""
+    """Puts what aiodigest calls its own fault into the journal: the run has failed then, whatever else it shows.
+
+    And which digests are tried again after an outcome that nobody knows: their contents are kept.
+    """
 
     def __init__(self, journal: Journal) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._journal = journal
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if "fault of aiodigest" in message or "cannot be read" in message or "outlived its ttl" in message:
             self._journal.write("wrong", message)
+        elif "has ended without a word" in message:
+            self._journal.write("doubted", vars(record)["digest_id"])
 
 
 def run(main: Coroutine[object, object, None], journal: Journal) -> None:

@@ -240,9 +240,9 @@ def is_near(time: float, moments: Iterable[float]) -> bool:
 def is_frozen(evidence: Evidence, call: Call, attempts: list[Call]) -> bool:
     """Whether an attempt before this one had an unknown outcome, or was claimed by a worker that never heard of it."""
     before = [each for each in attempts if each.order < call.order]
-    return len(before) < call.attempt - 1 or any(
-        each.told in ("", "timeout", "lost") or forgotten_end(evidence, each) for each in before
-    )
+    if len(before) < call.attempt - 1 or any(at < call.begun and each == call.digest for at, each in evidence.doubted):
+        return True
+    return any(each.told in ("", "timeout", "lost") or forgotten_end(evidence, each) for each in before)
 
 
 def compare_contents(evidence: Evidence, verdict: Verdict) -> None:

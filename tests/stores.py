@@ -55,8 +55,9 @@ class Store:
         adds = [Add(key, pack(record.encode(), stamp, value.encode()), terms, own) for record in records]
         return await self.backend.add(self.backend.shard_map.shard_of(key), adds)
 
-    async def claims(self, slots: int = 10, shard: int = 0) -> Claims:
-        return await self.backend.claim(shard, slots, LEASE, self.policy.terms.limits)
+    async def claims(self, slots: int = 10, shard: int = 0, *, sample: bool = False, doubtful: bool = True) -> Claims:
+        limits = self.policy.terms.limits
+        return await self.backend.claim(shard, slots, LEASE, limits, sample=sample, doubtful=doubtful)
 
     async def claim(self, shard: int = 0) -> Lease:
         """The only digest that is due."""

@@ -15,8 +15,8 @@ ORDERED = (*SETS, "postponed")  # of timelines, by times
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
 SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
 FIELDS = {
-    "end", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part", "cut",
-    "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
+    "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
+    "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
 }  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"ids", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done", "opening"}  # of a timeline without records
@@ -59,10 +59,11 @@ def _timeline(held: Held) -> State:
         meta["done"] = f"{token} {digest_id} {status} {next_id} {left}"
     if delivery:
         meta |= {
-            "id": delivery.digest_id, "token": delivery.token, "attempts": delivery.attempts, "part": delivery.part,
-            "bound": 0 if delivery.bound == DIGEST_BYTES else delivery.bound,
-            "open_dropped": delivery.dropped, "cut": delivery.cut_ms, "frozen": int(delivery.frozen),
-            "parted": int(delivery.parted), "since": delivery.deferred_ms, "error": delivery.last_error,
+            "id": delivery.digest_id, "token": delivery.token, "attempts": delivery.attempts, "lost": delivery.lost,
+            "part": delivery.part, "bound": 0 if delivery.bound == DIGEST_BYTES else delivery.bound,
+            "open_dropped": delivery.dropped, "cut": delivery.cut_ms,
+            "frozen": int(delivery.frozen), "parted": int(delivery.parted), "since": delivery.deferred_ms,
+            "error": delivery.last_error,
         }  # fmt: skip
     return {
         "log": held.log,

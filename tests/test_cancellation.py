@@ -323,7 +323,7 @@ class Cancelled:
                     assert (answer, stage.snapshot()) == (answers[happened], states[happened + 1])
                 if stage.leased:
                     await stage.store.lapse()
-                    assert not stage.leased
+                    await stage.store.claim()  # it comes again
 
         return play
 
@@ -765,6 +765,6 @@ async def test_a_callback_cancelled_at_any_await_has_the_same_digest_within_two_
             async with asyncio.timeout(130), engine.delivering(after):
                 await after.digest()
         digests = [*inbox.digests, *after.digests]
-        assert [(digest.id, digest.attempt) for digest in digests[1:]] == [(digests[0].id, 2)] * was_cancelled
+        assert [(digest.id, digest.attempt) for digest in digests[1:]] == [(digests[0].id, 1)] * was_cancelled
         assert await backend.operations.look("d") is None
     assert moment == 4

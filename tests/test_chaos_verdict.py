@@ -147,6 +147,8 @@ STOOD_STILL = [begin(100, 1, "d1", [FIRST]), line("still", 4_000, 3.5), end(4_00
 WHOLE = [begin(300, 2, "d1", [FIRST], attempt=2), end(310, 2, "partial", []), told(311, "d1", "partial", 2)]
 CUT_ELSEWHERE, CUT = (fault(105, 500, kind="proxy: cut", where=where) for where in ("proxy 1", "socket"))
 TWICE_UNKNOWN, TWICE_KNOWN = (again([*call(*ends), *WHOLE], attempt=3) for ends in (("cut",), ("raised", "failed")))
+ONCE = [begin(300, 2, "d1", [FIRST]), end(310, 2, "partial", []), told(311, "d1", "partial")]
+DOUBTED = again([line("doubted", 299, "d1"), *ONCE])
 KEPT_WHOLE = "kept whole after an unknown outcome before"
 
 
@@ -162,6 +164,7 @@ KEPT_WHOLE = "kept whole after an unknown outcome before"
         pytest.param(again(STOOD_STILL), [], "the worker stood still", id="the worker stood still"),
         pytest.param(TWICE_UNKNOWN, [], KEPT_WHOLE, id="a partial failure after an unknown outcome"),
         pytest.param(TWICE_KNOWN, [], None, id="a partial failure after a known one"),
+        pytest.param(DOUBTED, [], KEPT_WHOLE, id="a partial failure after a claim that nobody heard of"),
     ],
 )
 def test_a_duplicate_is_explained_by_what_can_account_for_it(story: Story, master: list[Line], why: str | None) -> None:

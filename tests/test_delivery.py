@@ -348,10 +348,20 @@ async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
     assert "already awaited" in str(task.exception())  # which is the task's own, and no outcome
 
 
-@pytest.mark.parametrize("last", ["ValueError: earlier", ""])
-async def test_a_digest_whose_attempts_are_used_up_is_buried_with_the_last_error_and_no_callback(last: str) -> None:
-    outcome = await plain(AssertionError("called"), A, attempt=4, last_error=last)
-    assert outcome == Outcome(closing(1, 0, NewDeadLetter(last or "no attempt had a known outcome")), "buried")
+@pytest.mark.parametrize(
+    ("lost", "last", "reason"),
+    [
+        (0, "ValueError: earlier", "ValueError: earlier"),
+        (0, "", "no attempt is left"),
+        (14, "", "no attempt had a known outcome: 14 leases in a row ended without a word"),
+        (5, "boo", "no attempt had a known outcome: 5 leases in a row ended without a word; before that: boo"),
+    ],
+)
+async def test_a_digest_without_an_attempt_left_is_buried_unread_with_the_reason(
+    lost: int, last: str, reason: str
+) -> None:
+    outcome = await plain(AssertionError("called"), broken("read"), attempt=4, last_error=last, lost=lost)
+    assert outcome == Outcome(closing(1, 0, NewDeadLetter(reason)), "buried")
 
 
 @pytest.mark.parametrize("delay", [nan, -1, "soon", None])

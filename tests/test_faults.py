@@ -7,11 +7,12 @@ import logging
 
 import pytest
 from engines import Inbox, WatchedBackend, delivering, now, settle, virtual_time
+from processes import DEADLINE, running
 from servers import Server
 from traffic import NO_GAP
 from traffic import Inbox as Box
 
-from aiodigest import ConfigurationError, DigestEngine
+from aiodigest import JSON, ConfigurationError, DigestEngine, Entry
 from aiodigest.backends.redis.connections.calls import OLDEST, Connections
 from aiodigest.backends.redis.connections.url import read_url
 
@@ -69,3 +70,21 @@ async def test_a_server_that_is_too_old_is_refused(server: Server, monkeypatch: 
             await link.check_version("")
     finally:
         await link.close()
+
+
+@pytest.mark.processes
+async def test_a_record_that_kills_its_worker_takes_no_other_along(server: Server, namespace: str) -> None:
+    async with DigestEngine[JSON](server.url, namespace=namespace) as mail, asyncio.timeout(DEADLINE):
+        await mail.add_many([Entry("poison", 1), *(Entry(f"harmless-{number}", 1) for number in range(10))])
+
+        async def holds() -> int:
+            stats = await mail.stats()
+            return stats.waiting + stats.ready + stats.leased
+
+        while await holds():
+            async with running("poisoned.py", server.url, namespace, "poison") as worker:
+                while worker.process.returncode is None and await holds():  # noqa: ASYNC110  (no event tells it)
+                    await asyncio.sleep(0.05)
+        letters = [letter async for letter in mail.dead_letters()]
+        assert (await mail.stats()).delivered == 10
+    assert [(letter.key, letter.attempt) for letter in letters] == [("poison", 3)]

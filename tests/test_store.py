@@ -106,7 +106,7 @@ COMES_AGAIN: dict[str, tuple[Callable[[Store, Lease], Awaitable[object]], str, b
     "postponed": (lambda store, lease: store.postpone(lease), "ab", False, 1),
     "given back": (lambda store, lease: store.release(lease, started=True), "ab", True, 1),
     "timed out": (lambda store, lease: removed(store, store.retry(lease, unknown=True)), "ab", True, 2),
-    "lapsed": (lapsed, "ab", True, 3),
+    "lapsed": (lapsed, "ab", True, 2),
 }  # fmt: skip
 
 
@@ -456,7 +456,7 @@ async def test_a_part_is_closed_once_however_often_it_is_said(store: Store) -> N
     assert (closed.status, closed.left, again) == ("part", 3, [closed] * 2)
     await store.lapse()
     rest = await store.claim()
-    assert (rest.digest_id, ids(rest), rest.part, rest.attempt) == (closed.digest_id, ["c", "d", "e"], 2, 2)
+    assert (rest.digest_id, ids(rest), rest.part, rest.attempt) == (closed.digest_id, ["c", "d", "e"], 2, 1)
 
 
 async def test_a_digest_keeps_the_bound_that_it_was_opened_with_until_its_contents_change(store: Store) -> None:
@@ -517,7 +517,7 @@ async def test_holders_may_renew_after_an_outage_before_anything_is_recovered(
         assert await store.close(lease) == Closed("closed")
     else:
         await store.lapse()
-        assert (await store.claim()).attempt == 2
+        assert (await store.claim()).attempt == 1
 
 
 async def test_workers_that_run_for_a_moment_now_and_then_recover_what_a_killed_one_held(store: Store) -> None:
@@ -527,7 +527,7 @@ async def test_workers_that_run_for_a_moment_now_and_then_recover_what_a_killed_
     for _ in range(2):
         store.now += LEASE + 1
         found.append([lease.attempt for lease in (await store.claims()).leases])
-    assert found == [[], [2]]
+    assert found == [[], [1]]
 
 
 async def test_a_gap_soon_after_another_holds_back_what_was_leased_since(store: Store) -> None:
@@ -695,6 +695,87 @@ async def test_an_attempt_is_given_back_for_a_day_a_digest(store: Store) -> None
     assert attempts == [2, 2, 2, 2, 3]
 
 
+async def test_a_lease_that_ended_without_a_word_is_charged_only_if_its_digest_was_claimed_to_run_alone(
+    store: Store,
+) -> None:
+    await store.add("k", "a")
+    seen: list[tuple[int, int, bool]] = []
+    for _ in range(5):
+        lease = await store.claim()
+        window = await store.backend.operations.look("k")
+        assert window is not None
+        assert window.attempt == lease.attempt
+        seen.append((lease.attempt, lease.lost, lease.is_alone))
+        await store.lapse()
+    assert seen == [(1, 0, False), (1, 1, False), (1, 2, True), (2, 3, True), (3, 4, True)]
+    await store.retry(await store.claim())
+    store.now += 1_000
+    lease = await store.claim()
+    assert (lease.attempt, lease.lost) == (5, 0), "a reported outcome ends the doubt"
+    assert (await store.close(lease, letter="no")).status == "closed"
+    [letter_id] = (await store.backend.operations.dead_letters(0, 1)).items
+    letter = await store.backend.operations.dead_letter(letter_id)
+    assert letter is not None
+    assert letter.attempt == 5
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_digest_that_was_given_back_is_as_doubtful_as_before(store: Store, started: bool) -> None:
+    await store.add("k", "a")
+    for _ in range(2):
+        await store.claim()
+        await store.lapse()
+    for _ in range(3):
+        lease = await store.claim()
+        assert (lease.attempt, lease.lost) == (1, 2)
+        await store.release(lease, started=started)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+async def test_a_claim_takes_one_doubtful_digest_if_it_may_and_all_others_beside_it(store: Store, sample: bool) -> None:
+    await store.add("j", "a")
+    await store.claim()
+    store.now += 1
+    for key in "kl":
+        await store.add(key, "a")
+    await store.claims()
+    await store.lapse()
+    store.now += 1
+    await store.add("m", "a")
+    claims = await store.claims(sample=sample, doubtful=False)
+    assert [lease.key for lease in claims.leases] == ["m"]
+    assert (claims.barred, claims.wait_ms) == (True, LEASE), "else it would ask again and again"
+    for key, others in (("j", True), ("k", True), ("l", False)):
+        claims = await store.claims(sample=sample)
+        assert [lease.key for lease in claims.leases] == [key]
+        assert (claims.barred, claims.wait_ms) == (others, LEASE)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("how", ["maintenance", "release"])
+async def test_doubtful_digests_at_the_head_of_what_is_ready_hold_up_nobody(
+    store: Store, how: str, sample: bool
+) -> None:
+    doubtful = [f"k{number}" for number in range(5)]
+    for key in doubtful:
+        await store.add(key, "a")
+    await store.claims()
+    await store.lapse()
+    if how == "maintenance":
+        assert sorted(await store.backend.maintenance()) == doubtful
+    else:
+        for _ in doubtful:
+            await store.release(await store.claim(), started=False)
+            store.now += 1
+    store.now += 1
+    await store.add("healthy", "a")
+    assert [lease.key for lease in (await store.claims(1, sample=sample, doubtful=False)).leases] == ["healthy"]
+    taken: list[str] = []
+    while leases := (await store.claims(1, sample=sample)).leases:
+        taken += [lease.key for lease in leases]
+    assert sorted(taken) == doubtful
+
+
 async def test_digest_closes_on_leaving_and_keeps_every_record_on_an_exception(store: Store) -> None:
     await store.add("k", "a", "b")
     given: list[Lease] = []
@@ -776,6 +857,16 @@ async def test_the_earliest_due_timeline_is_overdue_from_its_due_time_until_it_i
     assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + 60_000, 1_500)
     await store.claims()
     assert (await store.backend.operations.counts())["overdue_ms"] == 0
+
+
+async def test_a_timeline_whose_lease_has_ended_is_overdue_since_then(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    store.now += LEASE - 1
+    assert (await store.backend.operations.counts()).get("overdue_ms", 0) == 0
+    store.now += 1_001
+    counts = await store.backend.operations.counts()
+    assert (counts["oldest_due_ms"], counts["overdue_ms"]) == (NOW + LEASE, 1_000)
 
 
 async def test_a_touch_extends_the_life_of_records(store: Store) -> None:

@@ -346,7 +346,7 @@ class Pair:
         others = self._client.zrange(ready, 0, -1, withscores=True)
         self._client.zremrangebyrank(ready, 0, -1)
         self._client.zadd(ready, {key: dict(others)[key.encode()]})
-        claims = await self.redis.claim(0, 1, LEASE, POLICIES[0].terms.limits)
+        claims = await self.redis.claim(0, 1, LEASE, POLICIES[0].terms.limits, doubtful=False)
         assert not claims.leases
         assert self._client.zrem(waiting, key) == 1
         self._client.zadd(ready, dict(others))
@@ -689,11 +689,46 @@ class Stores(RuleBasedStateMachine):
         policy=st.sampled_from((*POLICIES, UNKNOWN)),
         lease_ms=st.sampled_from((LEASE, LEASE, 1_000)),
         sample=st.booleans(),
+        doubtful=st.booleans(),
         bound=st.sampled_from((DIGEST_BYTES, DIGEST_BYTES, 100)),
     )
-    def claim(self, slots: int, policy: Policy, lease_ms: int, sample: bool = False, bound: int = DIGEST_BYTES) -> None:
-        options = {"sample": sample, "bound": bound if self.alone else DIGEST_BYTES}  # earlier versions know no other
+    def claim(
+        self,
+        slots: int,
+        policy: Policy,
+        lease_ms: int,
+        sample: bool = False,
+        doubtful: bool = True,
+        bound: int = DIGEST_BYTES,
+    ) -> None:
+        bound = bound if self.alone else DIGEST_BYTES  # earlier versions know no other
+        options = {"sample": sample, "doubtful": doubtful, "bound": bound}
         self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, **options).leases)
+
+    @rule(
+        times=st.integers(1, 4),
+        ends=st.sampled_from(("maintenance", "release", "claim", "retry")),
+        policy=policies,
+        slots=small,
+        sample=st.booleans(),
+        doubtful=st.booleans(),
+    )
+    def leases_end_without_a_word(
+        self, times: int, ends: str, policy: Policy, slots: int, sample: bool, doubtful: bool
+    ) -> None:
+        """Workers die, again and again; what became doubtful is made ready or claimed, when that is allowed or not."""
+        for _ in range(times):
+            self.claim(3, policy, LEASE)
+            self.a_lease_goes_by(0)
+        self.claim(1, policy, LEASE)
+        if ends == "maintenance":
+            self.call("maintenance")
+        elif ends == "release":
+            self.call("release", 0, self.leases("held")[:2], False)
+        elif ends == "retry":
+            reported = self.leases("held")[:1]
+            self.call("retry", 0, [Retry(lease, 0, "boo", policy.terms.limits) for lease in reported])
+        self.claim(slots, policy, LEASE, sample, doubtful)
 
     @precondition(lambda self: bool(self.tried()))
     @rule(number=small, record_id=ids, policy=policies)

@@ -501,6 +501,20 @@ async def test_nothing_is_left_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_what_another_program_has_leased_comes_when_its_lease_and_the_hold_have_ended() -> None:
+    tested = engine()
+    async with TestEngine(tested, start=START) as t:
+        callback = Callback(t)
+        tested.deliver(callback)
+        await tested.add("j", 0)
+        await t.advance(seconds=0)
+        await tested.add("k", 1)
+        assert await tested._entered().store.open(0, "k", 60_000, Policy().terms.limits)
+        await t.advance(2 * MINUTE)
+        await t.advance(10 * MINUTE)
+    assert callback.came == [(0, [0]), (180, [1])]
+
+
 async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
     mail = engine(timeout=1)
     async with TestEngine(mail, server=True) as t:

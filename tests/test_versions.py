@@ -42,8 +42,8 @@ SCRIPTS = (
 # They know of newcomers by now, take other arguments, or the answers of the old version were wrong, or say less: both
 # run in the processes above alone, and this version's must cope with what the others leave.
 CHANGED = {
-    "renew", "claim", "open", "maintenance", "add", "letter", "look", "remove", "replay", "reschedule", "layout",
-    "drain", "reshard",
+    "renew", "claim", "maintenance", "add", "letter", "look", "remove", "replay", "reschedule", "layout", "drain",
+    "reshard", "open", "close", "retry", "release", "counts",
 }  # fmt: skip
 LIMITS = re.compile(rb"\r\n\d+ \d+ \d+ \d+\r\n")  # of dead letters: the old script does not heed what close brings
 KINDS = ("plain", "fails", "splits", "dies")

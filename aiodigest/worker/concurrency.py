@@ -16,6 +16,8 @@ from aiodigest.policy import Limits
 from aiodigest.worker.availability import Availability
 from aiodigest.worker.delivery import Dispatcher, Observer
 from aiodigest.worker.destinations import Destination, Destinations
+from aiodigest.worker.doubts import Doubts
+from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
 
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
@@ -42,6 +44,7 @@ class ConcurrencyLimit:
         self._destinations = destinations
         self.gate = asyncio.Semaphore(concurrency)
         self.changed = asyncio.Event()  # more may be available
+        self.doubts = Doubts(stopping, self.changed)
         self._concurrency = concurrency
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
@@ -62,12 +65,13 @@ class ConcurrencyLimit:
                 if count := self._count(now):
                     return min(count, most)
                 rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
-                await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if self._reserved else None)
+                unheard = self._reserved or self.doubts.alone  # no event tells that one of them is waited for no more
+                await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if unheard else None)
         return 0
 
     def _count(self, now: float) -> int:
         backoff = self._all.backoff
-        if now < self._all.paused_until:
+        if now < self._all.paused_until or self.doubts.alone:
             return 0
         brief = inf if backoff.level else RESERVED_FOR  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)
@@ -131,6 +135,7 @@ class Shared(ABC):
     timeout: float
     observers: Iterable[Observer]
     limit: ConcurrencyLimit = field(init=False)
+    standstill: Standstill = field(init=False)
     stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @abstractmethod

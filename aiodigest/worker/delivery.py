@@ -17,7 +17,7 @@ from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Re
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.records.entries import value_in
+from aiodigest.records.entries import aged, identity, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
 from aiodigest.worker.contents import SMALL, Contents, read
 from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, one_line, text_of
@@ -110,9 +110,8 @@ class Outcome(NamedTuple):
     def rest(self, closed: Closed) -> Lease:
         """Return the lease on the rest of a digest that is delivered in parts."""
         lease, entries = self.report.lease, self.report.lease.entries[self.report.taken :]
-        return replace(
-            lease, digest_id=closed.digest_id, attempt=1, dropped=0, size=closed.left, last_error="", entries=entries
-        )
+        fresh = replace(lease, attempt=1, dropped=0, last_error="", lost=0)
+        return replace(fresh, digest_id=closed.digest_id, size=closed.left, entries=entries)
 
 
 @dataclass(slots=True)
@@ -132,6 +131,7 @@ class Attempt(Generic[T]):
     contents: Contents[T]
     policy: Policy = Policy()
     cool_ms: int = 0
+    is_spent: bool = False  # no attempt is left, and there is something to give up
 
     @property
     def digest(self) -> Digest[T]:
@@ -163,6 +163,14 @@ def _leaves(error: Exception) -> Iterator[Exception]:
             yield from _leaves(each)
     else:
         yield error
+
+
+def _why_spent(lease: Lease) -> str:
+    """Return why no attempt is left for a digest."""
+    if not lease.lost:  # fewer are allowed than were
+        return lease.last_error or "no attempt is left"
+    reason = f"no attempt had a known outcome: {lease.lost} leases in a row ended without a word"
+    return one_line(f"{reason}; before that: {lease.last_error}" if lease.last_error else reason)
 
 
 async def _uncancel(task: asyncio.Task[Any]) -> None:
@@ -197,8 +205,22 @@ class Dispatcher(Generic[T]):
         """Return how many bytes the value of an entry decodes to."""
         return self._size_of(value_in(entry))
 
+    def is_spent(self, lease: Lease) -> bool:
+        """True if no attempt is left: then nothing of the digest is decoded, which may be what ends the process."""
+        return lease.attempt > self.retry.max_attempts
+
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
-        """Read the digest that ``entries`` hold; large ones are read one at a time."""
+        """Read the digest that ``entries`` hold; large ones are read one at a time.
+
+        If no attempt is left, they are only asked for their ids and their age.
+        """
+        if self.is_spent(lease):
+            last = {identity(entry): "" for entry in (known := latest(entries)) if not aged(entry, lease.cut_ms)}
+            replaced = sum(last.pop(name, None) is not None for name in lease.later)
+            contents: Contents[T] = Contents(
+                undecodable=last, aged=len(known) - replaced - len(last), replaced=replaced
+            )
+            return Attempt(lease, len(entries), contents, is_spent=bool(last))
         is_small = len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
         async with nullcontext() if is_small else self._reading:
             return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
@@ -216,10 +238,10 @@ class Dispatcher(Generic[T]):
             self._compare_limits(attempt)
         except BaseException as error:
             return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
+        if attempt.is_spent:
+            return self._buried(attempt, _why_spent(lease))
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
-        if lease.attempt > self.retry.max_attempts:
-            return self._buried(attempt, lease.last_error or "no attempt had a known outcome")
         digest = attempt.digest
         span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self.delivery_timeout

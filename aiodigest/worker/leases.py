@@ -55,12 +55,22 @@ class Leases:
         self._timer = Timer(self._expire, copy_context())  # for the lease that ends first
         self._failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
+        self._standstills = shared.standstill.count  # how often the loop had stood still by then
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
 
     @property
     def is_cut_off(self) -> bool:
         """True if a call has failed, and no renewal sent since has been answered."""
         return self._failures > self._failures_answered
+
+    def waits_for(self, active: ActiveDelivery) -> bool:
+        """True if a delivery can be waited for: unless its callback ignores its end, or its server is away."""
+        return not (active.is_overdue or (active.stage == "reporting" and self.is_cut_off))
+
+    def must_look(self) -> bool:
+        """Return True if leases may have ended unnoticed: nothing is claimed until they are renewed or lost."""
+        self._shared.standstill.look()
+        return bool(self.active) and (self.is_cut_off or self._standstills < self._shared.standstill.count)
 
     @property
     def busy(self) -> int:
@@ -134,10 +144,11 @@ class Leases:
         """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
         renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
         sent, failures = asyncio.get_running_loop().time(), self._failures
+        standstills = self._shared.standstill.count
         leases, lease_ms = [lease for _, lease in renewed], milliseconds(self._shared.lease_timeout)
         kept = await self._shared.backend.renew(self._shard, leases, lease_ms)
         self._renewed = self._heard = sent
-        self._failures_answered = failures
+        self._failures_answered, self._standstills = failures, standstills
         for (active, lease), held in zip(renewed, kept, strict=True):
             if isinstance(held, AiodigestError):
                 facts = facts_of(lease, held)

@@ -72,6 +72,11 @@ def log_other_limits(lease: Lease, ours: Limits) -> bool:
 
 def log_losses(claims: Claims) -> None:
     """Log the problems a claim found: a few timelines by name, and the number of others."""
+    for lease in claims.leases:
+        if lease.lost:  # of one at the most
+            how = "with nothing beside it" if lease.is_alone else "beside others"
+            line = "the digest of %r is tried again %s: a lease on it has ended without a word (%d in a row)"
+            logger.warning(line, lease.key, how, lease.lost, extra=facts_of(lease))
     for key, reason in claims.broken[:FEW]:
         facts, told = {"timeline": key, "reason": reason}, one_line(reason)
         logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, told, extra=facts)

@@ -138,7 +138,10 @@ class ShardWorker:
         try:
             while count := await self._shared.limit.available(1 if self._claim_failed else CLAIM):
                 self.wakeups.woken.clear()
-                claims = await self._claim(count)
+                with self._shared.limit.doubts.asking(not self._claim_failed) as doubtful:
+                    claims = await self._claim(count, doubtful)
+                if claims is not None and claims.barred:
+                    self._shared.limit.doubts.bar(self.wakeups.woken)
                 if claims is None:
                     await self.wakeups.close()  # its connection may be as dead as the claim's, and never tell
                     await self._shared.availability.pause(self._claims)
@@ -148,23 +151,23 @@ class ShardWorker:
                     timeout = longest if claims.wait_ms is None else min(longest, claims.wait_ms / 1000)
                     await self.wakeups.wait(claims.wake_up, timeout)
         finally:
+            self._shared.limit.doubts.forget(self.wakeups.woken)
             await self.wakeups.close()
 
-    async def _claim(self, count: int) -> Claims | None:
+    async def _claim(self, count: int, doubtful: bool) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
         shared, loop = self._shared, asyncio.get_running_loop()
         sent, sample = loop.time(), shared.limit.draws
         wanted = BROAD_CLAIM if self._brings_little else count
         try:
             with shared.limit.reserve(self.shard, count):
-                if self.leases.active and self.leases.is_cut_off:  # else it might recover what this worker holds
+                if self.leases.must_look():  # else it might recover what this worker holds
                     await self.leases.renew()
                     return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
                 lease_ms = milliseconds(shared.lease_timeout)
+                flags = {"sample": sample, "doubtful": doubtful}
                 bound = shared.dispatcher.bounds.digest
-                claims = await shared.backend.claim(
-                    self.shard, wanted, lease_ms, shared.limits, sample=sample, bound=bound
-                )
+                claims = await shared.backend.claim(self.shard, wanted, lease_ms, shared.limits, bound=bound, **flags)
         except Retired:
             raise
         except Exception as error:
@@ -181,6 +184,7 @@ class ShardWorker:
         self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
         for lease, destination in chosen:
             active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000, destination)
+            shared.limit.doubts.claimed(active)
             active.task = asyncio.create_task(self._deliver(active))
             active.task.add_done_callback(partial(self._on_done, active))
             self.leases.active[active] = None
@@ -217,8 +221,9 @@ class ShardWorker:
         """Deliver a digest in all its parts, and end only this delivery if something fails."""
         try:
             while not (self._shared.stopping.is_set() or active.call.cancelled):  # the next part, too, needs the lease
-                if not await self._deliver_part(active):
-                    return
+                async with self._shared.limit.doubts.turn(active, partial(self.leases.waits_for, active)):
+                    if not (self._shared.stopping.is_set() or await self._deliver_part(active)):
+                        return
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))
@@ -253,7 +258,8 @@ class ShardWorker:
             if (started := loop.time()) >= active.ends:  # this process was stopped while others ran
                 raise LeaseLost(f"the lease on timeline {lease.key!r} ended before its delivery began")
             active.stage = "calling"
-            outcome = await self._shared.dispatcher.deliver(attempt, active.call)
+            with self._shared.standstill.calling(active.lease.key):
+                outcome = await self._shared.dispatcher.deliver(attempt, active.call)
             active.stage = "reporting"
             if self.leases.is_cut_off:
                 self._shared.limit.changed.set()
@@ -277,6 +283,7 @@ class ShardWorker:
         del self.leases.active[active]
         is_known, now = active.stage == "reporting", task.get_loop().time()  # else nothing was learnt of the receiver
         self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)
+        self._shared.limit.doubts.ended(active)
         self._end_if_retired()
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]], active: ActiveDelivery) -> T:

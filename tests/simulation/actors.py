@@ -40,7 +40,15 @@ class Actor:
     """A process with an engine: it adds, or delivers, or both, until it is asked to leave or is killed."""
 
     def __init__(
-        self, name: str, server: Server, witness: Witness, random: Random, *, adds: bool, delivers: bool
+        self,
+        name: str,
+        server: Server,
+        witness: Witness,
+        random: Random,
+        *,
+        adds: bool,
+        delivers: bool,
+        fall: Callable[[Actor], None],
     ) -> None:
         self.process = Process(name)
         self.adds, self.delivers = adds, delivers
@@ -55,6 +63,7 @@ class Actor:
         self._whims = Random()  # a twin, so that whims change nothing else
         self._whims.setstate(random.getstate())
         self._leave = asyncio.Event()
+        self._fall = fall  # what kills it
         self.engine = DigestEngine[int](
             namespace="simulated",
             backend=self.link,
@@ -258,6 +267,8 @@ class Actor:
 
     async def _behave(self, receipt: Receipt, digest: Digest[int]) -> None:
         random, setup = self._random, self._setup
+        if digest.key == setup.poison:
+            self._fall(self)
         dice = random.random() if setup.mood != "failing" else 0.35
         if setup.mood == "good":
             longest = min(1.5 * setup.lease_timeout, 0.9 * setup.delivery_timeout)

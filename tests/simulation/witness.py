@@ -13,7 +13,7 @@ from typing import Literal
 from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest, DigestEngine, Policy
-from aiodigest.backend import Claims, Close, Lease
+from aiodigest.backend import ALONE, Claims, Close, Lease
 from aiodigest.backoff import PROBE_TIMEOUT, PROBES
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
@@ -37,6 +37,7 @@ class Setup:
     keys: tuple[str, ...]
     digest_bytes: int  # of the values of a digest
     stubborn: bool  # many callbacks go on after they were cancelled
+    poison: str  # the timeline whose digests kill their process, until there is peace; '' for none
     mood: Literal["good", "mixed", "failing"] = "mixed"  # of the receiver
 
     @property
@@ -92,6 +93,8 @@ class Witness:
         self._removed_at: dict[str, float] = {}
         self._owners: dict[str, Process] = {}
         self._leased_at: dict[str, float] = {}  # by digest
+        self._leases = Counter[str]()  # of a digest, also those that nobody has heard of
+        self._lost = Counter[str]()  # how many of these had ended without a word by the last one
 
     @property
     def lasted(self) -> float:
@@ -149,6 +152,8 @@ class Witness:
             self._owners[lease.token] = process
             self.conducts[process].given_up.discard(lease.digest_id)
             self._leased_at[lease.digest_id] = self._loop.time()
+            self._leases[lease.digest_id] += 1
+            self._lost[lease.digest_id] = lease.lost
         if claims.leases:
             self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
 
@@ -207,8 +212,23 @@ class Witness:
         under_way = sum(not other.stubborn for other in self._running(process))
         if under_way > setup.concurrency:
             self.broken(f"{process} delivers {under_way} digests at once")
+        self._see_doubts(receipt)
         self._begun_at[digest.key] = now
         return receipt
+
+    def _see_doubts(self, receipt: Receipt) -> None:
+        """See that no process delivers two doubtful digests at once, nor anything beside one that is to be alone."""
+        now, lost = self._loop.time(), self._lost
+        for other in self._running(receipt.process):
+            is_over = other.stubborn or now > other.began + self.setup.delivery_timeout
+            if other is receipt or is_over:
+                continue
+            if max(lost[other.digest_id], lost[receipt.digest_id]) >= ALONE:
+                self.broken(
+                    f"{receipt.process} delivers {receipt.digest_id} beside {other.digest_id}, one of them alone"
+                )
+            elif lost[other.digest_id] and lost[receipt.digest_id]:
+                self.broken(f"{receipt.process} delivers {receipt.digest_id} and {other.digest_id}, both doubtful")
 
     def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
         """The rest of a digest in parts is delivered under the same lease, with an id of its own."""
@@ -271,7 +291,8 @@ class Witness:
             return
         first = self.records.all[self.records.contents[delivery.digest_id][0]]
         receipts = [receipt for receipt in first.receipts if receipt.digest_id == delivery.digest_id]
-        if delivery.result == "partial" and (delivery.attempt > 1 or len(receipts) > 1):
+        leases = self._leases[delivery.digest_id] + self._lost[delivery.digest_id]  # the first may have been a part's
+        if delivery.result == "partial" and max(leases, len(receipts)) > 1:
             return  # its contents may be frozen: then all of it comes again
         for receipt in receipts:
             receipt.told = receipt.told or receipt.ending in ("returned", "partial")

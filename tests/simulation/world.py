@@ -75,13 +75,14 @@ class World:
             keys=tuple(f"k{number}" for number in range(random.randint(2, 9))),
             digest_bytes=Random(f"{self._seed} bytes").choice((1_000, 1_000, 9)),
             stubborn=Random(f"{self._seed} stubborn").random() < 0.1,
+            poison="k0" if Random(f"{self._seed} poison").random() < 0.2 else "",
         )
 
     def _enter(self, adds: bool, delivers: bool) -> None:
         number = next(self._names)
         source = Random(f"{self._seed} actor {number}")
         name = f"{'worker' if delivers else 'producer'}-{number}"
-        actor = Actor(name, self._server, self.witness, source, adds=adds, delivers=delivers)
+        actor = Actor(name, self._server, self.witness, source, adds=adds, delivers=delivers, fall=self._fall)
         actor.link.deaf = self._deaf
         self._actors.append(actor)
 
@@ -159,7 +160,7 @@ class World:
     async def _settle(self) -> None:
         """Peace: what is held must be delivered, or be where it belongs, in a time that can be told."""
         self.witness.tell("peace")
-        self._setup.mood = "good"
+        self._setup.mood, self._setup.poison = "good", ""
         setup = self._setup
         for actor in self._actors:
             actor.adding.clear()
@@ -296,14 +297,27 @@ class World:
 
     async def _kill(self) -> None:
         actor = self._link_of("killed")
-        actor.process.kill()
-        self._dead.append(actor)
-        self._actors.remove(actor)
+        self._bury(actor)
         try:
             if self._actors:
                 await asyncio.sleep(self._random.choice((0.0, 5.0, 100.0)))
         finally:
             self._enter(actor.adds, actor.delivers)
+
+    def _bury(self, actor: Actor) -> None:
+        actor.process.kill()
+        self._dead.append(actor)
+        if actor in self._actors:  # else it is leaving
+            self._actors.remove(actor)
+
+    def _fall(self, actor: Actor) -> None:
+        """A process is killed by what it delivers, and started again in a moment."""
+        self.witness.tell("killed by what it delivers")
+        self.witness.trouble(1.0)
+        is_leaving = actor not in self._actors
+        self._bury(actor)
+        if not is_leaving:
+            self._loop.run_apart(1.0, self._enter, actor.adds, actor.delivers)
 
     async def _stop(self) -> None:
         actor = self._link_of("stopped")

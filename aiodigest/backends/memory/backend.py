@@ -152,6 +152,7 @@ class ReferenceBackend(Backend, Operations):
         limits: Limits,
         *,
         sample: bool = False,
+        doubtful: bool = True,
         bound: int = DIGEST_BYTES,
     ) -> Claims:
         leases: list[Lease] = []
@@ -159,11 +160,9 @@ class ReferenceBackend(Backend, Operations):
         with self._lock:  # it wakes nobody: it has seen what it makes ready
             (machine, now), nonce = self._tick(shard, begins=True), self._nonce()
             machine.watch_gap(lease_ms, now)
-            machine.recover(now, now)
             machine.promote(machine.waiting, now)
-            for key in self._sample(machine) if sample else [key for key, _ in earliest(machine.ready)[:SLICE]]:
-                if len(leases) == count:
-                    break
+
+            def consider(key: str) -> None:
                 held = machine.held.get(key, Held())
                 if held.empty or held.end_ms <= now:
                     size = distinct(held.entries)
@@ -171,20 +170,48 @@ class ReferenceBackend(Backend, Operations):
                     machine.held.pop(key, None)
                     machine.counts["expired"] += size
                     expired.append((key, size))
+                elif key in machine.ready and held.delivery and held.delivery.is_doubtful:
+                    machine.defer(key, now)
                 else:
                     leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound))
-            nexts = [*machine.waiting.values(), *map(machine.recoverable_ms, machine.leased.values())]
+
+            def take_ended() -> bool:
+                """Lease what has ended first, if the caller may have it; True if it may have another one."""
+                before = len(leases)
+                for key in machine.ended(now) if doubtful and before < count else ():
+                    consider(key)
+                    if len(leases) > before:
+                        return False
+                return doubtful
+
+            doubtful = take_ended()
+            draw = self._sample if sample else self._oldest
+            for key in draw(machine, now) if len(leases) < count else ():
+                consider(key)
+                if len(leases) == count:
+                    break
+            doubtful = take_ended()
+            ended = machine.ended(now)
+            ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
+            nexts = [*machine.waiting.values(), *ends]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
-            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired)
+            barred = bool(ended) and not doubtful
+            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred)
 
-    def _sample(self, machine: Shard) -> list[str]:
-        """Draw ready timelines; those whose digest was tried before come last."""
+    def _oldest(self, machine: Shard, now: int) -> list[str]:
+        return [key for key, _ in earliest(machine.ready)[:SLICE]]
 
-        def was_tried(key: str) -> bool:
-            delivery = machine.held.get(key, Held()).delivery
-            return delivery is not None and delivery.attempts > 0
+    def _sample(self, machine: Shard, now: int) -> list[str]:
+        """Draw ready timelines; those whose digest has failed come last. Doubtful ones wait elsewhere from now on."""
 
-        return sorted(self._draw([*machine.ready], min(SAMPLE, len(machine.ready))), key=was_tried)
+        def delivery_of(key: str) -> Delivery:
+            return machine.held.get(key, Held()).delivery or Delivery("")
+
+        drawn = self._draw([*machine.ready], min(SAMPLE, len(machine.ready)))
+        for key in drawn:
+            if delivery_of(key).is_doubtful:
+                machine.defer(key, now)
+        return sorted((key for key in drawn if key in machine.ready), key=lambda key: delivery_of(key).attempts > 0)
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         with self._lock:
@@ -229,8 +256,10 @@ class ReferenceBackend(Backend, Operations):
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
                 parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
-                    opened = (name, 1, 0, delivery.part, delivery.cut_ms, delivery.bound, lease.token)
-                    held.delivery = Delivery(*opened, parted=parted, entries=rest)
+                    opened = Delivery(
+                        name, part=delivery.part, cut_ms=delivery.cut_ms, bound=delivery.bound, token=lease.token
+                    )
+                    held.delivery = replace(opened, parted=parted, entries=rest)
                     held.touch(close.limits.ttl_ms, now)
                     machine.leave(key)
                     machine.leased[key] = now + close.lease_ms
@@ -264,8 +293,9 @@ class ReferenceBackend(Backend, Operations):
                 delivery.frozen = delivery.frozen or retry.unknown
                 if retry.give_back:
                     delivery.deferred_ms = delivery.deferred_ms or now
-                    if now - delivery.deferred_ms <= GIVE_BACK_MS:
-                        delivery.attempts = max(0, delivery.attempts - 1)
+                if not retry.give_back or now - delivery.deferred_ms > GIVE_BACK_MS:
+                    delivery.attempts += 1
+                delivery.lost = 0
                 delivery.last_error = retry.error
                 delivery.token = ""
                 held = machine.held[lease.key]
@@ -283,7 +313,6 @@ class ReferenceBackend(Backend, Operations):
                 if isinstance(delivery, Closed):
                     answers.append(delivery.status != "lost")
                     continue
-                delivery.attempts = max(0, delivery.attempts - 1)
                 delivery.frozen = delivery.frozen or started
                 delivery.token = ""
                 machine.place(lease.key, now, now)
@@ -300,7 +329,6 @@ class ReferenceBackend(Backend, Operations):
                     answers.append(delivery.status != "lost")
                     continue
                 held = machine.held[lease.key]
-                delivery.attempts = max(0, delivery.attempts - 1)
                 delivery.token = ""
                 held.touch(delay_ms + (held.own or limits).ttl_ms, now)
                 if not machine.place(lease.key, now + delay_ms if delay_ms else min(lease.due_ms, now), now):
@@ -325,8 +353,8 @@ class ReferenceBackend(Backend, Operations):
         for machine, now in self._transitions(self.shard_map.live):
             if machine.lease_ms:
                 machine.watch_gap(machine.lease_ms, now)
-            deadline = now if deadline_ms is None else deadline_ms + machine.shift_ms
-            recovered += [key for key, _ in machine.recover(deadline, now)]
+            deadline = machine.recoverable(now if deadline_ms is None else deadline_ms + machine.shift_ms, now)
+            recovered += [key for key, _ in machine.promote(machine.leased, deadline)]
         return recovered
 
     async def delete(self, key: str) -> bool:
@@ -478,7 +506,8 @@ class ReferenceBackend(Backend, Operations):
                 total["dead"] += len(machine.dead.times(now))
                 for state, times in machine.schedule.items():
                     total[state] += len(times)
-                scheduled = (*machine.waiting.values(), *machine.ready.values(), *machine.postponed.values())
+                ended = [end for end in machine.leased.values() if end <= now]  # nobody holds these
+                scheduled = (*machine.waiting.values(), *machine.ready.values(), *machine.postponed.values(), *ended)
                 dues += [due - (now - server_ms) for due in scheduled]
                 total["stepped_back_ms"] = max(total["stepped_back_ms"], machine.stepped_back_ms(server_ms))
         if dues:

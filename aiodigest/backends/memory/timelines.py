@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from aiodigest.backend import (
+    ALONE,
     DEAD_LETTER_TTL_MS,
     MOVES,
     SLICE,
@@ -31,7 +32,8 @@ class Delivery:
     """A digest that was opened and is not closed: under delivery, in a retry wait, or with an unknown outcome."""
 
     digest_id: str
-    attempts: int = 0
+    attempts: int = 0  # that were charged
+    lost: int = 0  # leases that ended without a word, since the last known outcome
     dropped: int = 0
     part: int = 0
     cut_ms: int = 0
@@ -42,6 +44,10 @@ class Delivery:
     deferred_ms: int = 0  # when RetryAfter first gave an attempt back
     last_error: str = ""
     entries: list[bytes] = field(default_factory=list[bytes])
+
+    @property
+    def is_doubtful(self) -> bool:
+        return bool(self.token) or self.lost > 0
 
 
 @dataclass
@@ -179,9 +185,17 @@ class Shard:
             self.place(key, due, due)
         return moved
 
-    def recover(self, deadline: int, now: int) -> list[tuple[str, int]]:
-        """Make ready what has a lease that ended by the deadline, and may be recovered."""
-        return self.promote(self.leased, deadline if now >= self.hold_ms else min(deadline, self.past_ms - 1))
+    def recoverable(self, deadline: int, now: int) -> int:
+        """The latest end, up to the deadline, of leases that may be recovered now."""
+        return deadline if now >= self.hold_ms else min(deadline, self.past_ms - 1)
+
+    def ended(self, now: int) -> list[str]:
+        """The timelines whose leases have ended, and which may be taken now; the first to end comes first."""
+        return [key for key, end in earliest(self.leased) if end <= self.recoverable(now, now)]
+
+    def defer(self, key: str, now: int) -> None:
+        """Let a ready timeline whose digest is doubtful wait among those whose leases have ended."""
+        self.leased[key] = min(self.ready.pop(key), now)
 
     def recoverable_ms(self, end: int) -> int:
         """The time from which on a lease that ends at ``end`` may be recovered."""
@@ -205,7 +219,8 @@ class Shard:
         held, (state, due), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
         delivery = held.delivery or Delivery("")
         return StoredTimeline(
-            key, state, self.due_of(key, due) - ahead, len(held.log), len(delivery.entries), delivery.attempts,
+            key, state, self.due_of(key, due) - ahead, len(held.log), len(delivery.entries),
+            delivery.attempts + bool(delivery.token),
             held.iteration, held.dropped + delivery.dropped, held.cool_ms and held.cool_ms - ahead, delivery.digest_id,
             delivery.last_error,
         )  # fmt: skip
@@ -249,23 +264,27 @@ class Shard:
     # Digests
 
     def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str, bound: int) -> Lease:
-        """Lease a ready timeline. An unknown outcome freezes its digest; otherwise new records are merged into it."""
-        held, due = self.held[key], self.ready[key]
+        """Lease a timeline that is ready, or whose lease has ended.
+
+        An unknown outcome freezes its digest; otherwise new records are merged into it.
+        """
+        held, due = self.held[key], self.ready[key] if key in self.ready else self.leased[key]
         limits, delivery = held.own or limits, held.delivery
         if delivery and delivery.token:
             delivery.frozen = True
+            delivery.attempts += delivery.lost >= ALONE
+            delivery.lost += 1
         if delivery is None or (held.log and not delivery.frozen):
             delivery = self._fold(held, limits, now, nonce)
             delivery.bound = bound
-        delivery.attempts += 1
         delivery.token = nonce
         held.touch(limits.ttl_ms, now)
         self.leave(key)
         self.leased[key] = now + lease_ms
         return Lease(
-            key, nonce, delivery.digest_id, delivery.attempts, held.iteration + 1, delivery.dropped, due,
-            len(delivery.entries), delivery.part, delivery.cut_ms, delivery.last_error, tuple(delivery.entries),
-            delivery.bound, held.own,
+            key, nonce, delivery.digest_id, delivery.attempts + 1, held.iteration + 1, delivery.dropped, due,
+            len(delivery.entries), delivery.part, delivery.cut_ms, delivery.last_error, delivery.lost,
+            tuple(delivery.entries), delivery.bound, held.own,
         )  # fmt: skip
 
     def _fold(self, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
@@ -311,7 +330,7 @@ class Shard:
             entries = only(entries, letter.ids)
         if entries:
             key = close.lease.key
-            facts = (key, letter.reason, now, delivery.attempts, delivery.digest_id)
+            facts = (key, letter.reason, now, delivery.attempts + 1, delivery.digest_id)
             limits = self.held[key].own or close.limits
             self.dead[letter_id] = StoredDeadLetter(letter_id, *facts, entries, limits=limits)
             self.counts["buried"] += len(entries)

@@ -136,13 +136,13 @@ class RedisBackend(Backend):
         limits: Limits,
         *,
         sample: bool = False,
+        doubtful: bool = True,
         bound: int = DIGEST_BYTES,
     ) -> Claims:
-        reply = await self.namespace.call(
-            "claim", shard, count, lease_ms, scripts.pack_limits(limits), self._nonce(), int(sample), bound
-        )
-        now, wait, wake_up, leases, broken, expired = cast(
-            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int]]", reply
+        packed, flags = scripts.pack_limits(limits), (int(sample), bound, int(doubtful))
+        reply = await self.namespace.call("claim", shard, count, lease_ms, packed, self._nonce(), *flags)
+        now, wait, wake_up, leases, broken, expired, barred = cast(
+            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int]", reply
         )
         return Claims(
             [scripts.unpack_lease(lease) for lease in leases],
@@ -151,6 +151,7 @@ class RedisBackend(Backend):
             now,
             [(text(key), text(problem)) for key, problem in zip(broken[::2], broken[1::2], strict=True)],
             [(text(key), number(size)) for key, size in zip(expired[::2], expired[1::2], strict=True)],
+            barred == 1,
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:

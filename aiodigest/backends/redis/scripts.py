@@ -29,7 +29,7 @@ LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
-        (backend, ("DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES")),
+        (backend, ("ALONE", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES")),
         (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
     )
@@ -270,11 +270,11 @@ def unpack_counts(reply: object) -> dict[str, int]:
 
 
 def unpack_lease(fields: Sequence[object]) -> Lease:
-    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, bound, own, entries = fields
+    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, lost, bound, own, entries = fields
     return Lease(
         text(key), text(token), text(digest_id), number(attempt), number(iteration), number(dropped), number(due),
-        number(size), number(part), number(cut), text(error), tuple(cast("list[bytes]", entries)), number(bound),
-        unpack_limits(text(own)),
+        number(size), number(part), number(cut), text(error), number(lost), tuple(cast("list[bytes]", entries)),
+        number(bound), unpack_limits(text(own)),
     )  # fmt: skip
 
 

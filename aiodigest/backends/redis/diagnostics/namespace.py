@@ -336,7 +336,8 @@ def check_schedule(facts: NamespaceFacts) -> Iterator[Finding]:
         yield Finding("overdue", "problem", health.reason, remedy, overdue)
     if ended := sum(shard.ended for shard in facts.shards):
         message = f"{several(ended, 'lease')} ended long ago, and nobody took over"
-        yield Finding("leases", "problem", message, "start a worker: it delivers these digests again", float(ended))
+        remedy = "start a worker, or more of them: each delivers these digests again, one at a time"
+        yield Finding("leases", "problem", message, remedy, float(ended))
 
 
 def check_dead_letters(facts: NamespaceFacts) -> Iterator[Finding]:

@@ -1,10 +1,10 @@
--- claim: recover ended leases, promote what is due, and open digests, the oldest due first or drawn at random.
+-- claim: promote what is due and open digests, the oldest due first or drawn at random, and one whose lease has ended.
 --
 -- Flags     begins-namespace
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
 --           ZCARD ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK ZSCORE
--- Reply     [int, int, text, [list...], [text...], [number...]]
+-- Reply     [int, int, text, [list...], [text...], [number...], int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
@@ -14,8 +14,10 @@
 -- ARGV[6]   nonce (text): for the names of tokens and digests
 -- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
 -- ARGV[8]   bound (int, bytes): what a digest may decode to, kept with each that is new
+-- ARGV[9]   doubtful (flag): open one digest whose lease ended without a word, if there is one; it may end its worker
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
---           timelines (key, error, ...); expired timelines (key, number of records, ...)
+--           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
+--           claim could not take
 --
 -- Needs     guard clock budget lease promotion gap
 
@@ -24,6 +26,7 @@ call('PERSIST', layout) -- a write that needs no memory: after it a full server 
 
 local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
 local sample, bound = ARGV[7] == '1', tonumber(ARGV[8])
+local doubtful = ARGV[9] == '1' -- from now on: whether it may be given one
 local most = math.min(slots, 100)
 local leases, broken, expired = {}, {}, {}
 -- Read before anything is taken. Where another program has put what cannot wake anybody (a key of another type, or an id
@@ -36,17 +39,26 @@ if found_wake.err or last_wake and string.find(last_wake[1], '^18446744073709551
   last_wake = nil
 end
 
-local function expire(held)
+local function expire(held, from)
   -- Needs    entries
   local key, seen = held.key, {}
   local records = collect(collect({}, seen, logs .. key, held.logged), seen, opens .. key, held.opened)
-  call('ZREM', ready, key)
+  call('ZREM', from, key)
   call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key)
   if #records > 0 then
     try('HINCRBY', layout, 'expired', #records)
   end
   expired[#expired + 1] = key
   expired[#expired + 1] = #records
+end
+
+local looked = 0 -- timelines
+
+-- Let a doubtful digest wait where those wait whose leases have ended: at the head of `ready` it would block others.
+local function defer(key, due)
+  looked = looked + 1
+  call('ZREM', ready, key)
+  call('ZADD', leased, math.min(due, now), key)
 end
 
 -- Return what to look at next, with the due times, and whether nothing else is ready.
@@ -57,10 +69,15 @@ local function candidates(wanted)
   end
   local drawn, fresh, failed = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), {}, {}
   for index = 1, #drawn, 2 do
-    local attempts = try('HGET', metas .. drawn[index], 'attempts')
-    local group = attempts and attempts ~= '0' and failed or fresh
-    group[#group + 1] = drawn[index]
-    group[#group + 1] = drawn[index + 1]
+    local key, due = drawn[index], drawn[index + 1]
+    local attempts, token, lost = unpack(try('HMGET', metas .. key, 'attempts', 'token', 'lost'))
+    if token or lost then
+      defer(key, tonumber(due))
+    else
+      local group = attempts and failed or fresh
+      group[#group + 1] = key
+      group[#group + 1] = due
+    end
   end
   for _, each in ipairs(failed) do
     fresh[#fresh + 1] = each
@@ -69,10 +86,39 @@ local function candidates(wanted)
 end
 
 local recoverable, hold = watch_gap(lease)
-promote(leased, recoverable)
 promote(waiting, now)
 
-local looked, is_empty = 0, false -- is_empty: nothing is ready any more
+local function consider(from, key, due)
+  local held, problem = load_all(key)
+  looked = looked + 1
+  if not held then
+    call('ZREM', from, key)
+    call('ZADD', waiting, now + lease, key)
+    broken[#broken + 1] = key
+    broken[#broken + 1] = problem
+  elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
+    expire(held, from)
+  elseif from == ready and is_doubtful(held) then
+    defer(key, due)
+  else
+    doubtful = doubtful and from == ready
+    leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1))
+  end
+end
+
+-- Open the digest whose lease ended first, if the caller may have one.
+local function take_ended()
+  while doubtful and #leases < most and looked < SLICE and scanned < SLICE do
+    local ended = call('ZRANGEBYSCORE', leased, '-inf', recoverable, 'WITHSCORES', 'LIMIT', 0, 1)
+    if not ended[1] then
+      return
+    end
+    consider(leased, ended[1], tonumber(ended[2]))
+  end
+end
+
+take_ended() -- before all others, of which there may be many
+local is_empty = false -- nothing is ready any more
 while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
   -- whatever is looked at leaves the set, so the next candidates are always its first
   local found
@@ -82,28 +128,23 @@ while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
       is_empty = false
       break
     end
-    local key, due = found[index], tonumber(found[index + 1])
-    local held, problem = load_all(key)
-    looked = looked + 1
-    if not held then
-      call('ZREM', ready, key)
-      call('ZADD', waiting, now + lease, key)
-      broken[#broken + 1] = key
-      broken[#broken + 1] = problem
-    elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
-      expire(held)
-    else
-      leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1), bound)
-    end
+    consider(ready, found[index], tonumber(found[index + 1]))
   end
 end
+take_ended()
 
-local wait = -1
+local function first_end(from)
+  return tonumber(call('ZRANGEBYSCORE', leased, from, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2])
+end
+
+local next_end, barred, wait = first_end('-inf'), false, -1
+if next_end and next_end <= recoverable and not doubtful then -- whoever may take it is told by others
+  barred, next_end = true, first_end(string.format('(%.0f', recoverable))
+end
 if not is_empty and call('ZCARD', ready) > 0 then
   wait = 0
 else
   local next_due = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
-  local next_end = tonumber(call('ZRANGE', leased, 0, 0, 'WITHSCORES')[2])
   if next_due or next_end then
     if next_end and next_end > recoverable then
       next_end = math.max(next_end, hold)
@@ -111,4 +152,4 @@ else
     wait = math.max(0, math.min(next_due or math.huge, next_end or math.huge) - now)
   end
 end
-return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired}
+return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0}

@@ -67,7 +67,7 @@ local function set_aside(held, item, nonce)
       local facts = tag .. 'letter:' .. id
       rewrite(tag .. 'remains:' .. id, records, #records, DEAD_LETTER_TTL_MS)
       call('HSET', facts, 'key', held.key, 'reason', letter.reason, 'buried', now,
-        'attempt', held.attempts, 'digest', held.id, 'limits', held.own or letter.limits)
+        'attempt', held.attempts + 1, 'digest', held.id, 'limits', held.own or letter.limits)
       call('PEXPIRE', facts, DEAD_LETTER_TTL_MS)
       call('ZADD', dead, now, id)
       weigh(id, bytes)
@@ -103,7 +103,7 @@ local function close(item, nonce)
   if held.opened > item.taken then
     status, next_id, left = 'part', nonce, held.opened - item.taken
     call('LTRIM', opens .. held.key, item.taken, -1)
-    held.id, held.attempts, held.open_dropped, held.since = nonce, 1, 0, 0
+    held.id, held.attempts, held.lost, held.open_dropped, held.since = nonce, 0, 0, 0, 0
     held.frozen, held.error = nil, nil
     held.parted = (held.parted or item.counts) and '1' or nil
     touch(held, item.ttl) -- or the rest might end before its turn

@@ -24,16 +24,21 @@ local function cool_of(held)
   return held.cool > 0 and held.cool - shift or 0
 end
 
+-- Return the number of the try that is under way, or else was the last with an outcome.
+local function tries(held)
+  return held.attempts + (held.token and 1 or 0)
+end
+
 local function window(key, state, due)
   due = state == 'waiting' and tonumber(call('ZSCORE', postponed, key)) or due
   local held, problem = load_all(key)
   due = due - shift
   if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration
     held = load(key) or thaw(key, {})
-    return {key, state, due, 0, 0, held.attempts, held.iteration, 0, cool_of(held), held.id or '', problem}
+    return {key, state, due, 0, 0, tries(held), held.iteration, 0, cool_of(held), held.id or '', problem}
   end
   return {
-    key, state, due, held.logged, held.opened, held.attempts, held.iteration,
+    key, state, due, held.logged, held.opened, tries(held), held.iteration,
     held.dropped + held.open_dropped, cool_of(held), held.id or '', held.error or '',
   }
 end

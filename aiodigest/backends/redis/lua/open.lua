@@ -1,8 +1,8 @@
 -- open: claim one timeline, if it is ready.
 --
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
--- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, number, text,
---           [text...]]
+-- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, number, number,
+--           text, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)

@@ -27,7 +27,6 @@ local function postpone(key, token, digest_id, due, delay)
   if status ~= 'held' then
     return status == 'lost' and 0 or 1
   end
-  held.attempts = math.max(0, held.attempts - 1)
   held.token = nil
   touch(held, delay + (held.own and parse_limits(held.own) or limits).ttl) -- it must still be there when its time comes
   leave(key)

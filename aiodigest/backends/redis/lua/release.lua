@@ -1,4 +1,4 @@
--- release: give leases back without charging the attempt.
+-- release: give leases back; no attempt is charged.
 --
 -- Flags     repeatable
 -- Parts     deliver
@@ -27,7 +27,6 @@ local function release(key, token, digest_id)
   if status ~= 'held' then
     return status == 'lost' and 0 or 1
   end
-  held.attempts = math.max(0, held.attempts - 1)
   held.frozen = (held.frozen or started) and '1' or nil
   held.token = nil
   leave(key)

@@ -1,4 +1,4 @@
--- retry: let deliveries that failed, or may have, wait for their next attempt.
+-- retry: charge deliveries that failed, or may have, an attempt, and let them wait for the next.
 --
 -- Flags     repeatable
 -- Parts     deliver
@@ -11,7 +11,7 @@
 -- ARGV[3]   nonce (items): for the name of a digest whose contents change
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; delay, ms; error; ttl, ms; entries taken; records delivered; records aged;
---           1 to give the attempt back; 1 if the outcome is unknown; number of ids that stay (-1: all), ids
+--           1 to charge no attempt; 1 if the outcome is unknown; number of ids that stay (-1: all), ids
 -- Returns   for each: 1, 0 if the lease is lost, or the text of an error. Fewer than asked for if much had to be read;
 --           the rest was not looked at.
 --
@@ -62,11 +62,11 @@ local function retry(item, nonce)
   end
   if item.give_back then
     held.since = held.since > 0 and held.since or now
-    if now - held.since <= GIVE_BACK_MS then
-      held.attempts = math.max(0, held.attempts - 1)
-    end
   end
-  held.error, held.token = item.error, nil
+  if not item.give_back or now - held.since > GIVE_BACK_MS then
+    held.attempts = held.attempts + 1
+  end
+  held.error, held.token, held.lost = item.error, nil, 0
   touch(held, item.delay + item.ttl) -- it must still be there when its time comes
   leave(held.key)
   place(held.key, now + item.delay)

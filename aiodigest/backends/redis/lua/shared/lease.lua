@@ -58,25 +58,32 @@ local function fold(held, limits, digest_id)
   held.dropped, held.logged, held.opened = 0, 0, size
 end
 
--- Charge an attempt and take the timeline from `ready` to `leased`; return the fields of `aiodigest.backend.Lease`.
+-- Return whether the last lease on a timeline's digest, or one before, ended without a word.
+local function is_doubtful(held)
+  return held.token ~= nil or held.lost > 0
+end
+
+-- Lease a timeline; return the fields of `aiodigest.backend.Lease`.
 local function take(held, due, lease, limits, token, bound)
   local key = held.key
   limits = held.own and parse_limits(held.own) or limits
   if held.token then
-    held.frozen = '1' -- nobody knows what became of the last attempt
+    held.frozen = '1' -- nobody knows what became of the last attempt, which is charged if it ran alone
+    held.attempts = held.attempts + (held.lost >= ALONE and 1 or 0)
+    held.lost = held.lost + 1
   end
   if not held.id or (held.logged > 0 and not held.frozen) then
     fold(held, limits, token)
     held.bound = bound ~= DIGEST_BYTES and bound or 0
   end
-  held.attempts = held.attempts + 1
   held.token = token
   touch(held, limits.ttl)
   call('ZREM', ready, key)
   call('ZADD', leased, now + lease, key)
   save(held, FIELDS)
   return {
-    key, token, held.id, held.attempts, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
-    held.error or '', held.bound > 0 and held.bound or DIGEST_BYTES, held.own or '', inline(opens .. key, held.opened),
+    key, token, held.id, held.attempts + 1, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
+    held.error or '', held.lost, held.bound > 0 and held.bound or DIGEST_BYTES, held.own or '',
+    inline(opens .. key, held.opened),
   }
 end

@@ -2,7 +2,9 @@
 --
 -- Needs    budget timelines schedule
 
-local DELIVERY = {'id', 'token', 'attempts', 'open_dropped', 'part', 'cut', 'bound', 'frozen', 'parted', 'since', 'error'}
+local DELIVERY = {
+  'id', 'token', 'attempts', 'lost', 'open_dropped', 'part', 'cut', 'bound', 'frozen', 'parted', 'since', 'error',
+}
 
 local function end_delivery(held)
   for _, name in ipairs(DELIVERY) do

@@ -3,7 +3,8 @@
 -- Needs    fields
 
 local FIELDS = {
-  'end', 'token', 'done', 'attempts', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut', 'bound',
+  'end', 'token', 'done', 'attempts', 'lost', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut',
+  'bound',
   'frozen', 'parted', 'since', 'error', 'flush', 'own', 'counted', 'opening',
 }
 local KNOWN = {} -- another program may have written others, of names that `held` has for what it does not store

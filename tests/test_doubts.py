@@ -1,0 +1,268 @@
+"""Digests whose leases ended without a word: one at a time in a process, and alone from the second time on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+from engines import Inbox, VirtualLoop, WatchedBackend, delivering, forever, lasting, now, policy, settle, state_of
+
+from aiodigest import JSON, Digest, Policy, RetryPolicy
+
+pytestmark = pytest.mark.virtual_time
+
+LEASE = 60.0
+LIMITS = Policy().terms.limits
+SELDOM = RetryPolicy(backoff=lambda attempt: 500.0)
+
+
+class Receiver(Inbox):
+    """A callback that takes some seconds for each key; it notes when each began and ended, and what ran beside it."""
+
+    def __init__(self, **lasts: float) -> None:
+        super().__init__()
+        self.lasts = lasts
+        self.began: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        self.beside: dict[str, set[str]] = {}
+
+    async def __call__(self, digest: Digest[JSON]) -> None:
+        running = self.began.keys() - self.ended.keys()
+        for other in running:
+            self.beside[other].add(digest.key)
+        self.began[digest.key], self.beside[digest.key] = now(), set(running)
+        await super().__call__(digest)
+        await asyncio.sleep(self.lasts.get(digest.key, 0))
+        self.ended[digest.key] = now()
+
+
+async def lost(backend: WatchedBackend, *keys: str, times: int = 1) -> None:
+    """Let timelines be as when the leases on their digests have ended without a word, so many times."""
+    for key in keys:
+        await backend.put(key, key)
+        shard = backend.shard_map.shard_of(key)
+        assert await backend.open(shard, key, 60_000, LIMITS)
+        machine = backend.machines[shard]
+        delivery = machine.held[key].delivery
+        assert delivery is not None
+        delivery.lost, machine.leased[key] = times - 1, 0
+
+
+async def test_a_process_has_one_doubtful_digest_at_a_time_over_all_its_shards_and_others_beside_it() -> None:
+    keys = [f"doubtful-{number}" for number in range(12)]
+    inbox, backend = Receiver(**dict.fromkeys(keys, 10.0)), WatchedBackend(shards=4)
+    await lost(backend, *keys)
+    async with delivering(inbox, backend):
+        for number in range(5):
+            await asyncio.sleep(15)
+            before = now()
+            await backend.put(f"healthy-{number}", 1)
+            await inbox.outcome(len(inbox.seen) + 1)
+            assert now() < before + 0.1, "it waited for a doubtful one"
+        await asyncio.sleep(3 * LEASE)
+        claims = backend.count("claim")
+    assert sorted(inbox.began[key] for key in keys) == pytest.approx([10 * number for number in range(12)], abs=0.5)
+    assert all(not inbox.beside[key] & {*keys} for key in keys)
+    assert {(digest.attempt, digest.key) for digest in inbox.digests} >= {(1, key) for key in keys}
+    assert claims < 150, "those that may not be taken are asked for again and again"
+
+
+async def test_a_claim_that_may_not_take_what_is_doubtful_is_not_repeated_at_once() -> None:
+    inbox, backend = Receiver(first=10 * LEASE), WatchedBackend()
+    await lost(backend, "first", "second")
+    async with delivering(inbox, backend, delivery_timeout=20 * LEASE):
+        await asyncio.sleep(10 * LEASE - 1)
+        assert backend.count("claim") <= 40
+        assert [*inbox.began] == ["first"]
+        await asyncio.sleep(2)
+        assert inbox.began["second"] == pytest.approx(10 * LEASE, abs=0.1)
+
+
+async def test_a_digest_that_was_lost_twice_runs_with_nothing_beside_it() -> None:
+    inbox, backend = Receiver(before=1.5 * LEASE, alone=30, newer=1), WatchedBackend(shards=2)
+    await backend.put("before", 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        await lost(backend, "alone", times=2)
+        await asyncio.sleep(LEASE / 2)  # it is claimed, and waits; what is due meanwhile does so in the store
+        await backend.put("newer", 1)
+        await asyncio.sleep(LEASE / 2)
+        assert await state_of(backend, "alone") == ("leased", 1)
+        assert await state_of(backend, "newer") == ("ready", 0)
+        await inbox.outcome(3)
+    assert not inbox.beside["alone"]
+    assert inbox.began["alone"] == pytest.approx(inbox.ended["before"], abs=0.1)
+    assert inbox.began["newer"] == pytest.approx(inbox.ended["alone"], abs=0.1)
+    assert inbox.results == ["delivered"] * 3
+
+
+async def test_what_a_late_claim_brings_waits_until_the_one_that_is_alone_has_ended() -> None:
+    backend = WatchedBackend(shards=2, held="claim")
+    alone, late = (
+        next(key for key in map(str, range(99)) if backend.shard_map.shard_of(key) == each) for each in (0, 1)
+    )
+    inbox = Receiver(**{alone: 30})
+    backend.down_shards = {1}
+    await lost(backend, alone, times=2)
+    await backend.put(late, 1)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        assert backend.count("claim", 1) == 1
+        backend.gates["claim"].set()
+        await asyncio.sleep(1)
+        assert await state_of(backend, late) == ("leased", 1)
+        await inbox.outcome(2)
+    assert not inbox.beside[alone]
+    assert inbox.began[late] == pytest.approx(inbox.ended[alone], abs=0.1)
+
+
+async def test_a_callback_that_ignores_the_end_of_its_time_is_not_waited_for() -> None:
+    free = asyncio.Event()
+
+    async def stubborn(digest: Digest[JSON]) -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+
+    inbox, backend = Inbox(stubborn), WatchedBackend()
+    await backend.put("stubborn", 1)
+    async with delivering(inbox, backend, delivery_timeout=30):
+        await inbox.digest()
+        await lost(backend, "alone", times=2)
+        assert (await inbox.digest(2)).key == "alone"
+        assert 30 <= now() < 32
+        await inbox.outcome()
+        free.set()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_doubtful_digest_whose_callback_ignores_the_end_of_its_time_holds_up_nobody(times: int) -> None:
+    free = asyncio.Event()
+
+    async def stubborn(digest: Digest[JSON]) -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await free.wait()
+
+    inbox, backend = Inbox(stubborn), WatchedBackend()
+    async with delivering(inbox, backend, delivery_timeout=30, retry=SELDOM):
+        await lost(backend, "a stubborn one", "other", times=times)
+        await inbox.digest()
+        await backend.put("third", 1)
+        await inbox.digest(3)
+        assert {digest.key for digest in inbox.digests[1:]} == {"other", "third"}
+        assert now() < 30 + LEASE
+        free.set()
+
+
+async def test_a_shard_whose_server_is_away_does_not_hold_up_what_is_to_be_alone() -> None:
+    inbox, backend = Receiver(), WatchedBackend(shards=2)
+    away = next(
+        key for key in map(str, range(100)) if backend.shard_map.shard_of(key) != backend.shard_map.shard_of("alone")
+    )
+    backend.down_shards = {backend.shard_map.shard_of(away)}
+    await backend.put(away, 1)
+    backend.take_down("close")
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        await lost(backend, "alone", times=2)
+        assert (await inbox.outcome()).key == "alone"
+        backend.bring_up()
+        await inbox.outcome(2)
+
+
+async def test_one_that_waits_to_be_alone_is_given_back_uncharged_when_its_worker_stops() -> None:
+    inbox, backend, released = Inbox(forever), WatchedBackend(), list[int]()
+    await backend.put("before", 1)
+    async with delivering(inbox, backend, drain_timeout=20):
+        await inbox.digest()
+        await lost(backend, "alone", times=2)
+        await asyncio.sleep(LEASE / 2)
+        assert backend.machines[0].leased["alone"] > 0, "nobody has claimed it"
+        asyncio.get_running_loop().call_later(1, lambda: released.extend(backend.items("release")))
+    assert released == [1], "it was not given back at once"
+    assert await state_of(backend, "alone") == ("ready", 0)
+    delivery = backend.machines[0].held["alone"].delivery
+    assert delivery is not None
+    assert (delivery.attempts, delivery.lost) == (0, 2)
+
+
+async def test_the_rest_of_a_digest_in_parts_is_doubted_no_more() -> None:
+    terms = policy(max_size=1)
+    inbox, backend = Inbox(None, lasting(30)), WatchedBackend()
+    await backend.put("alone", 1, 2, policy=terms)
+    assert await backend.open(0, "alone", 60_000, terms.terms.limits)
+    delivery = backend.machines[0].held["alone"].delivery
+    assert delivery is not None
+    delivery.lost, backend.machines[0].leased["alone"] = 1, 0
+    async with delivering(inbox, backend, policy=terms):
+        await inbox.digest(2)
+        await backend.put("other", 3)
+        await inbox.digest(3)
+        assert now() < 1
+    assert inbox.values == [[1], [2], [3]]
+
+
+# A loop that stands still
+
+
+def blocking(seconds: float) -> Callable[[Digest[JSON]], Awaitable[object]]:
+    async def callback(digest: Digest[JSON]) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.idle.now += seconds
+
+    return callback
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_loop_that_stood_still_is_one_line_with_the_key_of_the_callback(
+    waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def block(digest: Digest[JSON]) -> None:
+        if waits:
+            await asyncio.sleep(1)
+        await blocking(LEASE * 0.7)(digest)
+
+    inbox, backend = Inbox(block), WatchedBackend(shards=4)
+    await backend.put("culprit", 1)
+    async with delivering(inbox, backend):
+        await inbox.outcome()
+        await asyncio.sleep(3 * LEASE)
+    lines = [record for record in caplog.records if "stood still" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].levelno == logging.WARNING
+    assert "the callback of 'culprit' was running" in lines[0].getMessage()
+    assert vars(lines[0])["timeline"] == "culprit"
+    assert LEASE * 0.7 <= vars(lines[0])["seconds"] < LEASE
+
+
+async def test_a_callback_that_only_takes_long_is_no_loop_that_stands_still(caplog: pytest.LogCaptureFixture) -> None:
+    inbox, backend = Inbox(lasting(5 * LEASE), blocking(LEASE * 0.4)), WatchedBackend()
+    async with delivering(inbox, backend, delivery_timeout=10 * LEASE):
+        for key in ("one", "two"):
+            await backend.put(key, 1)
+        await inbox.outcome(2)
+        await asyncio.sleep(LEASE)
+    assert not [text for text in caplog.messages if "stood still" in text]
+
+
+async def test_a_worker_whose_loop_stood_still_renews_before_it_claims() -> None:
+    inbox, backend = Inbox(forever, blocking(LEASE * 0.7)), WatchedBackend()
+    await backend.put("long", 1)
+    async with delivering(inbox, backend, drain_timeout=0, retry=SELDOM):
+        await inbox.digest()
+        await settle()
+        backend.gates["renew"] = asyncio.Event()
+        await backend.put("culprit", 1)
+        await inbox.digest(2)
+        claims = backend.count("claim")
+        await backend.put("next", 1)
+        await asyncio.sleep(5)
+        assert backend.count("claim") == claims
+        backend.gates["renew"].set()
+        await inbox.digest(3)
+    assert [digest.key for digest in inbox.digests] == ["long", "culprit", "next"]
