@@ -512,7 +512,7 @@ async def test_what_another_program_has_leased_comes_when_its_lease_and_the_hold
         assert await tested._entered().store.open(0, "k", 60_000, Policy().terms.limits)
         await t.advance(2 * MINUTE)
         await t.advance(10 * MINUTE)
-    assert callback.came == [(0, [0]), (180, [1])]
+    assert callback.came == [(0, [0]), (120, [1])]
 
 
 async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
