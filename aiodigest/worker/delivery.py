@@ -215,11 +215,10 @@ class Dispatcher(Generic[T]):
         If no attempt is left, they are only asked for their ids and their age.
         """
         if self.is_spent(lease):
-            last = {identity(entry): "" for entry in (known := latest(entries)) if not aged(entry, lease.cut_ms)}
-            replaced = sum(last.pop(name, None) is not None for name in lease.later)
-            contents: Contents[T] = Contents(
-                undecodable=last, aged=len(known) - replaced - len(last), replaced=replaced
-            )
+            known = {identity(entry): entry for entry in latest(entries)}
+            replaced = sum(known.pop(name, None) is not None for name in lease.later)
+            last = {name: "" for name, entry in known.items() if not aged(entry, lease.cut_ms)}
+            contents: Contents[T] = Contents(undecodable=last, aged=len(known) - len(last), replaced=replaced)
             return Attempt(lease, len(entries), contents, is_spent=bool(last))
         is_small = len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
         async with nullcontext() if is_small else self._reading:
