@@ -80,10 +80,10 @@ class JSONCodec(Generic[T]):
             self._adapter: TypeAdapter[T] = (
                 value_type if isinstance(value_type, TypeAdapter) else TypeAdapter(value_type)
             )
+            config = getattr(self._adapter, "_config", None)
+            self._round_trip = RoundTrip({"type": "default", "schema": self._adapter.core_schema, "config": config})
         except Exception as error:  # of pydantic, or of a type that says itself what its schema is
             raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
-        config = getattr(self._adapter, "_config", None)
-        self._round_trip = RoundTrip({"type": "default", "schema": self._adapter.core_schema, "config": config})
         validate = partial(self._adapter.validate_python, strict=True)
         self._validate = partial(validate, by_alias=False, by_name=True) if self._round_trip.renames_keys else validate
 

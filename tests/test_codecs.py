@@ -532,6 +532,8 @@ def test_a_type_that_pydantic_does_not_know_is_refused_when_built() -> None:
 
     with pytest.raises(InvalidArgument, match=r"value_type .*Opaque"):
         JSONCodec(Opaque)
+    with pytest.raises(InvalidArgument, match=r"value_type .*not fully defined"):
+        JSONCodec("Nowhere")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_value_type_reaches_the_type_checker() -> None:

@@ -240,7 +240,7 @@ async def test_a_request_without_a_server_is_told_to_come_again(stored: str, cap
     assert told_to_come_again(answer) == (stored, "first")
     reason = {"no": "connection to redis.internal refused", "unknown": "connection reset"}[stored]
     assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
-        ("WARNING", f"the server is unavailable: {reason}"),
+        ("WARNING", f"test: the server is unavailable: {reason}"),
         ("WARNING", f"POST /ann: {reason}"),
     ]
 

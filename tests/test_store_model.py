@@ -1052,7 +1052,7 @@ ELSEWHERE = {
     "shared/late.lua too_late: no": "test_a_script_that_comes_too_late_does_nothing",
     "shared/lease.lua room_bytes < 0: yes": "test_large_values_do_not_swell_an_answer",
     "shared/lease.lua #page == 0: yes": "",  # it reads no more entries than it has counted
-    "shared/promotion.lua keys and not call('ZSCORE', waiting, call('ZRANGE', postponed, 0, 0)[1]): yes": (
+    "shared/promotion.lua keys and not call('ZMSCORE', waiting, call('ZRANGE', postponed, 0, 0)[1])[1]: yes": (
         "test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten"
     ),
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",

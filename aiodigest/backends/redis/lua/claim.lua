@@ -3,7 +3,7 @@
 -- Flags     begins-namespace
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
---           ZCARD ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK ZSCORE
+--           ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [int, int, text, [list...], [text...], [number...], int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -102,7 +102,7 @@ local function consider(from, key, due)
     defer(key, due)
   else
     doubtful = doubtful and from == ready
-    leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1))
+    leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1), bound)
   end
 end
 

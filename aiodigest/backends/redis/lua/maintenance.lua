@@ -1,7 +1,7 @@
 -- maintenance: recover leases that ended by a deadline, a slice at the most, unless recovery is on hold.
 --
 -- Flags     repeatable
--- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK ZSCORE
+-- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZMSCORE ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

@@ -14,8 +14,8 @@ local TRIES = {
   HSET = {'field', 'value', 'field without a value'}, HSETNX = {'field', 'value'}, LLEN = {}, LPUSH = {'entry'},
   LRANGE = {0, 0}, LTRIM = {0, 0}, PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'}, UNLINK = {},
   XADD = {'NOMKSTREAM', '*', 'at', 0}, XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {}, ZCOUNT = {0, 0},
-  ZRANDMEMBER = {}, ZRANGE = {0, 0}, ZRANGEBYSCORE = {0, 0}, ZREM = {'member'}, ZREMRANGEBYRANK = {0, 0},
-  ZSCORE = {'member'},
+  ZMSCORE = {'member'}, ZRANDMEMBER = {}, ZRANGE = {0, 0}, ZRANGEBYSCORE = {0, 0}, ZREM = {'member'},
+  ZREMRANGEBYRANK = {0, 0}, ZSCORE = {'member'},
 }
 
 local function is_refused(command, ...)
