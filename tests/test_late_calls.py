@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from redis.exceptions import ResponseError
 from replicas import Relay, server_on, until
 from servers import Proxy, Server
 from test_cluster import VERBS, Held
@@ -139,6 +140,38 @@ async def test_a_clock_is_asked_for_again_after_a_while(server: Server, namespac
         there._asked -= 61
         await backend.add(0, [add("b")])
         assert (there._ahead < ahead + 60, proxy.times) == (True, before + 1)
+
+
+def is_busy(client: Any) -> bool:
+    try:
+        client.ping()
+    except ResponseError:
+        return True
+    return False
+
+
+async def test_a_clock_that_is_known_is_not_forgotten_while_a_script_keeps_its_server_busy(
+    own: Server, namespace: str
+) -> None:
+    def spin(client: Any) -> None:
+        with suppress(ResponseError):  # it is killed
+            client.eval("while true do end", 0)
+
+    async with connected(own.url, namespace) as backend:
+        await backend.add(0, [add("a")])
+        [there] = backend.namespace.connections._servers.values()
+        there._asked -= 61
+        with own.client() as client, own.client() as other:
+            client.config_set("lua-time-limit", 10)
+            spinning = asyncio.create_task(asyncio.to_thread(spin, client))
+            await until(lambda: is_busy(other))
+            with pytest.raises(BackendUnavailable, match="busy"):
+                await backend.add(0, [add("b")])
+            other.script_kill()
+            await spinning
+        assert there._ahead is not None
+        await backend.add(0, [add("c")])
+        assert there._asked > 0, "it was not asked again"
 
 
 async def test_an_add_whose_time_is_nearly_over_is_not_sent(own: Server, namespace: str) -> None:

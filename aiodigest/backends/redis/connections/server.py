@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar, cast
 
 from redis import exceptions
 
 from aiodigest.backend import ENOUGH
 from aiodigest.backends.redis.connections.connection import Connection, connect, drop, send
-from aiodigest.backends.redis.connections.errors import explain
+from aiodigest.backends.redis.connections.errors import UNAVAILABLE, code_of, explain
 from aiodigest.backends.redis.connections.url import URL
 from aiodigest.backends.redis.scripts import Argument, fits, shape_of
 from aiodigest.errors import AiodigestError, BackendUnavailable
@@ -189,8 +190,11 @@ class ServerConnections:
         self._asked = asyncio.get_running_loop().time()
         try:
             told = cast("list[bytes]", await converse(connection, "TIME", ("TIME",)))
-        except exceptions.ResponseError:  # its user may not ask
-            self._ahead = None
+        except exceptions.ResponseError as error:
+            if code_of(error) in UNAVAILABLE:  # a script keeps it busy: ask again before the next call
+                self._asked = -inf
+            else:  # its user may not ask
+                self._ahead = None
         else:
             self._hear_time(int(told[0]) + int(told[1]) / 1_000_000)
 
