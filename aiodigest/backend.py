@@ -184,8 +184,8 @@ class Closed(NamedTuple):
 class Retry(NamedTuple):
     """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` before the next try.
 
-    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). An attempt is
-    charged, unless ``give_back``.
+    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). An attempt is charged, unless
+    ``give_back``.
     """
 
     lease: Lease

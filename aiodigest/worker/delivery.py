@@ -205,16 +205,13 @@ class Dispatcher(Generic[T]):
         """Return how many bytes the value of an entry decodes to."""
         return self._size_of(value_in(entry))
 
-    def is_spent(self, lease: Lease) -> bool:
-        """True if no attempt is left: then nothing of the digest is decoded, which may be what ends the process."""
-        return lease.attempt > self.retry.max_attempts
-
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
         """Read the digest that ``entries`` hold; large ones are read one at a time.
 
-        If no attempt is left, they are only asked for their ids and their age.
+        If no attempt is left, they are only asked for their ids and their age: to decode them may be what ends the
+        process.
         """
-        if self.is_spent(lease):
+        if lease.attempt > self.retry.max_attempts:
             known = {identity(entry): entry for entry in latest(entries)}
             replaced = sum(known.pop(name, None) is not None for name in lease.later)
             last = {name: "" for name, entry in known.items() if not aged(entry, lease.cut_ms)}

@@ -259,7 +259,7 @@ class ShardWorker:
                 raise LeaseLost(f"the lease on timeline {lease.key!r} ended before its delivery began")
             active.stage = "calling"
             with self._shared.standstill.calling(active.lease.key):
-                outcome = await self._shared.dispatcher.deliver(attempt, active.call)
+                outcome = await dispatcher.deliver(attempt, active.call)
             active.stage = "reporting"
             if self.leases.is_cut_off:
                 self._shared.limit.changed.set()

@@ -256,10 +256,10 @@ class ReferenceBackend(Backend, Operations):
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
                 parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
-                    opened = Delivery(
-                        name, part=delivery.part, cut_ms=delivery.cut_ms, bound=delivery.bound, token=lease.token
-                    )
-                    held.delivery = replace(opened, parted=parted, entries=rest)
+                    held.delivery = Delivery(
+                        name, part=delivery.part, cut_ms=delivery.cut_ms, bound=delivery.bound, token=lease.token,
+                        parted=parted, entries=rest,
+                    )  # fmt: skip
                     held.touch(close.limits.ttl_ms, now)
                     machine.leave(key)
                     machine.leased[key] = now + close.lease_ms

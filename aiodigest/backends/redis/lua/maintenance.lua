@@ -1,4 +1,4 @@
--- maintenance: recover leases that ended by a deadline, a slice at the most, unless recovery is on hold.
+-- maintenance: make ready what has a lease that ended by a deadline, a slice at the most, unless recovery is on hold.
 --
 -- Flags     repeatable
 -- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZMSCORE ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
@@ -7,7 +7,7 @@
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
 -- ARGV[3]   deadline (int or '', ms): '' for now
--- Returns   key, lease's end (ms), ... of what was recovered
+-- Returns   key, lease's end (ms), ... of what is ready now
 --
 -- Needs     guard clock tick gap advance
 
