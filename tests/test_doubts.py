@@ -119,15 +119,18 @@ async def test_what_a_late_claim_brings_waits_until_the_one_that_is_alone_has_en
     assert inbox.began[late] == pytest.approx(inbox.ended[alone], abs=0.1)
 
 
-async def test_a_callback_that_ignores_the_end_of_its_time_is_not_waited_for() -> None:
-    free = asyncio.Event()
-
+def ignoring_its_end(free: asyncio.Event) -> Callable[[Digest[JSON]], Awaitable[object]]:
     async def stubborn(digest: Digest[JSON]) -> None:
         while not free.is_set():
             with suppress(asyncio.CancelledError):
                 await free.wait()
 
-    inbox, backend = Inbox(stubborn), WatchedBackend()
+    return stubborn
+
+
+async def test_a_callback_that_ignores_the_end_of_its_time_is_not_waited_for() -> None:
+    free, backend = asyncio.Event(), WatchedBackend()
+    inbox = Inbox(ignoring_its_end(free))
     await backend.put("stubborn", 1)
     async with delivering(inbox, backend, delivery_timeout=30):
         await inbox.digest()
@@ -140,14 +143,8 @@ async def test_a_callback_that_ignores_the_end_of_its_time_is_not_waited_for() -
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_doubtful_digest_whose_callback_ignores_the_end_of_its_time_holds_up_nobody(times: int) -> None:
-    free = asyncio.Event()
-
-    async def stubborn(digest: Digest[JSON]) -> None:
-        while not free.is_set():
-            with suppress(asyncio.CancelledError):
-                await free.wait()
-
-    inbox, backend = Inbox(stubborn), WatchedBackend()
+    free, backend = asyncio.Event(), WatchedBackend()
+    inbox = Inbox(ignoring_its_end(free))
     async with delivering(inbox, backend, delivery_timeout=30, retry=SELDOM):
         await lost(backend, "a stubborn one", "other", times=times)
         await inbox.digest()
@@ -160,10 +157,9 @@ async def test_a_doubtful_digest_whose_callback_ignores_the_end_of_its_time_hold
 
 async def test_a_shard_whose_server_is_away_does_not_hold_up_what_is_to_be_alone() -> None:
     inbox, backend = Receiver(), WatchedBackend(shards=2)
-    away = next(
-        key for key in map(str, range(100)) if backend.shard_map.shard_of(key) != backend.shard_map.shard_of("alone")
-    )
-    backend.down_shards = {backend.shard_map.shard_of(away)}
+    shard_of = backend.shard_map.shard_of
+    away = next(key for key in map(str, range(100)) if shard_of(key) != shard_of("alone"))
+    backend.down_shards = {shard_of(away)}
     await backend.put(away, 1)
     backend.take_down("close")
     async with delivering(inbox, backend):

@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from replicas import Relay, server_on, until
 from servers import Proxy, Server
 from test_cluster import VERBS, Held
-from test_redisbackend import connected
+from test_redisbackend import connected, dump
 
 from aiodigest import BackendUnavailable, ConfigurationError, DigestEngine, Policy
 from aiodigest.backend import Add
@@ -35,12 +35,6 @@ PATIENCE = 60.0
 
 def add(record: str = "r", value: bytes = b"v") -> Add:
     return Add("key", pack(record.encode(), None, value), WAITS.terms)
-
-
-def dump(client: Any, namespace: str) -> dict[bytes, tuple[bytes, bool]]:
-    """All that a namespace holds."""
-    keys = client.scan_iter(match=f"{{{namespace}}}*", count=1000)
-    return {key: (client.dump(key), client.pttl(key) > 0) for key in keys}
 
 
 def calls_of(client: Any, command: str = "evalsha") -> int:

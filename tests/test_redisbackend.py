@@ -438,15 +438,17 @@ async def test_connecting_takes_three_commands_and_a_call_one(server: Server, na
         assert not [name for name in calls if name.startswith(("cmdstat_client", "cmdstat_hello", "cmdstat_ping"))]
 
 
+def dump(client: Any, namespace: str) -> dict[bytes, tuple[bytes, bool]]:
+    """All that a namespace holds."""
+    keys = client.scan_iter(match=f"{{{namespace}}}*", count=1000)
+    return {key: (client.dump(key), client.pttl(key) > 0) for key in keys}
+
+
 async def test_a_script_that_comes_too_late_does_nothing(
     server: Server, namespace: str, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stamped(_: object, command: Sequence[scripts.Argument], late: float) -> Sequence[scripts.Argument]:
         return *command[:5], f"{command[5]}<1", *command[6:]
-
-    def dump() -> dict[bytes, tuple[bytes, bool]]:
-        keys = client.scan_iter(match=f"{{{namespace}}}*", count=1000)
-        return {key: (client.dump(key), client.pttl(key) > 0) for key in keys}
 
     async with connected(server.url, namespace) as backend:
         held = Held(backend, policy=Policy(minimum_delay=0))
@@ -459,13 +461,13 @@ async def test_a_script_that_comes_too_late_does_nothing(
             "drain": lambda: run("drain", backend.namespace.root, ["1:1:1", "", "1:1:1:draining"]),
         }
         assert verbs.keys() == scripts.load_scripts().keys() - {"permits"}  # which leaves nothing behind
-        before = dump()
+        before = dump(client, namespace)
         with monkeypatch.context() as patch:
             patch.setattr(ServerConnections, "_timed", stamped)
             for name, verb in verbs.items():
                 with pytest.raises(BackendUnavailable, match="too late") as caught:
                     await verb()
-                assert (caught.value.stored, dump() == before) == ("no", True), name
+                assert (caught.value.stored, dump(client, namespace) == before) == ("no", True), name
 
 
 async def test_a_connection_that_was_closed_while_idle_is_replaced(backend: RedisBackend, client: Any) -> None:
