@@ -19,7 +19,7 @@ HOUR = 3_600
 
 
 def time_library() -> str:
-    """What makes a program believe in another time, libfaketime; '' if it is not installed."""
+    """Return the path of libfaketime, which makes a program believe in another time; '' if it is not installed."""
     try:
         shown = subprocess.run(["faketime", "-f", "+0", "env"], capture_output=True, text=True, check=True).stdout
     except OSError:
@@ -113,7 +113,7 @@ class Server:
         self._shift.write_text(str(int(self._shift.read_text()) - HOUR))
 
     async def time(self) -> int:
-        """What it takes for the time, in seconds; 0 if it does not answer."""
+        """Return what it takes for the time, in seconds; 0 if it does not answer."""
         answer = await self.ask("EVAL \"return tonumber(redis.call('TIME')[1])\" 0")
         return int(answer[1:]) if answer.startswith(":") else 0
 

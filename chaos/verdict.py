@@ -150,7 +150,7 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
 
 
 def find_late(evidence: Evidence, verdict: Verdict) -> None:
-    """What may not have been stored, and was replaced by what was, must not come for the first time after that."""
+    """Find records that came for the first time after what had replaced them: nobody knew whether they were stored."""
     first: dict[int, Call] = {}
     for call in evidence.calls:
         for record in call.records:

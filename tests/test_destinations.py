@@ -188,7 +188,7 @@ async def test_a_destination_that_is_full_of_short_deliveries_waits_no_longer_th
 
 
 @virtual_time
-async def test_a_destination_that_hangs_leaves_the_slots_to_the_others() -> None:
+async def test_a_destination_that_hangs_leaves_room_for_the_others() -> None:
     post = Post(hangs=forever, works=lasting(0.005))
     async with delivering(post, destination=domain, destination_concurrency=4, concurrency=16) as (engine, backend):
         for number in range(100):

@@ -556,7 +556,7 @@ STEPS = {
 
 
 async def looks_in(store: Store) -> None:
-    """A worker without a free slot does."""
+    """A worker that has reached its concurrency limit does."""
     await store.backend.renew(0, [], LEASE)
 
 

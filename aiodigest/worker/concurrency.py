@@ -1,4 +1,4 @@
-"""What the shard workers of a process share: its settings, and the limit on deliveries, with the turns to claim."""
+"""Things that the shard workers of a process share: settings, and the limit on deliveries, with the turns to claim."""
 
 from __future__ import annotations
 

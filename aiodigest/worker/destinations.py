@@ -1,4 +1,4 @@
-"""Where digests go: what a worker knows of each destination, and which of the claimed digests may begin."""
+"""Destinations: what a worker knows of each, and which of the claimed digests may begin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP = 0.05  # what comes back within so many seconds does so together, in one c
 
 
 class Destination:
-    """What a worker knows of one destination: its backoff mode, a pause that a callback asked for, what is under way.
+    """One destination, as a worker knows it: its backoff mode, a pause that a callback asked for, what is under way.
 
     ``most`` is how many deliveries it may have at once, if there is a limit. Times are by the loop's clock.
     """

@@ -71,7 +71,8 @@ def log_other_limits(lease: Lease, ours: Limits) -> bool:
 
 
 def log_losses(claims: Claims) -> None:
-    """Log the problems a claim found: a few timelines by name, and the number of others."""
+    """Log the doubtful digest that a claim brought, and the problems it found: a few timelines by name, others as a
+    number."""
     for lease in claims.leases:
         if lease.lost:  # of one at the most
             how = "with nothing beside it" if lease.is_alone else "beside others"
