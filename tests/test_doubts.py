@@ -170,6 +170,24 @@ async def test_a_shard_whose_server_is_away_does_not_hold_up_what_is_to_be_alone
         await inbox.outcome(2)
 
 
+async def test_a_doubtful_digest_is_told_when_it_is_tried_and_not_each_time_its_destination_keeps_it_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def only(key: str) -> str:
+        return "the only one"
+
+    inbox, backend = Receiver(before=LEASE), WatchedBackend()
+    await backend.put("before", 1)
+    async with delivering(inbox, backend, destination=only, destination_concurrency=1):
+        await inbox.digest()
+        await lost(backend, "doubtful")
+        await inbox.outcome(2)
+        assert backend.count("postpone") > 1
+    assert [text.partition(": a lease")[0] for text in caplog.messages if "without a word" in text] == [
+        "test: the digest of 'doubtful' is tried again beside others"
+    ]
+
+
 async def test_one_that_waits_to_be_alone_is_given_back_uncharged_when_its_worker_stops() -> None:
     inbox, backend, released = Inbox(forever), WatchedBackend(), list[int]()
     await backend.put("before", 1)

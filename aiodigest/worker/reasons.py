@@ -70,14 +70,16 @@ def log_other_limits(lease: Lease, ours: Limits) -> bool:
     return True
 
 
+def log_doubt(lease: Lease) -> None:
+    """Log that a digest is tried again that may end its worker, if it is one."""
+    if lease.lost:
+        how = "with nothing beside it" if lease.is_alone else "beside others"
+        line = "the digest of %r is tried again %s: a lease on it has ended without a word (%d in a row)"
+        logger.warning(line, lease.key, how, lease.lost, extra=facts_of(lease))
+
+
 def log_losses(claims: Claims) -> None:
-    """Log the doubtful digest that a claim brought, and the problems it found: a few timelines by name, others as a
-    number."""
-    for lease in claims.leases:
-        if lease.lost:  # of one at the most
-            how = "with nothing beside it" if lease.is_alone else "beside others"
-            line = "the digest of %r is tried again %s: a lease on it has ended without a word (%d in a row)"
-            logger.warning(line, lease.key, how, lease.lost, extra=facts_of(lease))
+    """Log the problems a claim found: a few timelines by name, and the number of others."""
     for key, reason in claims.broken[:FEW]:
         facts, told = {"timeline": key, "reason": reason}, one_line(reason)
         logger.error("timeline %r cannot be read and is set aside for a lease: %s", key, told, extra=facts)

@@ -16,7 +16,7 @@ from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
-from aiodigest.worker.reasons import facts_of, log_let_go, log_losses
+from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses
 from aiodigest.worker.tasks import retrieve
 
 logger = logger_of(__name__)
@@ -183,6 +183,7 @@ class ShardWorker:
         chosen, postponed = shared.limit.sort(claims.leases, count, now)
         self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
         for lease, destination in chosen:
+            log_doubt(lease)
             active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000, destination)
             shared.limit.doubts.claimed(active)
             active.task = asyncio.create_task(self._deliver(active))
