@@ -731,6 +731,15 @@ async def test_a_digest_that_was_given_back_is_as_doubtful_as_before(store: Stor
         await store.release(lease, started=started)
 
 
+async def test_a_doubtful_digest_that_was_given_back_waits_for_no_lease_after_a_gap(store: Store) -> None:
+    await store.add("k", "a")
+    await store.claim()
+    await store.lapse()
+    await store.release(await store.claim(), started=False)
+    store.now += LEASE  # in which no worker was there
+    assert [lease.key for lease in (await store.claims()).leases] == ["k"]
+
+
 @pytest.mark.parametrize("sample", [False, True])
 async def test_a_claim_takes_one_doubtful_digest_if_it_may_and_all_others_beside_it(store: Store, sample: bool) -> None:
     await store.add("j", "a")

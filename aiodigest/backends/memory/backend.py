@@ -163,34 +163,34 @@ class ReferenceBackend(Backend, Operations):
             machine.promote(machine.waiting, now)
 
             def consider(key: str) -> None:
+                nonlocal doubtful
                 held = machine.held.get(key, Held())
+                is_doubtful = key in machine.leased or (held.delivery is not None and held.delivery.is_doubtful)
                 if held.empty or held.end_ms <= now:
                     size = distinct(held.entries)
                     machine.leave(key)
                     machine.held.pop(key, None)
                     machine.counts["expired"] += size
                     expired.append((key, size))
-                elif key in machine.ready and held.delivery and held.delivery.is_doubtful:
+                elif key in machine.ready and is_doubtful and not doubtful:
                     machine.defer(key, now)
                 else:
+                    doubtful = doubtful and not is_doubtful
                     leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound))
 
-            def take_ended() -> bool:
-                """Lease what has ended first, if the caller may have it; True if it may have another one."""
-                before = len(leases)
-                for key in machine.ended(now) if doubtful and before < count else ():
-                    consider(key)
-                    if len(leases) > before:
-                        return False
-                return doubtful
+            def take_ended() -> None:
+                """Lease what has ended first, if the caller may have it."""
+                for key in machine.ended(now):
+                    if doubtful and len(leases) < count:
+                        consider(key)
 
-            doubtful = take_ended()
+            take_ended()
             draw = self._sample if sample else self._oldest
             for key in draw(machine, now) if len(leases) < count else ():
                 consider(key)
                 if len(leases) == count:
                     break
-            doubtful = take_ended()
+            take_ended()
             ended = machine.ended(now)
             ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
             nexts = [*machine.waiting.values(), *ends]

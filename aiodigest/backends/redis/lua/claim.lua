@@ -98,10 +98,10 @@ local function consider(from, key, due)
     broken[#broken + 1] = problem
   elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
     expire(held, from)
-  elseif from == ready and is_doubtful(held) then
+  elseif from == ready and is_doubtful(held) and not doubtful then
     defer(key, due)
   else
-    doubtful = doubtful and from == ready
+    doubtful = doubtful and from == ready and not is_doubtful(held)
     leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1), bound)
   end
 end
