@@ -383,8 +383,9 @@ BACKEND = {
     "release": Cancelled(lambda stage, lease: stage.store.release(lease, started=True), lease),
     "postpone": Cancelled(lambda stage, lease: stage.store.postpone(lease), lease),
     "wait": Cancelled(lambda stage, _: stage.backend.wait(0, "0-0"), add, holds=is_woken),
-    "schedule": Cancelled(lambda stage, _: stage.backend.schedule(), add_due),
-    "maintenance": Cancelled(lambda stage, _: stage.backend.maintenance(), lease_that_ends),
+    # a transition in each shard, which notes the time
+    "schedule": Cancelled(lambda stage, _: stage.backend.schedule(), add_due, in_steps=True),
+    "maintenance": Cancelled(lambda stage, _: stage.backend.maintenance(), lease_that_ends, in_steps=True),
     "digest": Cancelled(deliver_by_hand, add, holds=is_delivered_or_claimed_again),
     "delete": Cancelled(lambda stage, _: stage.backend.delete("d"), add),
     "flush": Cancelled(lambda stage, _: stage.backend.flush("d"), add_later),
