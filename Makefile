@@ -71,7 +71,7 @@ coverage: $(VENV)/.dev
 
 # SEEDS=1000 plays more of them, SEED=7 one of them with its story
 simulation: $(VENV)/.dev
-	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(PLANTED),--planted)
 
 # SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan; CLUSTER=1: on a cluster
 chaos: $(VENV)/.dev

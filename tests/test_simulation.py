@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from simulation.families import FAMILIES, PENDING
 from simulation.loop import Process, SeededLoop
+from simulation.planted import PLANTED, find
 from simulation.world import play
 
 from aiodigest.backends.memory import backend as memory
@@ -30,6 +32,25 @@ def test_every_promise_is_kept_in_worlds_full_of_faults(first: int) -> None:
     for seed in range(first, first + 5):
         witness = play(seed)
         assert not witness.fault, "\n".join([*witness.story[-100:], f"seed {seed}: {witness.fault}"])
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PENDING])
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.worlds) for first in range(2, 11))])
+def test_every_promise_is_kept_in_worlds_of_one_kind_of_trouble(family: str, first: int) -> None:
+    for seed in range(first, 20, 10):
+        witness = FAMILIES[family].played(seed)
+        assert not witness.fault, "\n".join([*witness.story[-100:], f"{family} {seed}: {witness.fault}"])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.worlds] if planted.family == "receivers" else [])
+        for fault, planted in PLANTED.items()
+    ],
+)
+def test_a_fault_that_is_put_back_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(fault, monkeypatch, first=PLANTED[fault].seed, seeds=100)
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from aiodigest import (
     AiodigestError,
+    BackendUnavailable,
     BackoffMode,
     Bounds,
     DecorrelatedJitter,
@@ -25,6 +26,7 @@ from aiodigest import (
     RetryPolicy,
 )
 from aiodigest.errors import DeliverySignal
+from aiodigest.policy import PolicySource
 from aiodigest.session.background import BackgroundSession
 from aiodigest.worker import batcher
 from simulation.loop import Process, SeededLoop
@@ -49,9 +51,10 @@ class Actor:
         adds: bool,
         delivers: bool,
         fall: Callable[[Actor], None],
+        policy: PolicySource | None = None,
     ) -> None:
         self.process = Process(name)
-        self.adds, self.delivers = adds, delivers
+        self.adds, self.delivers, self.policy = adds, delivers, policy
         self.link = Link(server, self.process, witness, random)
         self.adding = asyncio.Event()  # it goes on adding while this is set
         self.adding.set()
@@ -63,13 +66,15 @@ class Actor:
         self._whims = Random()  # a twin, so that whims change nothing else
         self._whims.setstate(random.getstate())
         self._leave = asyncio.Event()
+        self.has_entered = False
+        backoff = DecorrelatedJitter(base=1, cap=setup.longest_wait)
         self._fall = fall  # what kills it
         self.engine = DigestEngine[int](
             namespace="simulated",
             backend=self.link,
             value_type=int,
-            policy=setup.policy,
-            retry=RetryPolicy(max_attempts=setup.max_attempts, backoff=DecorrelatedJitter(base=1, cap=10)),
+            policy=policy or setup.policy,
+            retry=RetryPolicy(max_attempts=setup.max_attempts, backoff=backoff),
             backoff_mode=BackoffMode(threshold=setup.threshold, multiplier=1, maximum=setup.pause),
             concurrency=setup.concurrency,
             lease_timeout=setup.lease_timeout,
@@ -87,7 +92,8 @@ class Actor:
         entered = self.engine.delivering(self._callback) if self.delivers else self.engine
         await self._give_up()
         await entered.__aenter__()
-        chores = [asyncio.create_task(self._produce())] if self.adds else []
+        self.has_entered = True
+        chores = [asyncio.create_task((self._setup.produce or Actor.produce)(self))] if self.adds else []
         await self._leave.wait()
         for chore in chores:
             chore.cancel()
@@ -125,12 +131,12 @@ class Actor:
 
     # Adding
 
-    async def _produce(self) -> None:
+    async def produce(self) -> None:
         random = self._random
         while True:
             await asyncio.sleep(random.expovariate(1 / self._pace))
             await self.adding.wait()
-            if self._witness.strict or random.random() < 0.9:
+            if self._witness.strict or not self._setup.meddles or random.random() < 0.9:
                 await self._add_something()
             else:
                 await self._meddle()
@@ -157,9 +163,9 @@ class Actor:
         stamp = random.uniform(0, 2e9) if random.random() < 0.1 else None
         return Entry(key, serial, record_id, stamp)
 
-    async def add(self) -> None:
+    async def add(self, entry: Entry[int] | None = None) -> None:
         """Add one record, and note what its caller is told."""
-        entry, witness, began = self._entry(), self._witness, self._loop.time()
+        entry, witness, began = entry or self._entry(), self._witness, self._loop.time()
         witness.tell(f"adds {entry.value} to {entry.key} as {entry.record_id}")
         session = self.engine._session
         for adds in session._adder._batchers.values() if isinstance(session, BackgroundSession) else ():
@@ -232,6 +238,24 @@ class Actor:
         except AiodigestError as error:
             self._witness.tell(f"failed: {error}")
 
+    async def take_away(self, key: str, record_id: str | None) -> None:
+        """Delete a timeline, or remove one of its records."""
+        try:
+            await (self.engine.remove(key, record_id) if record_id else self.engine.delete(key))
+        except AiodigestError as error:
+            self._witness.tell(f"taking {key} {record_id or ''} away failed: {error}")
+
+    async def move(self, key: str) -> None:
+        """Move a timeline to the time that its policy says."""
+        with suppress(InvalidState, BackendUnavailable):
+            due = await self.engine.reschedule(key)
+            self._witness.tell(f"moves {key} to {due.timestamp()}")
+
+    async def bring_back(self, letter_id: str) -> None:
+        """Replay a dead letter."""
+        with suppress(InvalidState, BackendUnavailable):
+            await self.engine.replay(letter_id)
+
     async def _replay(self) -> None:
         async for letter in self.engine.dead_letters():
             if self._random.random() < 0.1:
@@ -248,7 +272,7 @@ class Actor:
         task = asyncio.current_task()
         assert task is not None
         try:
-            await self._behave(receipt, digest)
+            await (self._setup.receive or Actor.behave)(self, receipt, digest)
             receipt.ending = "returned"
         except PartialFailure as signal:
             known = {record.id: record.value for record in digest.records}
@@ -265,7 +289,7 @@ class Actor:
             if self.process.alive:
                 self._witness.ended(receipt)
 
-    async def _behave(self, receipt: Receipt, digest: Digest[int]) -> None:
+    async def behave(self, receipt: Receipt, digest: Digest[int]) -> None:
         random, setup = self._random, self._setup
         if digest.key == setup.poison:
             self._fall(self)
@@ -292,13 +316,13 @@ class Actor:
         elif dice < 0.65:
             await asyncio.Event().wait()
         elif dice < 0.68:
-            await self._block(random.uniform(0, 1.5 * setup.lease_timeout))
+            await self.block(random.uniform(0, 1.5 * setup.lease_timeout))
         elif dice < 0.7 or setup.stubborn:
             await self._ignore_end(receipt)
         else:
             await asyncio.sleep(random.uniform(0, 1.2 * setup.lease_timeout))
 
-    async def _block(self, seconds: float) -> None:
+    async def block(self, seconds: float) -> None:
         """Block the loop: nothing of this process runs meanwhile."""
         self._witness.tell(f"blocks for {seconds:.3f} s")
         self._witness.trouble(seconds)

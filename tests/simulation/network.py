@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from math import inf
 from operator import attrgetter
 from random import Random
 from typing import Any, Generic, Self, TypeVar, cast
@@ -22,7 +23,15 @@ T = TypeVar("T")
 
 REFUSED = "connection refused"
 RESET = "connection reset"
+TRUSTED = 60.0  # seconds for which a process takes the server's clock to go on as its own
 SILENCE = 65.0  # seconds until a listener notices that nobody is there
+READS = {
+    "connect", "read", "look", "cooling", "entries", "page", "counts", "dead_letters", "dead_letter"
+}  # fmt: skip
+
+
+class Late(Exception):
+    """A server refuses a request that comes after the time that it names, and tells what its clock shows."""
 
 
 class Server:
@@ -32,6 +41,7 @@ class Server:
         numbers = count(1)
         self._loop = loop
         self.offset_ms = 0
+        self.stepped_back_at = 0.0
         self.store = Store(shards, self.now_ms, lambda: f"n{next(numbers)}")
         self.is_up = True
         self.paused_until = 0.0
@@ -39,6 +49,12 @@ class Server:
 
     def now_ms(self) -> int:
         return int(self._loop.time() * 1000 + 0.01) + self.offset_ms
+
+    def step(self, ms: int) -> None:
+        """Let the clock step."""
+        self.offset_ms += ms
+        if ms < 0:
+            self.stepped_back_at = self._loop.time()
 
     def cut_all(self) -> None:
         self.cut.set()
@@ -53,6 +69,8 @@ class Exchange(Generic[T]):
     reply: asyncio.Future[T]
     back: float
     heard: bool
+    not_after_ms: float = inf  # by the server's clock
+    learnt: float = 0.0  # when its process learnt what that clock shows
 
     def fail(self) -> None:
         self.answer(BackendUnavailable(RESET, stored="unknown"))
@@ -79,6 +97,8 @@ def _passed_on(path: str) -> Any:
 class Link(Backend, Operations):
     """A process's way to the server. What was sent may arrive after the process has given up, or has died."""
 
+    not_after = True  # what is sent names a time after which it shall not be done
+    held = 0.0  # seconds: for how long at the most something keeps what is sent, and carries it then
     lag = 0.001  # seconds: how long a message takes at the most
     loss = 0.0  # the share of messages that are lost
     refused = False
@@ -92,6 +112,10 @@ class Link(Backend, Operations):
         self._random = random
         self._timeout = witness.setup.timeout
         self._shard_map = server.store.shard_map  # as far as its process knows
+        self._whims = Random()  # a twin, so that what was drawn before stays
+        self._whims.setstate(random.getstate())
+        self._learnt = -inf  # when it heard last what the server's clock shows; that it has no connection
+        self._ahead_ms = 0.0  # the server's clock of the loop's, as far as it knows
 
     @property
     def url(self) -> str:
@@ -114,20 +138,45 @@ class Link(Backend, Operations):
     def is_sound(self) -> bool:
         """Whether what is sent arrives."""
         server = self._server
-        return server.is_up and not (self.refused or self.silent or self.loss or server.paused_until > _now())
+        is_bad = self.refused or self.silent or self.loss or self.held
+        return server.is_up and not (is_bad or server.paused_until > _now())
 
-    async def _ask(self, call: str, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True) -> T:
-        """Send a request and wait for its answer, for one timeout at the most; ``repeat``: it may arrive twice."""
+    async def _ask(
+        self, call: str, request: Callable[[], Coroutine[Any, Any, T]], *, repeat: bool = True, since: float = inf
+    ) -> T:
+        """Send a request and wait for its answer, for one timeout at the most; ``repeat``: it may arrive twice.
+
+        ``since``: when the first of its callers began to wait.
+        """
         if not self._process.alive:
             raise BackendUnavailable("this process is dead")
         self._witness.sent(self._process, call)
+        ends = min(_now(), since) + self._timeout
         try:
-            return await self._exchange(request, repeat)
-        except BackendUnavailable:
+            try:
+                return await self._exchange(request, repeat, inf if call in READS else ends)
+            except Late:
+                self._learn()
+                return await self._exchange(request, repeat, ends)
+        except (BackendUnavailable, Late) as error:
+            self._learnt = -inf
             self._witness.failed(self._process, call)
+            if isinstance(error, Late):
+                raise BackendUnavailable("it came too late, and did nothing") from None
             raise
 
-    async def _exchange(self, request: Callable[[], Coroutine[Any, Any, T]], repeat: bool) -> T:
+    def _learn(self) -> None:
+        """Hear the time of the server, which was read before its answer came."""
+        self._learnt = _now()
+        self._ahead_ms = self._server.offset_ms - self._whims.uniform(0, self.lag) * 1000
+
+    def _not_after_ms(self, ends: float) -> float:
+        """The time of the server's clock, as its process knows it, until which a request may be done."""
+        if _now() > self._learnt + TRUSTED:
+            self._learn()
+        return ends * 1000 + self._ahead_ms if self.not_after else inf
+
+    async def _exchange(self, request: Callable[[], Coroutine[Any, Any, T]], repeat: bool, ends: float) -> T:
         loop, random = cast("SeededLoop", asyncio.get_running_loop()), self._random
         out, back = random.random() * self.lag, random.random() * self.lag
         if not self._server.is_up or self.refused:
@@ -135,10 +184,13 @@ class Link(Backend, Operations):
             raise BackendUnavailable(REFUSED)
         reply: asyncio.Future[T] = loop.create_future()
         fate = random.random() / self.loss if self.loss else 1.0
-        exchange = Exchange(request, reply, back, heard=fate >= 0.6 and not self.silent)
+        heard, not_after_ms = fate >= 0.6 and not self.silent, self._not_after_ms(ends)
+        exchange = Exchange(request, reply, back, heard, not_after_ms, self._learnt)
         if self.silent or fate < 0.2:  # never arrives
             if not self.silent and fate < 0.1:
                 loop.run_apart(out, exchange.fail)
+        elif self.held:
+            loop.run_apart(out + self._whims.uniform(0, self.held), self._arrive, loop, exchange, 1)
         elif fate < 0.3:  # arrives when nobody waits for it any more
             loop.run_apart(self._timeout + out + random.random() * 10, self._arrive, loop, exchange, 1)
         else:
@@ -157,7 +209,10 @@ class Link(Backend, Operations):
         elif server.paused_until > loop.time():
             loop.run_apart(server.paused_until - loop.time(), self._arrive, loop, exchange, times)
         else:
-            outcome = [_at_once(exchange.request) for _ in range(times)][-1]
+            outcome: Any = Late()
+            self._witness.records.is_trusted = exchange.learnt >= server.stepped_back_at
+            if server.now_ms() <= exchange.not_after_ms:
+                outcome = [_at_once(exchange.request) for _ in range(times)][-1]
             if exchange.heard:
                 loop.run_apart(exchange.back, exchange.answer, outcome)
             elif not self.silent:
@@ -170,6 +225,7 @@ class Link(Backend, Operations):
         *arguments: Any,
         seen: Callable[[Any], object] | None = None,
         repeat: bool = True,
+        since: float = inf,
         **named: Any,
     ) -> Any:
         """Ask a shard, if it is still there and, for an add, still takes some; else learn where others are.
@@ -190,7 +246,7 @@ class Link(Backend, Operations):
             return answer
 
         try:
-            return await self._ask(call, request, repeat=repeat)
+            return await self._ask(call, request, repeat=repeat, since=since)
         except Retired:
             met = store.shard_map.current.start
             raise
@@ -200,13 +256,21 @@ class Link(Backend, Operations):
 
     async def _ask_once(self, call: str, seen: Callable[[Any], object], *arguments: Any) -> Any:
         """Ask for what must not arrive twice."""
+        given_up = inf
 
         async def request() -> Any:
+            if call in ("delete", "remove"):
+                record_ids = [each.decode() for each in arguments[1:2]]
+                self._witness.records.removing_late(given_up, arguments[0], *record_ids)
             answer = await getattr(self._server.store, call)(*arguments)
             seen(answer)
             return answer
 
-        return await self._ask(call, request, repeat=False)
+        try:
+            return await self._ask(call, request, repeat=False)
+        except BackendUnavailable:
+            given_up = _now()
+            raise
 
     connect = _passed_on("connect")
 
@@ -218,7 +282,8 @@ class Link(Backend, Operations):
         """Add records; what a retired shard does not take goes to the shards that take it now."""
         seen = partial(self._witness.records.added, adds)
         try:
-            return await self._ask_shard("add", shard, adds, seen=seen, repeat=False)
+            since = self._witness.records.begun_at(adds)
+            return await self._ask_shard("add", shard, adds, seen=seen, repeat=False, since=since)
         except Retired:
             shards = [self._shard_map.shard_of(add.key) for add in adds]
         answers: dict[int, bool | AiodigestError] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from aiodigest import AiodigestError, BackendUnavailable, Digest
@@ -39,8 +40,12 @@ class Record:
 
     key: str
     record_id: str
+    began: float  # when its add was called
     answer: bool | None = None  # of the store; None: not stored
     order: int = 0  # of arrival
+    stored_at: float = 0.0
+    given_up_at: float = inf  # its caller was told that nobody knows
+    acknowledged_at: float = inf
     refused: bool = False  # its caller was told that it was not stored
     cancelled: bool = False
     excused: str = ""  # why it may be gone
@@ -57,17 +62,19 @@ def serials_of(entries: Iterable[bytes]) -> Iterator[int | None]:
 class Records:
     """The book of all records."""
 
-    def __init__(self, broken: Callable[[str], None]) -> None:
+    def __init__(self, broken: Callable[[str], None], clock: Callable[[], float]) -> None:
         self.all: dict[int, Record] = {}
         self.contents: dict[str, tuple[int, ...]] = {}
         self._broken = broken
+        self._clock = clock
         self._arrivals = 0
         self._latest: dict[tuple[str, str], int] = {}
         self._by_key = defaultdict[str, list[int]](list)
+        self.is_trusted = True  # who sent what is being done knew the server's clock
 
     def new(self, key: str, record_id: str) -> int:
         serial = len(self.all) + 1
-        self.all[serial] = Record(key, record_id)
+        self.all[serial] = Record(key, record_id, self._clock())
         return serial
 
     def adding(self, adds: Sequence[Add]) -> None:
@@ -75,23 +82,46 @@ class Records:
             if serial is not None and self.all[serial].cancelled:
                 self._broken(f"record {serial} was cancelled before it was sent, and is sent all the same")
 
+    def begun_at(self, adds: Sequence[Add]) -> float:
+        """When the first of these adds was called."""
+        return min(self.all[serial].began for serial in serials_of(add.entry for add in adds) if serial)
+
     def added(self, adds: Sequence[Add], answers: Sequence[bool | AiodigestError]) -> None:
         for serial, answer in zip(serials_of(add.entry for add in adds), answers, strict=True):
             if serial is None or isinstance(answer, AiodigestError):
                 continue
             record = self.all[serial]
             self._arrivals += 1
-            record.answer, record.order = answer, self._arrivals
+            record.answer, record.order, record.stored_at = answer, self._arrivals, self._clock()
             if record.refused:
                 self._broken(f"record {serial} is stored, and its caller was told that it was not")
             older = self._latest.get((record.key, record.record_id))
             if older is not None:
                 self.all[older].excused = f"replaced by {serial}"
+                self._see_late(serial, older)
             self._latest[record.key, record.record_id] = serial
             self._by_key[record.key].append(serial)
 
+    def _see_late(self, serial: int, older: int) -> None:
+        """See that a record whose caller was told "unknown" does not replace what was acknowledged after that."""
+        late, newer = self.all[serial], self.all[older]
+        is_told = late.given_up_at < newer.began and newer.acknowledged_at < self._clock()
+        if is_told and self.is_trusted:
+            lag = self._clock() - late.given_up_at
+            self._broken(f"record {serial}, given up {lag:.1f} s before, replaces {older}, acknowledged meanwhile")
+
+    def oldest_waiting(self, key: str) -> float | None:
+        """Return when the oldest record of a timeline was stored that no callback has been given, if there is one."""
+        waiting = (self.all[serial] for serial in self._by_key[key])
+        return min((each.stored_at for each in waiting if not each.receipts and not each.excused), default=None)
+
+    def newest(self, key: str) -> Record | None:
+        """Return the record of a timeline that was stored last."""
+        return self.all[self._by_key[key][-1]] if self._by_key[key] else None
+
     def add_returned(self, serial: int, answer: bool) -> None:
         record = self.all[serial]
+        record.acknowledged_at = self._clock()
         if record.answer is None:
             self._broken(f"the add of record {serial} returned, and it is not stored")
         elif record.answer != answer:
@@ -100,6 +130,7 @@ class Records:
     def add_failed(self, serial: int, error: Exception) -> None:
         record = self.all[serial]
         if isinstance(error, BackendUnavailable) and error.stored == "unknown":
+            record.given_up_at = self._clock()
             return
         record.refused = True
         if record.answer is not None:
@@ -109,6 +140,15 @@ class Records:
         for serial in self._by_key[key]:
             if record_id is None or self.all[serial].record_id == record_id:
                 self.all[serial].excused = "removed"
+
+    def removing_late(self, given_up: float, key: str, record_id: str | None = None) -> None:
+        """See that a call that nobody waits for any more does not remove what was acknowledged after that."""
+        for serial in self._by_key[key] if self.is_trusted else ():
+            record = self.all[serial]
+            is_meant = record_id in (None, record.record_id) and not (record.excused or record.receipts)
+            if is_meant and given_up < record.began and record.acknowledged_at < self._clock():
+                lag = self._clock() - given_up
+                self._broken(f"a call given up {lag:.1f} s before removes record {serial}, acknowledged meanwhile")
 
     def replayed(self, letter: StoredDeadLetter) -> None:
         for serial in filter(None, serials_of(letter.entries)):

@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from unittest.mock import patch
 
 from aiodigest import Policy
 from aiodigest.backend import Add
+from aiodigest.policy import PolicySource
 from aiodigest.records.entries import pack
 from aiodigest.worker import batcher
 from aiodigest.worker import delivery as dispatch
@@ -26,6 +27,8 @@ from simulation.witness import Setup, Witness
 TROUBLED = 200.0  # seconds
 STRICT = 30.0
 IDLE = 60.0
+
+Fault: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 POLICIES = [
     Policy(minimum_delay=5, increment_delay=2, maximum_delay=20),
@@ -40,9 +43,18 @@ POLICIES = [
 class World:
     """Everything that one seed decides."""
 
+    troubled = TROUBLED
+    reads_slowly = True  # some digests
+    reshards = True  # the number of shards changes now and then
+
+    @classmethod
+    def played(cls, seed: int) -> Witness:
+        return play(seed, cls)
+
     def __init__(self, seed: int, loop: SeededLoop) -> None:
         self._loop = loop
         self._seed = seed
+        self._own = Random(f"{seed} {type(self).__name__}")  # what only this kind of world draws
         self._random = Random(f"{seed} plan")
         global_random.seed(f"{seed} jitter")  # what the engines draw
         self._whims = Random(f"{seed} whims")  # of their own, so that they change nothing else
@@ -51,6 +63,7 @@ class World:
         self.witness = Witness(loop, self._server.store, self._setup)
         self._tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
         self._deaf = self._random.random() < 0.1
+        self._is_peace = False
         self._troubles = 0
         self._names = count(1)
         self._actors: list[Actor] = []
@@ -78,20 +91,30 @@ class World:
             poison="k0" if Random(f"{self._seed} poison").random() < 0.2 else "",
         )
 
-    def _enter(self, adds: bool, delivers: bool) -> None:
+    def _enter(self, adds: bool, delivers: bool, policy: PolicySource | None = None) -> Actor:
         number = next(self._names)
         source = Random(f"{self._seed} actor {number}")
         name = f"{'worker' if delivers else 'producer'}-{number}"
-        actor = Actor(name, self._server, self.witness, source, adds=adds, delivers=delivers, fall=self._fall)
+        roles = {"adds": adds, "delivers": delivers}
+        actor = Actor(name, self._server, self.witness, source, **roles, fall=self._fall, policy=policy)
         actor.link.deaf = self._deaf
         self._actors.append(actor)
+        return actor
+
+    def _enter_all(self) -> None:
+        roles = [(True, True)]  # adds, delivers
+        if not self._deaf:
+            workers, producers = self._random.randint(1, 3), self._random.randint(1, 2)
+            roles = [(self._random.random() < 0.3, True)] * workers + [(True, False)] * producers
+        for adds, delivers in roles:
+            self._enter(adds, delivers)
 
     def slowly(self, read: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Take a while to read some digests, as where they are large."""
         whims = Random(f"{self._seed} reading")
 
         async def read_slowly(*arguments: Any) -> Any:
-            if not self.witness.strict and whims.random() < 0.4:
+            if self.reads_slowly and not self.witness.strict and whims.random() < 0.4:
                 await asyncio.sleep(whims.uniform(0, 6))
             return await read(*arguments)
 
@@ -101,12 +124,7 @@ class World:
 
     async def play(self) -> None:
         """Let it all happen; returns early when a promise is broken."""
-        roles = [(True, True)]  # adds, delivers
-        if not self._deaf:
-            workers, producers = self._random.randint(1, 3), self._random.randint(1, 2)
-            roles = [(self._random.random() < 0.3, True)] * workers + [(True, False)] * producers
-        for adds, delivers in roles:
-            self._enter(adds, delivers)
+        self._enter_all()
         plot = asyncio.create_task(self._plot())
         tasks = [plot, *map(asyncio.create_task, (self._watch(), self.witness.over.wait()))]
         try:
@@ -130,12 +148,19 @@ class World:
             await asyncio.sleep(5)
             self._server.store.end_drained()
             self.witness.look(self._server.now_ms())
+            self._look()
+
+    def _look(self) -> None:
+        """See that the promises are kept that only this kind of world can break."""
 
     async def _plot(self) -> None:
         await self._be_troubled()
         await self._settle()
         await self._be_strict()
         await self._be_idle()
+        await self._end()
+
+    async def _end(self) -> None:
         for actor in self._actors:
             actor.leave()
         for actor in self._actors:
@@ -143,7 +168,7 @@ class World:
         self._settle_accounts()
 
     async def _be_troubled(self) -> None:
-        ends = self._loop.time() + TROUBLED
+        ends = self._loop.time() + self.troubled
         if self._tempo == "quiet":
             self._setup.mood = "good"
         gap = 60.0 if self._tempo == "calm" else 12.0
@@ -160,12 +185,19 @@ class World:
     async def _settle(self) -> None:
         """Peace: what is held must be delivered, or be where it belongs, in a time that can be told."""
         self.witness.tell("peace")
+        self._is_peace = True
         self._setup.mood, self._setup.poison = "good", ""
         setup = self._setup
         for actor in self._actors:
             actor.adding.clear()
-        await self._empty(4 * setup.lease_timeout + setup.longest_rest + 120)
+        await self._empty(self._patience)
         await asyncio.sleep(2 * setup.lease_timeout + setup.longest_rest)
+
+    @property
+    def _patience(self) -> float:
+        """How long it may take at the most to deliver what is held, when there is peace."""
+        setup = self._setup
+        return 4 * setup.lease_timeout + setup.longest_rest + 120
 
     def _held(self) -> list[str]:
         return [key for machine in self._server.store.machines for key in machine.held if machine.placed(key)]
@@ -219,11 +251,8 @@ class World:
 
     # Faults
 
-    def _inflict(self) -> None:
-        random = self._random
-        if not self._actors:  # all are dead or leaving, and will be replaced
-            return
-        faults: list[Callable[[], Coroutine[Any, Any, None]]] = [
+    def _choices(self) -> Sequence[Fault]:
+        return [
             self._crash_server, self._pause_server, self._cut,
             partial(self._impair, "messages are lost", "loss", (0.1, 0.5), 1, 60),
             partial(self._impair, "the network is slow", "lag", (0.1, 1.0, self._setup.timeout), 1, 60),
@@ -231,7 +260,11 @@ class World:
             partial(self._impair, "the network is a black hole", "silent", (True,), 0.1, 90),
             self._kill, self._kill, self._stop, self._leave, self._step_clock, self._break_receiver, self._plant,
         ]  # fmt: skip
-        fault = random.choice(faults)
+
+    def _inflict(self) -> None:
+        if not self._actors:  # all are dead or leaving, and will be replaced
+            return
+        fault = self._random.choice(self._choices())
         # a receiver that fails has workers rest, which hear of a change by what they tell alone
         if self._whims.random() < (0.4 if fault == self._break_receiver else 0.08):
             self._change_shards()
@@ -302,7 +335,7 @@ class World:
             if self._actors:
                 await asyncio.sleep(self._random.choice((0.0, 5.0, 100.0)))
         finally:
-            self._enter(actor.adds, actor.delivers)
+            self._enter(actor.adds, actor.delivers, actor.policy)
 
     def _bury(self, actor: Actor) -> None:
         actor.process.kill()
@@ -317,7 +350,7 @@ class World:
         is_leaving = actor not in self._actors
         self._bury(actor)
         if not is_leaving:
-            self._loop.run_apart(1.0, self._enter, actor.adds, actor.delivers)
+            self._loop.run_apart(1.0, self._enter, actor.adds, actor.delivers, actor.policy)
 
     async def _stop(self) -> None:
         actor = self._link_of("stopped")
@@ -337,7 +370,7 @@ class World:
         try:
             await self._see_leave(actor)
         finally:
-            self._enter(actor.adds, actor.delivers)
+            self._enter(actor.adds, actor.delivers, actor.policy)
 
     async def _see_leave(self, actor: Actor) -> None:
         setup, since = self._setup, self._loop.time()
@@ -355,7 +388,7 @@ class World:
     async def _step_clock(self) -> None:
         step = self._random.choice((-3_600_000, -30_000, 5_000, 30_000, 3_600_000))
         self.witness.tell(f"the server's clock steps by {step / 1000:g} s")
-        self._server.offset_ms += step
+        self._server.step(step)
 
     async def _break_receiver(self) -> None:
         self.witness.tell("the receiver fails")
@@ -367,7 +400,7 @@ class World:
 
     def _change_shards(self) -> None:
         store = self._server.store
-        if not store.shard_map.draining:
+        if self.reshards and not store.shard_map.draining:
             shards = self._whims.choice([number for number in (1, 2, 3, 5) if number != store.shard_map.adding])
             self.witness.tell(f"the namespace gets {shards} shards")
             store.change(shards)
@@ -382,8 +415,8 @@ class World:
         await self._server.store.add(shard(key), adds)
 
 
-def play(seed: int) -> Witness:
-    """Play a seed from its beginning to its end; the witness tells how it went."""
+def play(seed: int, kind: type[World] = World) -> Witness:
+    """Play a seed's world of a kind from its beginning to its end; the witness tells how it went."""
     # in some worlds few adds may wait to be sent; in the others there are never too many
     items, size = batcher.QUEUE_ITEMS, batcher.QUEUE_BYTES
     items, size = Random(f"{seed} room").choice(((items, size), (2, size), (items, 40)))
@@ -391,7 +424,7 @@ def play(seed: int) -> Witness:
     level = logger.level
     with asyncio.Runner(loop_factory=lambda: SeededLoop(f"{seed} order")) as runner, ExitStack() as stack:
         loop = cast("SeededLoop", runner.get_loop())
-        world = World(seed, loop)
+        world = kind(seed, loop)
         loop.set_exception_handler(lambda _, context: world.witness.broken(f"an error that nobody looks at: {context}"))
         ears.emit = world.witness.hear
         stack.callback(logger.setLevel, level)

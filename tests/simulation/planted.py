@@ -1,0 +1,82 @@
+"""Faults that can be put back into the engines of a world, to see that its promises find them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from aiodigest import backoff
+from aiodigest.backends.memory import backend, timelines
+from simulation.families import FAMILIES, family_of
+from simulation.network import Link
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Other text in a function, the worlds that show what it breaks, and the first seed that has shown it."""
+
+    family: str
+    seed: int
+    owner: Any
+    name: str
+    old: str  # it stands there once
+    new: str
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self.owner, self.name, self._changed())
+
+    def _changed(self) -> Any:
+        function = inspect.getattr_static(self.owner, self.name)
+        if not self.old:
+            return eval(self.new)
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.old) != 1:
+            raise AssertionError(f"{self.old!r} stands {source.count(self.old)} times in {self.name}, not once")
+        module: dict[str, Any] = {}
+        exec(compile(source.replace(self.old, self.new), self.name, "exec"), vars(inspect.getmodule(function)), module)
+        made: Callable[..., Any] = module[self.name]
+        return made
+
+
+PLANTED = {
+    "after a rest the oldest due are tried": Planted(
+        "receivers", 238, backend.ReferenceBackend, "claim", "self._sample(machine) if sample else ", ""
+    ),
+    "a retry is evidence again": Planted(
+        "receivers", 147, backoff.ConsumerBackoff, "failed",
+        "elif self._mode.threshold == 1 or key not in self._counted:", "else:",
+    ),
+    "a request that comes late is carried out": Planted("partitions", 3, Link, "not_after", "", "False"),
+    "each gap begins a new hold": Planted(
+        "fleets", 5, timelines.Shard, "watch_gap", "= now + lease_ms, self.hold_ms", "= now + lease_ms, 0"
+    ),
+    "a full timeline waits until it is compacted": Planted(
+        "limits", 6, timelines.Shard, "fill", "if len(held.log) >= max_size and",
+        "if len(held.log) > max_size + max(1, max_size // 4) and",
+    ),
+    "a claim trims by the limits of its engine": Planted(
+        "limits", 6, timelines.Shard, "lease", "held.own or limits", "limits"
+    ),
+    "a dead letter is replayed without its limits": Planted(
+        "limits", 13, backend.ReferenceBackend, "replay", "(held.own or letter.limits) if own is None",
+        "None if own is None",
+    ),
+    "what is due at the hour is moved by what is left of it": Planted(
+        "limits", 27, backend.ReferenceBackend, "reschedule", "move.by_clock and ", "False and "
+    ),
+}  # fmt: skip
+
+
+def find(fault: str, patch: pytest.MonkeyPatch, first: int = 1, seeds: int = 1000) -> tuple[int, str] | None:
+    """Plant a fault; return the first of these seeds that shows it in its family, and the promise that it broke."""
+    planted = PLANTED[fault]
+    planted.plant(patch)
+    for seed in range(first, first + seeds):
+        if family_of(seed) == planted.family and (broken := FAMILIES[planted.family].played(seed).fault):
+            return seed, broken
+    return None
