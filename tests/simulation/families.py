@@ -509,7 +509,7 @@ FAMILIES: dict[str, type[World]] = {
 }  # fmt: skip
 
 
-PENDING = {"poison", "blocking", "clocks"}  # whose promises are not kept yet
+PENDING = {"poison", "blocking"}  # whose promises are not kept yet
 
 
 def family_of(seed: int) -> str:

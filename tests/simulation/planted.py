@@ -51,6 +51,9 @@ PLANTED = {
         "receivers", 147, backoff.ConsumerBackoff, "failed",
         "elif self._mode.threshold == 1 or key not in self._counted:", "else:",
     ),
+    "the clock of a shard steps back": Planted(
+        "clocks", 4, timelines.Shard, "now", "self.clock_ms if self.clock_ms - now > STEP_MS else now", "now"
+    ),
     "a request that comes late is carried out": Planted("partitions", 3, Link, "not_after", "", "False"),
     "each gap begins a new hold": Planted(
         "fleets", 5, timelines.Shard, "watch_gap", "= now + lease_ms, self.hold_ms", "= now + lease_ms, 0"
