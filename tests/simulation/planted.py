@@ -45,10 +45,10 @@ class Planted:
 
 PLANTED = {
     "after a rest the oldest due are tried": Planted(
-        "receivers", 238, backend.ReferenceBackend, "claim", "self._sample(machine) if sample else ", ""
+        "receivers", 371, backend.ReferenceBackend, "claim", "self._sample(machine) if sample else ", ""
     ),
     "a retry is evidence again": Planted(
-        "receivers", 147, backoff.ConsumerBackoff, "failed",
+        "receivers", 203, backoff.ConsumerBackoff, "failed",
         "elif self._mode.threshold == 1 or key not in self._counted:", "else:",
     ),
     "the clock of a shard steps back": Planted(
@@ -56,7 +56,7 @@ PLANTED = {
     ),
     "a request that comes late is carried out": Planted("partitions", 3, Link, "not_after", "", "False"),
     "each gap begins a new hold": Planted(
-        "fleets", 5, timelines.Shard, "watch_gap", "= now + lease_ms, self.hold_ms", "= now + lease_ms, 0"
+        "fleets", 19, timelines.Shard, "watch_gap", "= now + lease_ms, self.hold_ms", "= now + lease_ms, 0"
     ),
     "a full timeline waits until it is compacted": Planted(
         "limits", 6, timelines.Shard, "fill", "if len(held.log) >= max_size and",
