@@ -117,7 +117,7 @@ class Innocents(Family):
             self.witness.broken(
                 f"{digest.key} is charged for its neighbour: attempt {digest.attempt}, of which {allowed} were its own"
             )
-        if (times := self._begun[digest.id]) > self.duplicates:
+        if (times := self._begun[digest.id]) > self.duplicates + self._failures[digest.key]:
             self.witness.broken(f"digest {digest.id} of {digest.key}, an innocent, comes {times} times")
 
     async def _end(self) -> None:

@@ -92,6 +92,7 @@ class Witness:
         self.waited = 0.0  # seconds: how long a healthy receiver had to wait at the most
         self.strict = False  # nothing is wrong with the world: everything must go by the book
         self.calm_since = loop.time()  # no fault since; in the future while there is one
+        self.troubled_until = loop.time()  # by what callbacks do
         self._loop = loop
         self._start = loop.time()
         self._begun_at: dict[str, float] = {}
@@ -120,7 +121,8 @@ class Witness:
 
     def trouble(self, seconds: float) -> None:
         """Something goes wrong now, for so long."""
-        self.calm_since = max(self.calm_since, self._loop.time() + seconds)
+        self.troubled_until = max(self.troubled_until, self._loop.time() + seconds)
+        self.calm_since = max(self.calm_since, self.troubled_until)
 
     # What the network carries
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any, TypeAlias, cast
 from unittest.mock import patch
@@ -271,12 +272,13 @@ class World:
 
         async def happen() -> None:
             self._troubles += 1
-            self.witness.trouble(1e9)
+            self.witness.calm_since = inf
             try:
                 await fault()
             finally:
                 self._troubles -= 1
-                self.witness.calm_since = self._loop.time() + (1e9 if self._troubles else 0.0)
+                ended = max(self._loop.time(), self.witness.troubled_until)
+                self.witness.calm_since = inf if self._troubles else ended
 
         task = asyncio.create_task(fault() if fault in (self._break_receiver, self._leave) else happen())
         self._faults.add(task)
