@@ -29,7 +29,7 @@ class Family(World):
     def _choose(self) -> Setup:
         setup = super()._choose()
         setup.policy, setup.receive, setup.stubborn, setup.meddles = PLAIN, self._receive, False, False
-        setup.delivery_timeout = 15.0
+        setup.delivery_timeout, setup.digest_bytes = 15.0, 1_000  # none comes in parts
         return setup
 
     FAILS = "RuntimeError: the receiver fails"
