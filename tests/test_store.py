@@ -303,6 +303,14 @@ async def test_the_record_that_fills_a_timeline_makes_it_due_whatever_was_added_
     assert await store.add("k", "last", "0") == [True, False]
 
 
+async def test_what_came_during_a_delivery_is_due_at_the_max_size_that_its_timeline_has(store: Store) -> None:
+    await store.add("k", "a", policy=Policy(max_size=2))
+    lease = await store.claim()
+    await store.add("k", "b", "c", policy=Policy(max_size=2))
+    await store.close(lease)  # by an engine whose policy has none
+    assert await store.state("k") == "ready"
+
+
 async def test_an_add_in_a_retry_wait_pushes_nothing_and_makes_nothing_ready(store: Store) -> None:
     store.policy = Policy(max_size=2)
     await store.add("k", "a")

@@ -312,8 +312,9 @@ class Shard:
         return Closed("lost")
 
     def settle(self, key: str, held: Held, limits: Limits, now: int) -> None:
-        """Schedule records that came after a digest that is gone."""
+        """Schedule records that came after a digest that is gone; limits that the timeline has come first."""
         self.leave(key)
+        limits = held.own or limits
         flush, held.flush = held.flush, False
         if not held.log:
             held.end_ms = held.dropped = 0

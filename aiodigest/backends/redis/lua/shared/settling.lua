@@ -13,7 +13,7 @@ local function end_delivery(held)
   call('UNLINK', opens .. held.key)
 end
 
--- Schedule what came since a digest that is gone.
+-- Schedule what came since a digest that is gone; limits that the timeline has stored come first.
 local function settle(held, max_size, ttl)
   local due = held.flush and now or math.max(held.cool, now)
   leave(held.key)
@@ -21,6 +21,10 @@ local function settle(held, max_size, ttl)
   if held.logged == 0 then
     held['end'], held.dropped, held.own, held.idle = 0, 0, nil, true
     return
+  end
+  if held.own then
+    local limits = parse_limits(held.own)
+    max_size, ttl = limits.max_size, limits.ttl
   end
   touch(held, ttl)
   if due > now and max_size > 0 and held.logged >= max_size then
