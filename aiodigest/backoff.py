@@ -17,6 +17,8 @@ Strategy: TypeAlias = Callable[[int], float]
 
 PROBES = 4  # deliveries that are let through after a rest
 PROBE_TIMEOUT = 5.0  # seconds
+RECENT = 20.0  # seconds after a success in which rests do not grow: then some receivers work
+PROBE_PERIOD = 1.0  # seconds: while those hang that were let through, one more is, so often
 REMEMBERED = 10_000  # timelines that were evidence, so that memory is bounded
 
 Uniform: TypeAlias = Callable[[float, float], float]
@@ -145,10 +147,11 @@ class ConsumerBackoff:
     A timeline is evidence of trouble once until it succeeds, so that a few broken receivers, however often they are
     tried, do not hold up the others. After a rest up to ``PROBES`` deliveries are let through at once. A success of one
     ends backoff mode, even a late one. If all fail, the level rises, up to the one whose wait is ``maximum``, and the
-    next rest begins. A probe that has not ended after ``PROBE_TIMEOUT`` seconds counts as failed in this. Deliveries
-    that began before a rest count for nothing: they report trouble that is already known. Outcomes that say nothing
-    about the receiver (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`) are ``withdrawn``, and let the next
-    delivery through.
+    next rest begins; it stays where it is for ``RECENT`` seconds after a success, when some receivers work. A probe
+    that has not ended after ``PROBE_TIMEOUT`` seconds counts as failed in this; until one does, one more is let
+    through every ``PROBE_PERIOD``. Deliveries that began before a rest count for nothing: they report trouble that is
+    already known. Outcomes that say nothing about the receiver (`Reject`, `RetryAfter`, `PartialFailure`, `LeaseLost`)
+    are ``withdrawn``, and let the next delivery through.
 
     A rest is drawn from the upper half of its wait, so that processes do not all return at once, and none returns
     without a rest. Times are monotonic seconds of the caller's clock; ``random`` is the source of the draw.
@@ -165,13 +168,16 @@ class ConsumerBackoff:
         self._rest_end = self._first_rest_end = -inf
         self._probes: dict[str, float] = {}  # when each began that was let through after the rest, and has not ended
         self._failed_probes = 0
+        self._has_hung = False  # one of them
+        self._succeeded_at = -inf
 
     @property
     def resumes_at(self) -> float | None:
         """The next time at which more may be allowed than now, if nothing is reported; None at full concurrency."""
         if not self.level:
             return None
-        return max(self._rest_end, min(self._probes.values(), default=-inf) + PROBE_TIMEOUT)
+        oldest, newest = min(self._probes.values(), default=-inf), max(self._probes.values(), default=-inf)
+        return max(self._rest_end, oldest + PROBE_TIMEOUT if self._has_hung else newest + PROBE_PERIOD)
 
     @property
     def has_evidence(self) -> bool:
@@ -185,13 +191,15 @@ class ConsumerBackoff:
     def allowed(self, now: float, concurrency: int) -> int:
         """Return how many deliveries may begin: none in a rest, then probes; ``concurrency`` at level 0."""
         for key in [key for key, began in self._probes.items() if self.level and began + PROBE_TIMEOUT <= now]:
+            self._has_hung = True
             self._probe_failed(key, now)
         if not self.level:
             return concurrency
         if now < self._rest_end:
             return 0
         # one at least if none is under way: a claim sent before the rest may have brought more, some of them withdrawn
-        return max(not self._probes, PROBES - len(self._probes) - self._failed_probes)
+        more = not self._has_hung and max(self._probes.values(), default=-inf) + PROBE_PERIOD <= now
+        return max(not self._probes, more, PROBES - len(self._probes) - self._failed_probes)
 
     def began(self, key: str, now: float) -> None:
         """Report that a delivery of ``key`` has begun."""
@@ -217,9 +225,11 @@ class ConsumerBackoff:
     def succeeded(self, key: str, now: float, *, started: float | None = None) -> None:
         """Report that a delivery of ``key``, begun at ``started`` (default ``now``), succeeded; any key counts."""
         self._counted.pop(key, None)
+        self._succeeded_at = now
         # a probe of an earlier rest may have been slow
         if (now if started is None else started) >= self._first_rest_end:
             self.level = self._failures = self._failed_probes = 0
+            self._has_hung = False
             self._probes.clear()
 
     def withdrawn(self, key: str) -> None:
@@ -231,14 +241,15 @@ class ConsumerBackoff:
         self._failed_probes += 1
         if not self._probes and (self._failed_probes >= PROBES or now >= self._rest_end + self._patience):
             saturated = self._mode.wait(self.level) >= self._mode.maximum
-            self._rest(self.level if saturated else self.level + 1, now)
+            stays = saturated or now < self._succeeded_at + RECENT
+            self._rest(self.level if stays else self.level + 1, now)
 
     def _rest(self, level: int, now: float) -> None:
         wait = self._mode.wait(level)
         self._rest_end = now + self._random(wait / 2, wait)
         if not self.level:
             self._first_rest_end = self._rest_end
-        self.level, self._failures, self._failed_probes = level, 0, 0
+        self.level, self._failures, self._failed_probes, self._has_hung = level, 0, 0, False
         self._probes.clear()
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiodigest.backoff import (
+    PROBE_PERIOD,
     PROBE_TIMEOUT,
     PROBES,
     BackoffMode,
@@ -210,8 +211,8 @@ def test_the_level_rises_once_all_that_were_let_through_have_failed() -> None:
     at = probe(backoff, *"abcd")
     assert backoff.allowed(at, 64) == 0
     for key in "abc":
-        backoff.failed(key, at + 1, started=at)
-        assert (backoff.level, backoff.allowed(at + 1, 64)) == (1, 0)
+        backoff.failed(key, at + 0.5, started=at)
+        assert (backoff.level, backoff.allowed(at + 0.5, 64)) == (1, 0)
     backoff.failed("d", at + 2, started=at)
     assert (backoff.level, backoff.resumes_at, backoff.allowed(at + 5.9, 64)) == (2, at + 6, 0)
     assert backoff.allowed(at + 6, 64) == PROBES
@@ -254,13 +255,36 @@ def test_a_probe_that_hangs_counts_as_failed_until_it_succeeds() -> None:
     backoff = failing_consumer()
     at = probe(backoff, *"ab")
     backoff.failed("a", at + 1, started=at)
-    assert backoff.resumes_at == at + PROBE_TIMEOUT
+    assert backoff.resumes_at == at + PROBE_PERIOD
     assert (backoff.allowed(at + PROBE_TIMEOUT - 0.1, 64), backoff.level) == (2, 1)
     assert (backoff.allowed(at + PROBE_TIMEOUT, 64), backoff.level) == (0, 2)
     backoff.failed("b", at + PROBE_TIMEOUT + 1, started=at)
     assert backoff.level == 2  # which was known
     backoff.succeeded("b", at + PROBE_TIMEOUT + 2, started=at)
     assert backoff.level == 0
+
+
+def test_while_all_that_were_let_through_hang_one_more_is_each_second_until_they_count_as_failed() -> None:
+    backoff = failing_consumer()
+    at = probe(backoff, *"abcd")
+    for second, key in enumerate("efgh", 1):
+        assert backoff.resumes_at == at + second
+        assert (backoff.allowed(at + second - 0.1, 64), backoff.allowed(at + second, 64)) == (0, 1)
+        backoff.began(key, at + second)
+    assert (backoff.allowed(at + 5, 64), backoff.resumes_at, backoff.level) == (0, at + 6, 1)
+    assert (backoff.allowed(at + 8.9, 64), backoff.allowed(at + 9, 64), backoff.level) == (0, 0, 2)
+
+
+def test_rests_do_not_grow_soon_after_a_success() -> None:
+    backoff = ConsumerBackoff(BackoffMode(threshold=1), lambda low, high: high)
+    backoff.succeeded("works", 0)
+    levels: list[int] = []
+    for key in range(11):
+        now = backoff.resumes_at or 0.0
+        backoff.began(str(key), now)
+        backoff.failed(str(key), now)
+        levels.append(backoff.level)
+    assert levels == [1] * 10 + [2]  # of 2 s each
 
 
 @pytest.mark.parametrize(("maximum", "level"), [(120, 7), (0.5, 1)])

@@ -930,14 +930,14 @@ async def test_failures_of_one_timeline_do_not() -> None:
 
 
 async def test_after_the_rest_four_deliveries_are_let_through_and_a_success_brings_all_back() -> None:
-    inbox, backend = Inbox(*[DOWN] * 2, lasting(3), *[lasting(4)] * 20), WatchedBackend()
+    inbox, backend = Inbox(*[DOWN] * 2, lasting(0.6), *[lasting(0.8)] * 20), WatchedBackend()
     mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
     async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM):
         await fail_in_a_row(inbox, backend, 2)
         for number in range(10):
             await backend.put(f"more-{number}", 1)
         await inbox.digest(6)
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.4)
         assert len(inbox.digests) == 6
         await inbox.outcome(3)
         await settle()
@@ -945,7 +945,7 @@ async def test_after_the_rest_four_deliveries_are_let_through_and_a_success_brin
 
 
 async def test_a_probe_that_hangs_counts_as_failed_and_its_late_success_ends_the_rest_all_the_same() -> None:
-    inbox, backend = Inbox(*[DOWN] * 2, *[lasting(30)] * 4), WatchedBackend()
+    inbox, backend = Inbox(*[DOWN] * 2, *[lasting(30)] * 8), WatchedBackend()
     mode = BackoffMode(threshold=2, multiplier=10, maximum=120)
     async with delivering(inbox, backend, backoff_mode=mode, retry=SELDOM, delivery_timeout=50):
         await fail_in_a_row(inbox, backend, 2)
@@ -953,8 +953,10 @@ async def test_a_probe_that_hangs_counts_as_failed_and_its_late_success_ends_the
             await backend.put(f"more-{number}", 1)
         await inbox.digest(6)
         began = now()
-        await inbox.digest(7)
-        assert 20 <= now() - began - PROBE_TIMEOUT <= 30  # a rest of the second level, which a success cut short
+        await inbox.digest(10)  # one more each second
+        assert now() - began < PROBE_TIMEOUT
+        await inbox.digest(11)
+        assert 20 <= now() - began - 4 - PROBE_TIMEOUT <= 30  # a rest of the second level, which a success cut short
         await settle()
         assert len(inbox.digests) == 12
 

@@ -49,6 +49,7 @@ class ConcurrencyLimit:
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
         self._turn = asyncio.Lock()
+        self._queue = 0  # shards that have their turn or wait for it
         self._reserved: dict[int, tuple[int, float]] = {}  # by shard: how many, since when
 
     async def available(self, most: int) -> int:
@@ -56,18 +57,23 @@ class ConcurrencyLimit:
 
         Reserve them with ``reserve`` before awaiting anything. The shards take turns, in the order in which they began
         to wait: a claim of many digests costs little more than one of a few, so they do not share what is available.
+        In backoff mode they do: one may hold none but timelines that fail.
         """
-        async with self._turn:
-            loop = asyncio.get_running_loop()
-            while not self._stopping.is_set():
-                self.changed.clear()
-                now = loop.time()
-                if count := self._count(now):
-                    return min(count, most)
-                rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
-                unheard = self._reserved or self.doubts.alone  # no event tells that one of them is waited for no more
-                await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if unheard else None)
-        return 0
+        self._queue += 1
+        try:
+            async with self._turn:
+                loop = asyncio.get_running_loop()
+                while not self._stopping.is_set():
+                    self.changed.clear()
+                    now = loop.time()
+                    if count := self._count(now):
+                        return 1 if self.draws and self._queue > 1 else min(count, most)
+                    rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
+                    unheard = self._reserved or self.doubts.alone  # no event tells that one is waited for no more
+                    await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if unheard else None)
+            return 0
+        finally:
+            self._queue -= 1
 
     def _count(self, now: float) -> int:
         backoff = self._all.backoff
