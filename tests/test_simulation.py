@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.families import FAMILIES, PENDING
+from simulation.families import FAMILIES
 from simulation.loop import Process, SeededLoop
 from simulation.planted import PLANTED, find
 from simulation.world import play
@@ -34,7 +34,7 @@ def test_every_promise_is_kept_in_worlds_full_of_faults(first: int) -> None:
         assert not witness.fault, "\n".join([*witness.story[-100:], f"seed {seed}: {witness.fault}"])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PENDING])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.worlds) for first in range(2, 11))])
 def test_every_promise_is_kept_in_worlds_of_one_kind_of_trouble(family: str, first: int) -> None:
     for seed in range(first, 20, 10):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiodigest import backoff
 from aiodigest.backends.memory import backend, timelines
+from aiodigest.worker import doubts
 from simulation.families import FAMILIES, family_of
 from simulation.network import Link
 
@@ -45,15 +45,18 @@ class Planted:
 
 PLANTED = {
     "after a rest the oldest due are tried": Planted(
-        "receivers", 371, backend.ReferenceBackend, "claim", "self._sample(machine) if sample else ", ""
-    ),
-    "a retry is evidence again": Planted(
-        "receivers", 203, backoff.ConsumerBackoff, "failed",
-        "elif self._mode.threshold == 1 or key not in self._counted:", "else:",
+        "receivers", 490, backend.ReferenceBackend, "claim", "self._sample if sample else ", ""
     ),
     "the clock of a shard steps back": Planted(
         "clocks", 4, timelines.Shard, "now", "self.clock_ms if self.clock_ms - now > STEP_MS else now", "now"
     ),
+    "a lease that ended without a word charges an attempt": Planted(
+        "poison", 8, timelines.Shard, "lease", "delivery.lost >= ALONE", "True"
+    ),
+    "doubtful digests come beside others without bound": Planted(
+        "blocking", 16, doubts.Doubts, "_may_ask", "", "property(lambda self: True)"
+    ),
+    "no digest runs alone": Planted("poison", 8, doubts.Doubts, "alone", "", "property(lambda self: None)"),
     "a request that comes late is carried out": Planted("partitions", 3, Link, "not_after", "", "False"),
     "each gap begins a new hold": Planted(
         "fleets", 19, timelines.Shard, "watch_gap", "= now + lease_ms, self.hold_ms", "= now + lease_ms, 0"
@@ -62,11 +65,14 @@ PLANTED = {
         "limits", 6, timelines.Shard, "fill", "if len(held.log) >= max_size and",
         "if len(held.log) > max_size + max(1, max_size // 4) and",
     ),
+    "a close schedules by the limits of its engine": Planted(
+        "limits", 216, timelines.Shard, "settle", "limits = held.own or limits", "pass"
+    ),
     "a claim trims by the limits of its engine": Planted(
         "limits", 6, timelines.Shard, "lease", "held.own or limits", "limits"
     ),
     "a dead letter is replayed without its limits": Planted(
-        "limits", 13, backend.ReferenceBackend, "replay", "(held.own or letter.limits) if own is None",
+        "limits", 188, backend.ReferenceBackend, "replay", "(held.own or letter.limits) if own is None",
         "None if own is None",
     ),
     "what is due at the hour is moved by what is left of it": Planted(
