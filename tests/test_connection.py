@@ -15,7 +15,7 @@ import redis
 import trustme
 import valkey.asyncio
 from engines import now, settle, virtual_time
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from redis import exceptions
 from redis._parsers.base import BaseParser
@@ -550,6 +550,7 @@ PLACES = [
 @example("redis://u:{}@h", "", "://", "/")
 def test_no_piece_of_a_password_is_shown_however_odd_the_url(place: str, before: str, between: str, after: str) -> None:
     url = place.format(f"{before}Pa55{between}w0rd{after}")
+    assume(not url.startswith("embedded:///"))  # that is the name of a folder
     try:
         engine = DigestEngine(url, namespace="test")
         told = f"{engine.url} {engine.backend!r} {read_url(url)!r}"

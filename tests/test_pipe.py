@@ -342,4 +342,5 @@ def test_what_was_taken_before_a_kill_is_printed_after_a_restart(tmp_path: Path)
     assert set(ids(output)) < given
     assert set(ids(output) + ids(again.stdout)) == given
     assert again.returncode == 0
-    assert re.fullmatch(rb"aiodigest: \d+ lines? left by an earlier run of this command: printed too\n", again.stderr)
+    # a line may follow on a digest that was under way
+    assert re.match(rb"aiodigest: \d+ lines? left by an earlier run of this command: printed too\n", again.stderr)
