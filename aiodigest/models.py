@@ -129,8 +129,10 @@ class DeadLetter(Generic[T]):
 
     ``id`` is the one for ``replay`` and ``discard``. ``reason`` is the text of a ``Reject``, the error of the last
     attempt, or the reason a value could not be decoded. ``digest_id`` is the digest of the timeline ``key`` that could
-    not be delivered in so many tries (``attempt``), and ``buried_at`` the end of that, by the server's clock. In
-    ``records``, a value that cannot be decoded is given as its raw bytes.
+    not be delivered, ``attempt`` the number of its last try, and ``buried_at`` the end of that, by the server's clock.
+    If its workers died, ``attempt`` is ``max_attempts`` + 1, the try that did not begin any more; there were
+    ``max_attempts`` + 2 runs then, since the first two that are lost in a row are not counted. In ``records``, a value
+    that cannot be decoded is given as its raw bytes.
     """
 
     id: str

@@ -48,7 +48,7 @@ class RetryPolicy:
 
     There are ``max_attempts`` in all, the first included. ``backoff`` gives the seconds from a failed attempt n (1
     first) to the next try. The default, ``DecorrelatedJitter(base=1, cap=3600)``, spans 2.5 hours on average, 5 at
-    most. A try that ends without a word, as when its process is killed, counts once it runs with nothing beside it,
+    most. A try that is never reported, as when its process is killed, counts once it runs with nothing beside it,
     which is from the third on.
     """
 

@@ -157,8 +157,9 @@ class Scheduler(Shared):
                 active.cancel()
         _, late = await asyncio.wait(tasks, timeout=self.timeout)
         ignoring = [active for _, active, _ in left if active.task in late and active.stage == "calling"]
-        ignore = f", {len(ignoring)} of which ignore it" if ignoring else ""
-        logger.warning("stopped with %d deliveries under way%s", len(tasks), ignore, extra={"deliveries": len(tasks)})
+        what = "1 delivery" if len(tasks) == 1 else f"{len(tasks)} deliveries"
+        ignore = f", {len(ignoring)} of which ignored it" if ignoring else ""
+        logger.warning("stopped with %s under way%s", what, ignore, extra={"deliveries": len(tasks)})
         leases: dict[tuple[int, bool], list[Lease]] = {}
         for shard, active, was in left:
             if active.stage == was != "reporting":

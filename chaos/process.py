@@ -91,7 +91,7 @@ class Faults(logging.Handler):
         message = record.getMessage()
         if "fault of aiodigest" in message or "cannot be read" in message or "outlived its ttl" in message:
             self._journal.write("wrong", message)
-        elif "has ended without a word" in message:
+        elif "before it reported (" in message:
             self._journal.write("doubted", vars(record)["digest_id"])
 
 

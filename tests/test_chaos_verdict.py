@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from replicas import until
 
+from aiodigest.backend import Lease
+from aiodigest.worker.reasons import log_doubt
 from chaos.evidence import of_master, of_process
-from chaos.journal import Line
+from chaos.journal import Journal, Line, read
 from chaos.plan import KINDS, LONGEST_GAP, plan
-from chaos.process import SPAN, shard_of
+from chaos.process import SPAN, Faults, shard_of
 from chaos.proxy import Proxy
 from chaos.verdict import Verdict, judge
 
@@ -311,3 +315,15 @@ def test_a_lost_primary_may_forget_its_end_and_nothing_else(
     found = clustered(first, digest, **options)
     assert found.unexplained == (why is None)
     assert why is None or found.duplicates == {why: 1}
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_digest_that_is_tried_again_after_a_crash_is_known_by_its_line_in_the_log(lost: int, tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    handler, logger = Faults(Journal(path)), logging.getLogger("aiodigest")
+    logger.addHandler(handler)
+    try:
+        log_doubt(Lease("k", "t", "digest", 1, 1, 0, 0, 1, lost=lost))
+    finally:
+        logger.removeHandler(handler)
+    assert [[kind, *facts] for kind, _, *facts in read(path)] == [["doubted", "digest"]]

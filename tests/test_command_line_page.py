@@ -43,6 +43,17 @@ def test_each_command_of_the_page_shows_this(data: Path, monkeypatch: pytest.Mon
         assert matches(output, written), f"{line}:\n{output}"
 
 
+def test_the_program_may_be_run_again_after_the_dead_letters_were_replayed(
+    data: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Whose timelines wait in their cool-down then."""
+    for name, value in environment(data).items():
+        monkeypatch.setenv(name, value)
+    subprocess.run([sys.executable, "-c", PROGRAM.text], check=True, timeout=DEADLINE)
+    assert command("dead", "replay", "--all", "--yes", "--namespace", "incident")[0] == 0
+    subprocess.run([sys.executable, "-c", PROGRAM.text], check=True, timeout=DEADLINE)
+
+
 def fields_of(command: str) -> list[str]:
     """Return the fields that the page's table gives the objects of a command."""
     return re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", FIELDS[command]))

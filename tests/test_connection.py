@@ -68,7 +68,9 @@ from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationEr
         ("localhost:6379", "localhost:6379"),
         ("secret", "***"),
         ("redis://host?db=1&pwd=secret&db=1", "redis://host?db=1&***"),
-        ("secret://host", "***"),
+        ("valky://user:secret@host", "valky://***"),
+        ("redis+clster://host", "redis+clster://***"),
+        ("s3cret://host", "***"),
         ("redis://h?db=" + 5_000 * "1", "redis://***"),
     ],
 )

@@ -353,8 +353,8 @@ async def test_a_delivery_whose_task_is_dropped_ends_with_it() -> None:
     [
         (0, "ValueError: earlier", "ValueError: earlier"),
         (0, "", "no attempt is left"),
-        (14, "", "no attempt had a known outcome: 14 leases in a row ended without a word"),
-        (5, "boo", "no attempt had a known outcome: 5 leases in a row ended without a word; before that: boo"),
+        (14, "", "its worker died or lost the server 14 times in a row before it reported"),
+        (5, "boo", "its worker died or lost the server 5 times in a row before it reported; before that: boo"),
     ],
 )
 async def test_a_digest_without_an_attempt_left_is_buried_undecoded_with_the_reason(

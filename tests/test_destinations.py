@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -102,6 +104,32 @@ async def test_while_a_destination_rests_the_others_are_served_at_once() -> None
         assert post.calls["down"] == calls, "nothing is sent there in its rest"
         await asyncio.sleep(210)
         assert post.calls["down"] == calls + PROBES, "a few are let through after it"
+
+
+@virtual_time
+@pytest.mark.parametrize(("function", "who"), [(domain, "destination 'one'"), (None, "the process")])
+async def test_the_log_says_once_that_a_destination_or_the_process_rests_and_once_that_it_delivers_again(
+    function: Callable[[str], str] | None, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aiodigest")
+    is_down = True
+
+    async def reply(digest: Digest[JSON]) -> None:
+        if is_down:
+            raise ValueError("down")
+
+    post, backend = Post(one=reply), await filled(50, "one")
+    async with delivering(post, backend, destination=function, backoff_mode=MODE, retry=SELDOM):
+        await asyncio.sleep(1000)  # several rests, each longer
+        is_down = False
+        await asyncio.sleep(2000)
+    lines = [record for record in caplog.records if "destination" in vars(record)]
+    assert [line.levelname for line in lines] == ["WARNING", "INFO"]
+    begins, ends = (re.sub(r"[\d.]+ s", "... s", line.getMessage()) for line in lines)
+    assert begins == f"test: {who} rests for ... s: its latest deliveries have all failed"
+    assert ends == f"test: {who} delivers again, ... s after it began to rest"
+    assert 100 <= vars(lines[0])["seconds"] <= 200
+    assert vars(lines[1])["seconds"] > 900
 
 
 @virtual_time

@@ -558,7 +558,7 @@ async def test_leases_that_end_without_a_word_are_charged_from_the_third_on_and_
     letter = await backend.operations.dead_letter(letter_id)
     assert letter is not None
     assert letter.attempt == 4
-    assert letter.reason == "no attempt had a known outcome: 5 leases in a row ended without a word"
+    assert letter.reason == "its worker died or lost the server 5 times in a row before it reported"
 
 
 async def test_a_callback_that_never_returns_makes_room_for_others_and_the_same_digest_comes_again() -> None:
@@ -824,7 +824,7 @@ async def test_a_callback_that_ignores_its_end_does_not_keep_the_engine(logged: 
     async with delivering(inbox, backend, drain_timeout=1, timeout=5):
         await inbox.digest()
     assert now() == pytest.approx(6, abs=0.1)
-    assert logged("1 deliveries under way, 1 of which ignore it")
+    assert logged("1 delivery under way, 1 of which ignored it")
     assert await state_of(backend, "key") == ("ready", 0)
     callback.free.set()
     await settle()

@@ -62,10 +62,11 @@ class Bounds:
     ``name`` (from 32 to 65,535) bounds the bytes of UTF-8 of a key or a record id, and ``records`` (at most 10,000,000)
     the entries of one ``add_many``.
 
-    ``digest`` (at most 1 GiB; raised to ``value`` if that is more) bounds the bytes of JSON, before compression, in the
-    values of a digest: more come in parts, and a single value of more is refused. As objects they may take thirty times
-    as much memory, in each delivery under way. A codec of your own can tell the bytes by a method ``decoded_size``.
-    ``dead_letters`` (at most 1 TiB) bounds the bytes of a shard's dead letters: over it the oldest are let go.
+    ``digest`` (at most 1 GiB, and never below ``value``, which it is raised to: for less, give both) bounds the bytes
+    of JSON, before compression, in the values of a digest: more come in parts, and a single value of more is refused.
+    As objects they may take thirty times as much memory, in each delivery under way. A codec of your own can tell the
+    bytes by a method ``decoded_size``. ``dead_letters`` (at most 1 TiB) bounds the bytes of a shard's dead letters:
+    over it the oldest are let go.
 
     Raises InvalidArgument if one is not a whole number in its range.
     """

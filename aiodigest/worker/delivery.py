@@ -20,7 +20,16 @@ from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
 from aiodigest.worker.contents import SMALL, Contents, read
-from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, one_line, text_of
+from aiodigest.worker.reasons import (
+    TimedOut,
+    describe,
+    facts_of,
+    log_dropped,
+    log_other_limits,
+    one_line,
+    text_of,
+    times,
+)
 
 logger = logger_of(__name__)
 
@@ -169,7 +178,7 @@ def _why_spent(lease: Lease) -> str:
     """Return why no attempt is left for a digest."""
     if not lease.lost:  # fewer are allowed than were
         return lease.last_error or "no attempt is left"
-    reason = f"no attempt had a known outcome: {lease.lost} leases in a row ended without a word"
+    reason = f"its worker died or lost the server {times(lease.lost)} in a row before it reported"
     return one_line(f"{reason}; before that: {lease.last_error}" if lease.last_error else reason)
 
 

@@ -11,7 +11,7 @@ from aiodigest.backoff import REMEMBERED, BackoffMode, ConsumerBackoff
 from aiodigest.errors import shown
 from aiodigest.logs import logger_of
 from aiodigest.policy import milliseconds
-from aiodigest.worker.reasons import describe
+from aiodigest.worker.reasons import describe, log_rest
 
 logger = logger_of(__name__)
 
@@ -41,6 +41,7 @@ class Destination:
         self._most = most
         self._lasts = 0.0  # seconds: about how long its deliveries take at present
         self._since = 0.0  # when the latest of them ended, or the first began
+        self._rested = 0.0  # when the first of its rests began
 
     def holds_back(self, now: float) -> bool:
         """True while it is in backoff mode, or paused."""
@@ -71,12 +72,18 @@ class Destination:
         """Learn from the outcome of an attempt: let fewer begin, or none for ``pause`` seconds."""
         self._since = ended
         self._lasts += (ended - started - self._lasts) / 4
+        level = self.backoff.level
         if success is None:
             self.backoff.withdrawn(key)
         elif success:
             self.backoff.succeeded(key, ended, started=started)
         else:
             self.backoff.failed(key, ended, started=started)
+        if self.backoff.level and not level:
+            self._rested = ended
+            log_rest(self.name, self.backoff.rest(ended))
+        elif level and not self.backoff.level:
+            log_rest(self.name, ended - self._rested, is_over=True)
         if pause:
             self.paused_until = max(self.paused_until, ended + pause)
 

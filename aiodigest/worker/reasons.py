@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodigest.backend import Claims, Lease
-from aiodigest.errors import CodecError, DeliverySignal, printable
+from aiodigest.errors import CodecError, DeliverySignal, printable, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
 from aiodigest.policy import Limits
@@ -11,6 +11,7 @@ from aiodigest.policy import Limits
 logger = logger_of(__name__)
 
 ERROR_LENGTH = 500
+LATER = "; it runs alone from the second time on"
 FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
@@ -73,9 +74,24 @@ def log_other_limits(lease: Lease, ours: Limits) -> bool:
 def log_doubt(lease: Lease) -> None:
     """Log that a digest is tried again that may end its worker, if it is one."""
     if lease.lost:
-        how = "with nothing beside it" if lease.is_alone else "beside others"
-        line = "the digest of %r is tried again %s: a lease on it has ended without a word (%d in a row)"
-        logger.warning(line, lease.key, how, lease.lost, extra=facts_of(lease))
+        how, later = ("with nothing beside it", "") if lease.is_alone else ("beside others", LATER)
+        line = "the digest of %r is tried again %s: its worker died or lost the server before it reported (%s in a row)"
+        logger.warning(line + later, lease.key, how, times(lease.lost), extra=facts_of(lease))
+
+
+def times(count: int) -> str:
+    """Return how often something happened, in words."""
+    return f"{count} time{'' if count == 1 else 's'}"
+
+
+def log_rest(destination: str, seconds: float, *, is_over: bool = False) -> None:
+    """Log that a destination, or without a name the process, begins to rest, or that it has ended its rests."""
+    who = f"destination {shown(destination)}" if destination else "the process"
+    facts = {"destination": destination, "seconds": round(seconds, 3)}
+    if is_over:
+        logger.info("%s delivers again, %.1f s after it began to rest", who, seconds, extra=facts)
+    else:
+        logger.warning("%s rests for %.1f s: its latest deliveries have all failed", who, seconds, extra=facts)
 
 
 def log_losses(claims: Claims) -> None:

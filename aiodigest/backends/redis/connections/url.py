@@ -56,6 +56,7 @@ REFUSED: Mapping[str, str] = {  # what redis-py's URLs may have besides, and why
 
 # A URL as far as it may be shown
 SCHEME = r"(?:(?:redis|valkey)s?(?:\+sentinel|\+cluster)?|unix|embedded|https?)"
+MISSPELT = r"[a-z]{1,9}(?:\+[a-z]{1,9})?"  # a slip, and hardly a password
 HOST = r"(?:\[[\w:.%-]*\]|[\w.-]*)(?::\d{1,5})?"
 HOSTS = re.compile(rf"{HOST}(?:,{HOST})*", re.IGNORECASE)
 NUMBER = re.compile(r"\d{0,9}")
@@ -74,7 +75,7 @@ def hide_password(url: str) -> str:
     if not mark:
         scheme, rest = "", scheme
     elif not re.fullmatch(SCHEME, scheme, re.IGNORECASE):
-        return "***"
+        return f"{scheme}://***" if re.fullmatch(MISSPELT, scheme, re.IGNORECASE) else "***"
     where, question, query = rest.partition("?")
     authority, slash, path = where.partition("/")
     login, at, hosts = authority.rpartition("@")

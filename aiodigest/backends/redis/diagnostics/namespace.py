@@ -313,7 +313,7 @@ def check_workers(facts: NamespaceFacts) -> Iterator[Finding]:
     if not used:
         return
     if not silent:
-        yield Finding("workers", "ok", f"there are: the last sign of one is {in_time(max(heard))} old{facts.scope}")
+        yield Finding("workers", "ok", f"at least one; last seen {in_time(max(heard))} ago{facts.scope}")
         return
     where = "" if len(silent) == len(used) else f"of {len(silent)} of {several(len(used), 'shard')} "
     last = f"the last sign of a worker is {in_time(min(heard))} old" if heard else "there never was a worker"
