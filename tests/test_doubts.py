@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from engines import Inbox, VirtualLoop, WatchedBackend, delivering, forever, lasting, now, policy, settle, state_of
+from engines import (
+    Inbox,
+    VirtualLoop,
+    WatchedBackend,
+    delivering,
+    forever,
+    lasting,
+    now,
+    policy,
+    settle,
+    state_of,
+    virtual_time,
+)
 
-from aiodigest import JSON, Digest, Policy, RetryPolicy
+from aiodigest import JSON, Digest, Policy, RetryAfter, RetryPolicy
+from aiodigest.worker import doubts
 
 pytestmark = pytest.mark.virtual_time
 
@@ -49,6 +63,15 @@ async def lost(backend: WatchedBackend, *keys: str, times: int = 1) -> None:
         delivery = machine.held[key].delivery
         assert delivery is not None
         delivery.lost, machine.leased[key] = times - 1, 0
+
+
+def keys_of(backend: WatchedBackend, *shards: int) -> list[str]:
+    """A key of each of these shards, all of them different."""
+    keys: list[str] = []
+    for shard in shards:
+        some = (key for key in map(str, range(1000)) if backend.shard_map.shard_of(key) == shard)
+        keys.append(next(key for key in some if key not in keys))
+    return keys
 
 
 async def test_a_process_has_one_doubtful_digest_at_a_time_over_all_its_shards_and_others_beside_it() -> None:
@@ -99,11 +122,9 @@ async def test_a_digest_that_was_lost_twice_runs_with_nothing_beside_it() -> Non
     assert inbox.results == ["delivered"] * 3
 
 
-async def test_what_a_late_claim_brings_waits_until_the_one_that_is_alone_has_ended() -> None:
+async def test_what_a_late_claim_brings_is_given_back_while_one_is_alone() -> None:
     backend = WatchedBackend(shards=2, held="claim")
-    alone, late = (
-        next(key for key in map(str, range(99)) if backend.shard_map.shard_of(key) == each) for each in (0, 1)
-    )
+    alone, late = keys_of(backend, 0, 1)
     inbox = Receiver(**{alone: 30})
     backend.down_shards = {1}
     await lost(backend, alone, times=2)
@@ -113,10 +134,148 @@ async def test_what_a_late_claim_brings_waits_until_the_one_that_is_alone_has_en
         assert backend.count("claim", 1) == 1
         backend.gates["claim"].set()
         await asyncio.sleep(1)
-        assert await state_of(backend, late) == ("leased", 1)
+        assert await state_of(backend, late) == ("ready", 0)
+        assert (backend.count("release"), backend.count("claim", 1)) == (1, 1)
         await inbox.outcome(2)
     assert not inbox.beside[alone]
     assert inbox.began[late] == pytest.approx(inbox.ended[alone], abs=0.1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_the_engines_of_a_process_share_its_doubts(times: int) -> None:
+    keys = ["one", "other"]
+    inbox, backends = Receiver(before=20, one=30, other=30, newer=1), [WatchedBackend(), WatchedBackend()]
+    await backends[1].put("before", 1)
+    async with delivering(inbox, backends[0]), delivering(inbox, backends[1]):
+        await inbox.digest()
+        for key, backend in zip(keys, backends, strict=True):
+            await lost(backend, key, times=times)
+            await asyncio.sleep(LEASE / 2)
+        await backends[1].put("newer", 1)
+        await inbox.outcome(4)
+    assert "other" not in inbox.beside["one"]
+    if times == 2:
+        assert not inbox.beside["one"] | inbox.beside["other"]
+        assert inbox.began["one"] == pytest.approx(20, abs=1)
+        assert inbox.began["other"] < 2 * LEASE
+
+
+async def test_an_engine_that_has_ended_holds_up_nobody_with_what_ignores_its_cancellation() -> None:
+    free, backend = asyncio.Event(), WatchedBackend()
+    inbox = Inbox(ignoring_its_end(free))
+    await backend.put("stubborn", 1)
+    async with delivering(inbox, backend, drain_timeout=0):
+        await inbox.digest()
+    async with delivering(inbox, WatchedBackend()) as (_, other):
+        await lost(other, "alone", times=2)
+        await inbox.outcome()
+        assert now() < 3 * LEASE
+    free.set()
+    await settle()
+
+
+def test_the_engines_of_other_loops_have_doubts_of_their_own_which_leave_nothing_behind() -> None:
+    @virtual_time
+    async def deliver() -> None:
+        inbox, backend = Inbox(), WatchedBackend()
+        await lost(backend, "alone", times=2)
+        async with delivering(inbox, backend):
+            await inbox.outcome()
+            assert len(doubts._OF_LOOPS) == 1
+
+    gc.collect()
+    for _ in range(2):
+        deliver()
+        gc.collect()
+        assert len(doubts._OF_LOOPS) == 0
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_digests_that_cannot_be_postponed_keep_no_other_shard_from_what_is_doubtful(broken: bool) -> None:
+    backend = WatchedBackend(shards=2)
+    first, second, doubtful, poke = keys_of(backend, 0, 0, 1, 1)
+    inbox = Inbox(RetryAfter(5000, pause=True))
+    await backend.put(first, 1)
+
+    def destination(key: str) -> str:
+        return "down" if key in (first, second) else "up"
+
+    async with delivering(inbox, backend, destination=destination):
+        await inbox.outcome()
+        backend.down_shards = {0}
+        if broken:
+            backend.take_down("postpone")
+        await backend.put(second, 1)
+        await asyncio.sleep(0.5)
+        assert backend.count("postpone")
+        before = now()
+        await lost(backend, doubtful)
+        await backend.put(poke, 1)
+        await inbox.outcome(3)
+        assert now() < before + 1
+        backend.bring_up()
+
+
+async def test_one_that_is_to_be_alone_and_cannot_be_read_holds_up_nobody_and_runs_alone_when_it_can() -> None:
+    terms = policy(capacity=5000)
+    backend = WatchedBackend(shards=2)
+    alone, other = keys_of(backend, 0, 1)
+    inbox = Receiver(**{other: 30})
+    await backend.put(alone, *range(1500), policy=terms)
+    assert await backend.open(0, alone, 60_000, terms.terms.limits)
+    delivery = backend.machines[0].held[alone].delivery
+    assert delivery is not None
+    delivery.lost, backend.machines[0].leased[alone] = 1, 0
+    backend.down_shards = {0}
+    backend.take_down("read", "renew", "close", "claim")
+    async with delivering(inbox, backend, policy=terms):
+        backend.bring_up()
+        backend.take_down("read", "renew")
+        await asyncio.sleep(1)
+        assert backend.count("read")
+        await backend.put(other, 1)
+        await inbox.digest()
+        assert now() < 3, "it waited for one whose server is away"
+        backend.bring_up()
+        await inbox.outcome(2)
+    assert not inbox.beside[alone] | inbox.beside[other]
+    assert inbox.digests[1].attempt == 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_shard_that_cannot_claim_passes_its_turn_to_have_a_doubtful_digest(broken: bool) -> None:
+    backend = WatchedBackend(shards=3)
+    first, away, poke_away, waits, poke, again = keys_of(backend, 2, 0, 0, 1, 1, 0)
+    inbox = Receiver(**{first: 25.0})
+    await lost(backend, first)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+        for doubtful, healthy in ((away, poke_away), (waits, poke)):
+            await lost(backend, doubtful)
+            await backend.put(healthy, 1)
+            await asyncio.sleep(0.1)
+        backend.down_shards = {0}
+        if broken:
+            backend.take_down("claim")
+            await backend.put(again, 1)
+        while waits not in inbox.began:
+            await asyncio.sleep(0.1)
+        assert inbox.began[waits] == pytest.approx(25, abs=0.2)
+        backend.bring_up()
+
+
+async def test_shards_that_wait_for_a_doubtful_digest_are_told_when_its_callback_ignores_its_end() -> None:
+    free, backend = asyncio.Event(), WatchedBackend(shards=2)
+    stubborn, waits, poke = keys_of(backend, 0, 1, 1)
+    inbox = Inbox(ignoring_its_end(free))
+    await lost(backend, stubborn)
+    async with delivering(inbox, backend, delivery_timeout=22, retry=SELDOM):
+        await inbox.digest()
+        await lost(backend, waits)
+        await backend.put(poke, 1)
+        await inbox.digest(3)
+        assert 22 <= now() < 24
+        free.set()
 
 
 def ignoring_its_end(free: asyncio.Event) -> Callable[[Digest[JSON]], Awaitable[object]]:

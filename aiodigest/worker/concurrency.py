@@ -16,7 +16,7 @@ from aiodigest.policy import Limits
 from aiodigest.worker.availability import Availability
 from aiodigest.worker.delivery import Dispatcher, Observer
 from aiodigest.worker.destinations import Destination, Destinations
-from aiodigest.worker.doubts import Doubts
+from aiodigest.worker.doubts import doubts_of_loop
 from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
 
@@ -44,7 +44,8 @@ class ConcurrencyLimit:
         self._destinations = destinations
         self.gate = asyncio.Semaphore(concurrency)
         self.changed = asyncio.Event()  # more may be available
-        self.doubts = Doubts(stopping, self.changed)
+        self.doubts = doubts_of_loop()
+        self.doubts.more.add(self.changed)
         self._concurrency = concurrency
         self._stopping = stopping
         self._busy = busy  # counts the digests under way

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context
 from typing import Protocol
+from weakref import WeakSet, WeakValueDictionary
 
 from aiodigest.backend import Lease
-from aiodigest.worker.tasks import elapse
+from aiodigest.worker.tasks import Timer, elapse
 
-PERIOD = 1.0  # seconds after which a delivery that waits for its turn looks again: time alone may have brought it
+PERIOD = 1.0  # seconds after which what waits for its turn looks again: time alone may have brought it
 
 
 class Delivery(Protocol):
@@ -18,36 +20,35 @@ class Delivery(Protocol):
 
     lease: Lease
 
+    @property
+    def is_waited_for(self) -> bool: ...
+
 
 class Doubts:
     """Lets a process have one doubtful digest at a time, over all its shards, and run it alone from the second time on.
 
-    A claim asks for one while the process has none. While one that must be alone is here, nothing is claimed; it begins
-    when all that has begun before it has ended, and what has not begun waits until it has ended. ``more`` is set when
-    more may be claimed.
+    All schedulers of an event loop share it, since what ends the process ends the deliveries of all. A claim asks for
+    one while there is none. While one that must be alone is here, nothing is claimed; it begins when all that has begun
+    before it has ended, and what has not begun is given back.
     """
 
-    def __init__(self, stopping: asyncio.Event, more: asyncio.Event) -> None:
-        self._stopping = stopping
-        self._more = more
+    def __init__(self) -> None:
+        self.more = WeakSet[asyncio.Event]()  # set when more may be claimed: one event of each scheduler
         self._asked = False  # by a claim under way
-        self._doubtful: Delivery | None = None  # the one of this process
+        self._doubtful: dict[Delivery, None] = {}  # those of this process: one, and those that nobody waits for
         self._barred: dict[asyncio.Event, None] = {}  # wake shard workers whose last claim left such digests behind
-        self._running: dict[Delivery, Callable[[], bool]] = {}  # with whether they are waited for
+        self._running: dict[Delivery, None] = {}
         self._changed = asyncio.Event()  # only set for a moment
+        self._timer = Timer(self._let_next, Context())
 
     @property
     def alone(self) -> Delivery | None:
         """The delivery beside which nothing may run; it may be waiting for its turn."""
-        found = self._doubtful
-        return found if found is not None and found.lease.is_alone and self._is_waited_for(found) else None
-
-    def _is_waited_for(self, delivery: Delivery) -> bool:
-        return delivery not in self._running or self._running[delivery]()
+        return next((each for each in self._doubtful if each.lease.is_alone and each.is_waited_for), None)
 
     @property
     def _may_ask(self) -> bool:
-        return not self._asked and (self._doubtful is None or not self._is_waited_for(self._doubtful))
+        return not (self._asked or any(each.is_waited_for for each in self._doubtful))
 
     @contextmanager
     def asking(self, wanted: bool) -> Generator[bool]:
@@ -59,12 +60,12 @@ class Doubts:
         finally:
             if asks:
                 self._asked = False
-                self._let_next()
+            self._let_next()  # it may have been woken, and have asked for none
 
     def claimed(self, delivery: Delivery) -> None:
         """Note what a claim has brought."""
         if delivery.lease.lost:
-            self._doubtful = delivery
+            self._doubtful[delivery] = None
 
     def bar(self, woken: asyncio.Event) -> None:
         """Wake a shard worker whose claim has left doubtful digests behind, once it may ask for one."""
@@ -72,14 +73,15 @@ class Doubts:
         self._let_next()
 
     def forget(self, woken: asyncio.Event) -> None:
-        """Wake a shard worker no more: it has ended."""
+        """Wake a shard worker no more: it has ended, or cannot claim."""
         self._barred.pop(woken, None)
 
     def ended(self, delivery: Delivery) -> None:
         """Note that a delivery has ended, however it did."""
-        if delivery is self._doubtful:
-            self._doubtful = None
+        if delivery in self._doubtful:
+            del self._doubtful[delivery]
             self._let_next()
+            self._let_claim()
             self.look_again()
 
     def _let_next(self) -> None:
@@ -88,30 +90,47 @@ class Doubts:
             woken = next(iter(self._barred))
             del self._barred[woken]
             woken.set()
+        elif self._barred:  # no event tells that a callback ignores its end, or that a server is away
+            self._timer.set(asyncio.get_running_loop().time() + PERIOD)
+
+    def _let_claim(self) -> None:
+        for more in self.more:
+            more.set()
+
+    def must_go(self, delivery: Delivery) -> bool:
+        """Return True if a delivery that has not begun is not to wait: another is to be alone."""
+        return self.alone not in (None, delivery)
 
     @asynccontextmanager
-    async def turn(self, delivery: Delivery, is_waited_for: Callable[[], bool]) -> AsyncGenerator[None]:
-        """Wait until a delivery may run, or the worker stops, and count it as running within.
-
-        Nothing waits for it while ``is_waited_for`` says no.
-        """
-        while not (self._stopping.is_set() or self._may_run(delivery)):
+    async def turn(self, delivery: Delivery, stopping: asyncio.Event) -> AsyncGenerator[None]:
+        """Wait until a delivery may run, or its worker stops, and count it as running within."""
+        while not (stopping.is_set() or self.may_run(delivery)):
             await elapse(self._changed, PERIOD)
-        self._running[delivery] = is_waited_for
+        self._running[delivery] = None
         try:
             yield
         finally:
             del self._running[delivery]
             self.look_again()
-            if delivery is self._doubtful:
-                self._more.set()  # its first part may have been delivered: with what is left there is no doubt
+            if delivery in self._doubtful:
+                self._let_claim()  # its first part may have been delivered: with what is left there is no doubt
 
-    def _may_run(self, delivery: Delivery) -> bool:
-        if delivery is self.alone:
-            return not any(map(self._is_waited_for, self._running))
-        return self.alone is None
+    def may_run(self, delivery: Delivery) -> bool:
+        """Return True if a delivery may run beside those that run."""
+        if self.must_go(delivery):
+            return False
+        others = (each for each in self._running if each is not delivery)
+        return not (delivery.lease.is_alone and any(each.is_waited_for for each in others))
 
     def look_again(self) -> None:
         """Let all that wait for their turn look whether it has come."""
         self._changed.set()
         self._changed.clear()
+
+
+_OF_LOOPS = WeakValueDictionary[asyncio.AbstractEventLoop, Doubts]()  # kept by the schedulers
+
+
+def doubts_of_loop() -> Doubts:
+    """Return what all schedulers of the running event loop share."""
+    return _OF_LOOPS.setdefault(asyncio.get_running_loop(), Doubts())

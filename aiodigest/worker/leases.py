@@ -28,6 +28,7 @@ class ActiveDelivery:
     lease: Lease
     due: float
     destination: Destination
+    leases: Leases
     stage: Literal["claimed", "calling", "reporting"] = "claimed"
     ends: float = inf  # the time by which the lease has surely ended
     call: Call = field(default_factory=Call)
@@ -37,6 +38,12 @@ class ActiveDelivery:
     def is_overdue(self) -> bool:
         """True if the callback timed out but ignores cancellation."""
         return self.stage == "calling" and asyncio.get_running_loop().time() > self.call.deadline
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if others may wait for it: unless its callback ignores its end, or its server is away when it calls."""
+        away = self.stage != "calling" and self.leases.is_cut_off
+        return not (self.is_overdue or self.call.cancelled or away)
 
     def cancel(self) -> None:
         """Cancel the delivery, which then reports nothing."""
@@ -62,10 +69,6 @@ class Leases:
     def is_cut_off(self) -> bool:
         """True if a call has failed, and no renewal sent since has been answered."""
         return self._failures > self._failures_answered
-
-    def waits_for(self, active: ActiveDelivery) -> bool:
-        """True if a delivery can be waited for: unless its callback ignores its end, or its server is away."""
-        return not (active.is_overdue or (active.stage == "reporting" and self.is_cut_off))
 
     def must_look(self) -> bool:
         """Return True if leases may have ended unnoticed: nothing is claimed until they are renewed or lost."""

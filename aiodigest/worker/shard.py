@@ -138,11 +138,11 @@ class ShardWorker:
         try:
             while count := await self._shared.limit.available(1 if self._claim_failed else CLAIM):
                 self.wakeups.woken.clear()
-                with self._shared.limit.doubts.asking(not self._claim_failed) as doubtful:
-                    claims = await self._claim(count, doubtful)
+                claims = await self._claim(count)
                 if claims is not None and claims.barred:
                     self._shared.limit.doubts.bar(self.wakeups.woken)
                 if claims is None:
+                    self._shared.limit.doubts.forget(self.wakeups.woken)  # others may ask instead
                     await self.wakeups.close()  # its connection may be as dead as the claim's, and never tell
                     await self._shared.availability.pause(self._claims)
                 elif claims.wait_ms != 0:
@@ -154,42 +154,46 @@ class ShardWorker:
             self._shared.limit.doubts.forget(self.wakeups.woken)
             await self.wakeups.close()
 
-    async def _claim(self, count: int, doubtful: bool) -> Claims | None:
+    async def _claim(self, count: int) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
         shared, loop = self._shared, asyncio.get_running_loop()
         sent, sample = loop.time(), shared.limit.draws
         wanted = BROAD_CLAIM if self._brings_little else count
-        try:
-            with shared.limit.reserve(self.shard, count):
-                if self.leases.must_look():  # else it might recover what this worker holds
-                    await self.leases.renew()
-                    return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
-                lease_ms = milliseconds(shared.lease_timeout)
-                flags = {"sample": sample, "doubtful": doubtful}
-                bound = shared.dispatcher.bounds.digest
-                claims = await shared.backend.claim(self.shard, wanted, lease_ms, shared.limits, bound=bound, **flags)
-        except Retired:
-            raise
-        except Exception as error:
-            self.leases.failed(error, self._claims)
-            self._claim_failed = True
-            return None
-        shared.availability.answered(self._claims)
-        self.leases.heard(sent)
-        self._claim_failed = False
-        shared.notice_layout()
-        log_losses(claims)
-        now = loop.time()
-        chosen, postponed = shared.limit.sort(claims.leases, count, now)
-        self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
-        for lease, destination in chosen:
-            log_doubt(lease)
-            active = ActiveDelivery(lease, now - (claims.now_ms - lease.due_ms) / 1000, destination)
-            shared.limit.doubts.claimed(active)
-            active.task = asyncio.create_task(self._deliver(active))
-            active.task.add_done_callback(partial(self._on_done, active))
-            self.leases.active[active] = None
-            self.leases.extend(active, sent)
+        with shared.limit.doubts.asking(not self._claim_failed) as doubtful:
+            try:
+                with shared.limit.reserve(self.shard, count):
+                    if self.leases.must_look():  # else it might recover what this worker holds
+                        await self.leases.renew()
+                        return Claims(wait_ms=0)  # much may have happened meanwhile: count anew
+                    lease_ms = milliseconds(shared.lease_timeout)
+                    flags = {"sample": sample, "doubtful": doubtful}
+                    bound = shared.dispatcher.bounds.digest
+                    claims = await shared.backend.claim(
+                        self.shard, wanted, lease_ms, shared.limits, bound=bound, **flags
+                    )
+            except Retired:
+                raise
+            except Exception as error:
+                self.leases.failed(error, self._claims)
+                self._claim_failed = True
+                return None
+            shared.availability.answered(self._claims)
+            self.leases.heard(sent)
+            self._claim_failed = False
+            shared.notice_layout()
+            log_losses(claims)
+            now = loop.time()
+            chosen, postponed = shared.limit.sort(claims.leases, count, now)
+            self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
+            for lease, destination in chosen:
+                log_doubt(lease)
+                due = now - (claims.now_ms - lease.due_ms) / 1000
+                active = ActiveDelivery(lease, due, destination, self.leases)
+                shared.limit.doubts.claimed(active)
+                active.task = asyncio.create_task(self._deliver(active))
+                active.task.add_done_callback(partial(self._on_done, active))
+                self.leases.active[active] = None
+                self.leases.extend(active, sent)
         if postponed:
             await self._postpone(postponed, sent + shared.lease_timeout)
             shared.limit.postponed(loop.time() - sent, len(claims.leases))
@@ -221,9 +225,11 @@ class ShardWorker:
     async def _deliver(self, active: ActiveDelivery) -> None:
         """Deliver a digest in all its parts, and end only this delivery if something fails."""
         try:
-            while not (self._shared.stopping.is_set() or active.call.cancelled):  # the next part, too, needs the lease
-                async with self._shared.limit.doubts.turn(active, partial(self.leases.waits_for, active)):
-                    if not (self._shared.stopping.is_set() or await self._deliver_part(active)):
+            stopping, doubts = self._shared.stopping, self._shared.limit.doubts
+            # the next part, too, needs the lease
+            while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
+                async with doubts.turn(active, stopping):
+                    if not (stopping.is_set() or await self._deliver_part(active)):
                         return
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
@@ -253,6 +259,8 @@ class ShardWorker:
                 lambda start, count: self._until_answered(partial(page, start, count), active),
                 dispatcher.size_of,
             )
+            if not self._shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
+                return True
             attempt = await dispatcher.prepare(lease, entries)
             if self._shared.stopping.is_set():
                 return True

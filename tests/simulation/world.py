@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random as global_random
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -18,10 +19,11 @@ from aiodigest import Policy
 from aiodigest.backend import Add
 from aiodigest.policy import PolicySource
 from aiodigest.records.entries import pack
-from aiodigest.worker import batcher
+from aiodigest.worker import batcher, concurrency
 from aiodigest.worker import delivery as dispatch
+from aiodigest.worker.doubts import Doubts
 from simulation.actors import Actor
-from simulation.loop import Endless, SeededLoop, no_turn_is_endless
+from simulation.loop import PROCESS, Endless, Process, SeededLoop, no_turn_is_endless
 from simulation.network import Link, Server
 from simulation.witness import Setup, Witness
 
@@ -433,6 +435,8 @@ def play(seed: int, kind: type[World] = World) -> Witness:
         logger.setLevel(logging.INFO)
         stack.enter_context(patch.multiple(logger, propagate=False, handlers=[ears]))
         stack.enter_context(patch.multiple(batcher, QUEUE_ITEMS=items, QUEUE_BYTES=size))
+        shared = defaultdict[Process | None, Doubts](Doubts)  # by a process, not by the loop of all
+        stack.enter_context(patch.object(concurrency, "doubts_of_loop", lambda: shared[PROCESS.get()]))
         stack.enter_context(patch.object(dispatch, "read", world.slowly(dispatch.read)))
         try:
             with no_turn_is_endless():
