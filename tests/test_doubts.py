@@ -144,7 +144,7 @@ async def test_what_a_late_claim_brings_is_given_back_while_one_is_alone() -> No
 @pytest.mark.parametrize("times", [1, 2])
 async def test_the_engines_of_a_process_share_its_doubts(times: int) -> None:
     keys = ["one", "other"]
-    inbox, backends = Receiver(before=20, one=30, other=30, newer=1), [WatchedBackend(), WatchedBackend()]
+    inbox, backends = Receiver(before=20, one=80, other=30, newer=1), [WatchedBackend(), WatchedBackend()]
     await backends[1].put("before", 1)
     async with delivering(inbox, backends[0]), delivering(inbox, backends[1]):
         await inbox.digest()
@@ -157,7 +157,7 @@ async def test_the_engines_of_a_process_share_its_doubts(times: int) -> None:
     if times == 2:
         assert not inbox.beside["one"] | inbox.beside["other"]
         assert inbox.began["one"] == pytest.approx(20, abs=1)
-        assert inbox.began["other"] < 2 * LEASE
+        assert inbox.began["other"] == pytest.approx(inbox.ended["one"], abs=1)
 
 
 async def test_an_engine_that_has_ended_holds_up_nobody_with_what_ignores_its_cancellation() -> None:
@@ -181,13 +181,14 @@ def test_the_engines_of_other_loops_have_doubts_of_their_own_which_leave_nothing
         await lost(backend, "alone", times=2)
         async with delivering(inbox, backend):
             await inbox.outcome()
-            assert len(doubts._OF_LOOPS) == 1
+            assert len(doubts._OF_LOOPS) == before + 1
 
     gc.collect()
+    before = len(doubts._OF_LOOPS)
     for _ in range(2):
         deliver()
         gc.collect()
-        assert len(doubts._OF_LOOPS) == 0
+        assert len(doubts._OF_LOOPS) == before
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -242,8 +243,7 @@ async def test_one_that_is_to_be_alone_and_cannot_be_read_holds_up_nobody_and_ru
     assert inbox.digests[1].attempt == 1
 
 
-@pytest.mark.parametrize("broken", [False, True])
-async def test_a_shard_that_cannot_claim_passes_its_turn_to_have_a_doubtful_digest(broken: bool) -> None:
+async def test_a_shard_that_cannot_claim_passes_its_turn_to_have_a_doubtful_digest() -> None:
     backend = WatchedBackend(shards=3)
     first, away, poke_away, waits, poke, again = keys_of(backend, 2, 0, 0, 1, 1, 0)
     inbox = Receiver(**{first: 25.0})
@@ -255,11 +255,9 @@ async def test_a_shard_that_cannot_claim_passes_its_turn_to_have_a_doubtful_dige
             await backend.put(healthy, 1)
             await asyncio.sleep(0.1)
         backend.down_shards = {0}
-        if broken:
-            backend.take_down("claim")
-            await backend.put(again, 1)
-        while waits not in inbox.began:
-            await asyncio.sleep(0.1)
+        backend.take_down("claim")
+        await backend.put(again, 1)
+        await inbox.outcome(4)
         assert inbox.began[waits] == pytest.approx(25, abs=0.2)
         backend.bring_up()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import pytest
@@ -739,13 +740,41 @@ async def test_a_digest_that_was_given_back_is_as_doubtful_as_before(store: Stor
         await store.release(lease, started=started)
 
 
-async def test_a_doubtful_digest_that_was_given_back_waits_for_no_lease_after_a_gap(store: Store) -> None:
+@pytest.mark.parametrize("sample", [False, True])
+async def test_a_doubtful_digest_that_was_given_back_waits_for_no_lease_after_a_gap(store: Store, sample: bool) -> None:
     await store.add("k", "a")
     await store.claim()
     await store.lapse()
     await store.release(await store.claim(), started=False)
     store.now += LEASE  # in which no worker was there
-    assert [lease.key for lease in (await store.claims()).leases] == ["k"]
+    assert [lease.key for lease in (await store.claims(sample=sample)).leases] == ["k"]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("given_back", [False, True])
+async def test_a_digest_that_is_to_run_alone_is_opened_by_a_claim_of_its_own(
+    store: Store, given_back: bool, sample: bool
+) -> None:
+    await store.add("alone", "a")
+    for _ in range(2):
+        await store.claim()
+        await store.lapse()
+    others = ["j", "k", "l"]
+    await store.add("j", "a")
+    if given_back:
+        store.now += 1
+        await store.release((await store.claims()).leases[0], started=False)
+    store.now += 1
+    for key in others[1:]:
+        await store.add(key, "a")
+    brought: list[list[str]] = []
+    while (claims := await store.claims(sample=sample)).leases:
+        brought.append([lease.key for lease in claims.leases])
+        assert claims.wait_ms == 0 or len(sorted(chain(*brought))) == 4, "there is more, and nobody would ask"
+    assert ["alone"] in brought
+    assert sorted(chain(*brought)) == ["alone", *others]
+    if not given_back:
+        assert brought[0] == ["alone"], "others come first, of which there may be many"
 
 
 @pytest.mark.parametrize("sample", [False, True])

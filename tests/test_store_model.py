@@ -1056,7 +1056,6 @@ ELSEWHERE = {
         "test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten"
     ),
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",
-    "claim.lua scanned >= SLICE: yes": "test_a_claim_that_has_read_much_leaves_the_rest_to_the_next",
     "delete.lua leave(key): yes": "test_deleting_a_timeline_takes_it_out_of_every_set_it_is_in",
 }
 

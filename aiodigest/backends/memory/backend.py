@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from random import sample as sample_of
 from threading import RLock
 from typing import Self
 from uuid import uuid4
 
 from aiodigest.backend import (
+    ALONE,
     DIGEST_BYTES,
     GIVE_BACK_MS,
     SAME_MS,
@@ -163,9 +165,10 @@ class ReferenceBackend(Backend, Operations):
             machine.promote(machine.waiting, now)
 
             def consider(key: str) -> None:
-                nonlocal doubtful
+                nonlocal doubtful, count
                 held = machine.held.get(key, Held())
                 is_doubtful = key in machine.leased or (held.delivery is not None and held.delivery.is_doubtful)
+                is_alone = held.delivery is not None and held.delivery.lost + bool(held.delivery.token) >= ALONE
                 if held.empty or held.end_ms <= now:
                     size = distinct(held.entries)
                     machine.leave(key)
@@ -174,8 +177,11 @@ class ReferenceBackend(Backend, Operations):
                     expired.append((key, size))
                 elif key in machine.ready and is_doubtful and not doubtful:
                     machine.defer(key, now)
+                elif is_alone and leases:
+                    count = len(leases)  # the next claim may open it
                 else:
                     doubtful = doubtful and not is_doubtful
+                    count = 1 if is_alone else count
                     leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound))
 
             def take_ended() -> None:
@@ -185,12 +191,11 @@ class ReferenceBackend(Backend, Operations):
                         consider(key)
 
             take_ended()
-            draw = self._sample if sample else self._oldest
+            draw = partial(self._sample, doubtful=doubtful) if sample else self._oldest
             for key in draw(machine, now) if len(leases) < count else ():
                 consider(key)
                 if len(leases) == count:
                     break
-            take_ended()
             ended = machine.ended(now)
             ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
             nexts = [*machine.waiting.values(), *ends]
@@ -201,17 +206,19 @@ class ReferenceBackend(Backend, Operations):
     def _oldest(self, machine: Shard, now: int) -> list[str]:
         return [key for key, _ in earliest(machine.ready)[:SLICE]]
 
-    def _sample(self, machine: Shard, now: int) -> list[str]:
-        """Draw ready timelines; those whose digest has failed come last. Doubtful ones wait elsewhere from now on."""
+    def _sample(self, machine: Shard, now: int, doubtful: bool) -> list[str]:
+        """Draw ready timelines, the failed ones last; first a doubtful one, if it may be had. Others wait elsewhere."""
 
         def delivery_of(key: str) -> Delivery:
             return machine.held.get(key, Held()).delivery or Delivery("")
 
         drawn = self._draw([*machine.ready], min(SAMPLE, len(machine.ready)))
-        for key in drawn:
-            if delivery_of(key).is_doubtful:
-                machine.defer(key, now)
-        return sorted((key for key in drawn if key in machine.ready), key=lambda key: delivery_of(key).attempts > 0)
+        doubts = [key for key in drawn if delivery_of(key).is_doubtful]
+        first = doubts[:doubtful]
+        for key in doubts[doubtful:]:
+            machine.defer(key, now)
+        rest = [key for key in drawn if key not in doubts]
+        return first + sorted(rest, key=lambda key: delivery_of(key).attempts > 0)
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         with self._lock:

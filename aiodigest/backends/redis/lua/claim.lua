@@ -14,7 +14,8 @@
 -- ARGV[6]   nonce (text): for the names of tokens and digests
 -- ARGV[7]   sample (flag): draw from what is ready, what has not failed first: its receiver may be one that works
 -- ARGV[8]   bound (int, bytes): what a digest may decode to, kept with each that is new
--- ARGV[9]   doubtful (flag): open one digest whose lease ended without a word, if there is one; it may end its worker
+-- ARGV[9]   doubtful (flag): open one digest whose lease ended without a word, if there is one; it may end its worker.
+--           One that is to run alone is opened alone: what came with it would end with it
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
 --           claim could not take
@@ -61,17 +62,26 @@ local function defer(key, due)
   call('ZADD', leased, math.min(due, now), key)
 end
 
+-- Return whether a digest is to run alone, once it is opened.
+local function is_alone(held)
+  return held.lost + (held.token and 1 or 0) >= ALONE
+end
+
 -- Return what to look at next, with the due times, and whether nothing else is ready.
 local function candidates(wanted)
   if not sample then
     local oldest = call('ZRANGE', ready, 0, wanted - 1, 'WITHSCORES')
     return oldest, #oldest < 2 * wanted
   end
-  local drawn, fresh, failed = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), {}, {}
+  local drawn, fresh, failed, may_be_had = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), {}, {}, doubtful
   for index = 1, #drawn, 2 do
     local key, due = drawn[index], drawn[index + 1]
     local attempts, token, lost = unpack(try('HMGET', metas .. key, 'attempts', 'token', 'lost'))
-    if token or lost then
+    if (token or lost) and may_be_had then
+      may_be_had = false
+      table.insert(fresh, 1, due)
+      table.insert(fresh, 1, key)
+    elseif token or lost then
       defer(key, tonumber(due))
     else
       local group = attempts and failed or fresh
@@ -88,6 +98,8 @@ end
 local recoverable, hold = watch_gap(lease)
 promote(waiting, now)
 
+local is_empty = false -- nothing is ready any more
+
 local function consider(from, key, due)
   local held, problem = load_all(key)
   looked = looked + 1
@@ -100,8 +112,11 @@ local function consider(from, key, due)
     expire(held, from)
   elseif from == ready and is_doubtful(held) and not doubtful then
     defer(key, due)
+  elseif is_alone(held) and #leases > 0 then
+    most, is_empty = #leases, false -- the next claim may open it
   else
     doubtful = doubtful and from == ready and not is_doubtful(held)
+    most = is_alone(held) and 1 or most
     leases[#leases + 1] = take(held, due, lease, limits, nonce .. '-' .. (#leases + 1), bound)
   end
 end
@@ -118,20 +133,18 @@ local function take_ended()
 end
 
 take_ended() -- before all others, of which there may be many
-local is_empty = false -- nothing is ready any more
 while not is_empty and #leases < most and looked < SLICE and scanned < SLICE do
   -- whatever is looked at leaves the set, so the next candidates are always its first
   local found
   found, is_empty = candidates(most - #leases)
   for index = 1, #found, 2 do
-    if scanned >= SLICE then
+    if scanned >= SLICE or #leases >= most then
       is_empty = false
       break
     end
     consider(ready, found[index], tonumber(found[index + 1]))
   end
 end
-take_ended()
 
 local function first_end(from)
   return tonumber(call('ZRANGEBYSCORE', leased, from, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2])
