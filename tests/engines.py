@@ -125,11 +125,12 @@ class WatchedBackend(ReferenceBackend):
     those in ``down_shards``. ``lost`` counts the next calls of a kind that are carried out, and whose answers are lost.
     """
 
-    def __init__(self, shards: int = 1, *, held: str = "", down: str = "") -> None:
-        """Make a store in which the calls of one name may be ``held`` by a gate, or fail."""
+    def __init__(self, shards: int = 1, *, held: str = "", down: str = "", latency: float = 0) -> None:
+        """Make a store in which the calls of one name may be ``held`` by a gate, or fail; all take ``latency``."""
         numbers = count(1)
         super().__init__(shards=shards, now=now_ms, nonce=lambda: f"n{next(numbers)}")
         self.calls: list[tuple[str, int, float, int]] = []  # call, shard, when, items
+        self.latency = latency  # seconds
         self.down: dict[str, BaseException] = {}
         self.down_shards = set(range(shards))
         self.lost = Counter[str]()
@@ -159,7 +160,7 @@ class WatchedBackend(ReferenceBackend):
 
     async def ask(self, call: str, shard: int, items: int = 1) -> None:
         self.calls.append((call, shard, now(), items))
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.latency)
         if call in self.gates and shard in self.down_shards:
             await self.gates[call].wait()
         if call in self.down and shard in self.down_shards:

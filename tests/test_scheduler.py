@@ -326,6 +326,28 @@ async def test_claims_that_fail_while_renewals_work_or_the_reverse_are_one_outag
     assert len(logged("unavailable")) == len(logged("available again")) == 1
 
 
+@pytest.mark.parametrize("call", ["close", "read"])
+async def test_reports_that_fail_while_renewals_are_answered_are_one_outage_and_claims_go_on(
+    call: str, logged: Logged
+) -> None:
+    """As when an operator takes a right away that only they need: no other call ends their pauses."""
+    inbox, backend = Inbox(), WatchedBackend(latency=0.001)
+    async with delivering(inbox, backend, policy=LARGE):
+        await backend.put("large", *range(1500), policy=LARGE)  # most of it is read after its claim
+        backend.take_down(call)
+        for turn in range(40):
+            await backend.put(f"key-{turn}", turn)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(6)
+        assert len(inbox.digests) == (41 if call == "close" else 40)
+        assert backend.count("renew") < 5
+        assert backend.count(call) < 41 * 40
+        assert not logged("available again")
+        backend.bring_up()
+        await inbox.outcome(41)
+    assert len(logged("unavailable")) == len(logged("available again")) == 1
+
+
 async def test_an_outage_that_gets_another_reason_is_told_once_more_and_one_that_nobody_foresaw_with_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -42,7 +42,7 @@ class ActiveDelivery:
     @property
     def is_waited_for(self) -> bool:
         """True if others may wait for it: unless its callback ignores its end, or its server is away when it calls."""
-        away = self.stage != "calling" and self.leases.is_cut_off
+        away = self.stage != "calling" and (self.leases.is_cut_off or self in self.leases.unreported)
         return not (self.is_overdue or self.call.cancelled or away)
 
     def cancel(self) -> None:
@@ -58,7 +58,9 @@ class Leases:
         self._shard = shard
         self._shared = shared
         self.calls = f"leases of shard {shard}"  # a kind of calls, which may fail while others do not
+        self.reports = f"reports of shard {shard}"  # another: nothing else that is answered ends the pauses of these
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
+        self.unreported: set[ActiveDelivery] = set()  # their latest call failed, and is tried again
         self._timer = Timer(self._expire, copy_context())  # for the lease that ends first
         self._failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
@@ -90,6 +92,22 @@ class Leases:
         self._failures += 1
         self._shared.availability.failed(error, calls)
         self._shared.limit.changed.set()  # what waits to be reported makes room for others
+
+    def report_failed(self, error: Exception, active: ActiveDelivery) -> None:
+        """Note that a delivery's call failed. Only the first tells that the server may be away, until all are answered:
+        while renewals are, it refuses these alone, and each must not make claims renew first."""
+        if self.unreported:
+            self._shared.availability.failed(error, self.reports)
+        else:
+            self.failed(error, self.reports)
+        self.unreported.add(active)
+
+    def report_ended(self, active: ActiveDelivery) -> None:
+        """Note that a delivery's call has been answered, or is tried no more."""
+        if active in self.unreported:
+            self.unreported.remove(active)
+            if not self.unreported:
+                self._shared.availability.answered(self.reports)
 
     def heard(self, at: float) -> None:
         """Note that the store has answered a claim that was sent at this time, and heard of this worker by it."""

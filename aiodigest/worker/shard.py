@@ -301,19 +301,17 @@ class ShardWorker:
         A server that refuses access may allow it again, as after a change of passwords; one that answers what nobody
         foresaw has until the lease ends to think better of it.
         """
-        calls = self.leases.calls
-        while True:
-            try:
-                answer = await call()
-            except AiodigestError as error:
-                unforeseen = type(error) is AiodigestError and asyncio.get_running_loop().time() < active.ends
-                if not (unforeseen or isinstance(error, (BackendUnavailable, ConfigurationError))):
-                    self._shared.availability.answered(calls)
-                    raise
-                if self.has_ended:  # a callback has outlived its worker
-                    raise
-                self.leases.failed(error, calls)
-                await self._shared.availability.pause(calls)
-            else:
-                self._shared.availability.answered(calls)
-                return answer
+        try:
+            while True:
+                try:
+                    return await call()
+                except AiodigestError as error:
+                    unforeseen = type(error) is AiodigestError and asyncio.get_running_loop().time() < active.ends
+                    if not (unforeseen or isinstance(error, (BackendUnavailable, ConfigurationError))):
+                        raise
+                    if self.has_ended:  # a callback has outlived its worker
+                        raise
+                    self.leases.report_failed(error, active)
+                    await self._shared.availability.pause(self.leases.reports)
+        finally:
+            self.leases.report_ended(active)
