@@ -27,6 +27,7 @@ from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.connection import connect, drop, send
 from aiodigest.backends.redis.connections.server import CONNECTIONS
 from aiodigest.backends.redis.connections.url import read_url
+from aiodigest.backends.redis.scripts import load_script
 from aiodigest.records.entries import pack, unpack
 
 WAITS = Policy(initial_delay=600)
@@ -177,6 +178,55 @@ async def test_an_add_whose_time_is_nearly_over_is_not_sent(own: Server, namespa
                 await backend.add(0, [add("a"), add("b")._replace(until=soon)])
             assert caught.value.stored == "no"
             assert calls_of(client) == before
+
+
+class Twice(Proxy):
+    """Carries a call out and breaks off; its second try is answered otherwise."""
+
+    def __init__(self, server: Server, then: Callable[[Proxy], None]) -> None:
+        super().__init__(server)
+        self.then = then
+
+    def swallows(self) -> bool:
+        if is_first := super().swallows():
+            self.then(self)
+        return is_first
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"-MISCONF no room on the disk\r\n", "cannot save"),
+        (b"-LATE 1700000000000\r\n", "too late"),
+        (b"-LAYOUT 1:1:1\r\n", "is being changed"),
+        (b"", "could be sent in time"),
+    ],
+    ids=["refused", "late", "layout", "not sent"],
+)
+async def test_a_call_that_broke_and_whose_second_try_does_nothing_may_have_been_carried_out(
+    server: Server, namespace: str, monkeypatch: pytest.MonkeyPatch, answer: bytes, words: str
+) -> None:
+    def then(proxy: Proxy) -> None:
+        if answer:
+            proxy.lie, proxy.refused = answer, load_script("flush").sha.encode()
+        else:
+            monkeypatch.setattr(server_module, "ENOUGH", 2)
+
+    async with (
+        Twice(server, then) as proxy,
+        connected(server.url, namespace) as other,
+        connected(proxy.url, namespace, timeout=PATIENCE) as backend,
+    ):
+        await backend.add(0, [add()])
+        await backend.flush("none")  # now the server has the script
+        proxy.swallow = 1
+        with pytest.raises(BackendUnavailable, match=words) as caught:
+            await backend.flush("key")
+        assert caught.value.stored == "unknown"
+        monkeypatch.undo()
+        found = await other.operations.look("key")
+        assert found is not None
+        assert found.state == "ready"
 
 
 async def test_adds_are_too_late_at_the_first_deadline_of_theirs(own: Server, namespace: str) -> None:

@@ -248,7 +248,7 @@ class Namespace:
         ``repeat`` if it may run twice although its second answer may be another one. Raises Retired, and does nothing,
         if the shard no longer takes adds (and this is one, or ``settled``), or no longer takes anything.
         """
-        sent = False
+        sent = may_be_done = False
         try:
             connections = await self.connected()
             if self._denied:
@@ -272,11 +272,13 @@ class Namespace:
                 except LayoutMismatch as mismatch:
                     # it has not failed (calls.py sends again what has), but did nothing, as its version was out of
                     # date: to look that up takes other calls, so it is made anew here and not there
-                    sent = False
+                    sent, may_be_done = False, may_be_done or mismatch.may_be_done
                     await self._mend(connections, shard, mismatch.stored)
             raise BackendUnavailable(f"the layout of namespace {self.name!r} is being changed")
         except BackendUnavailable as error:
-            raise self._explained(error, error.stored if sent else "no") from error.__cause__
+            raise self._explained(
+                error, "unknown" if may_be_done else error.stored if sent else "no"
+            ) from error.__cause__
 
     async def call_each(
         self,

@@ -37,6 +37,7 @@ class LayoutMismatch(Exception):
     """A script found a layout other than its caller's, and did nothing."""
 
     stored: str
+    may_be_done: bool = False  # by an earlier try of the same call, which broke
 
 
 class Moved(Exception):
@@ -100,12 +101,26 @@ class Connections:
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments
+        may_be_done = False  # by a try that broke
 
         async def attempt(server: ServerConnections, until: float, fresh: bool) -> object:
+            nonlocal may_be_done
             by = min(late, until) if script.timed else None
-            return await server.attempt(name, command, until, fresh, script.source, replicas, by)
+            try:
+                return await server.attempt(name, command, until, fresh, script.source, replicas, by)
+            except Failed as failed:
+                may_be_done = may_be_done or failed.sent
+                raise
 
-        return await apart(self._exchange(key, attempt, repeat=repeat or script.repeatable))
+        try:
+            return await apart(self._exchange(key, attempt, repeat=repeat or script.repeatable))
+        except BackendUnavailable as error:
+            if may_be_done and error.stored == "no":  # which is true of the last try
+                raise BackendUnavailable(str(error), stored="unknown") from error.__cause__
+            raise
+        except LayoutMismatch as mismatch:
+            mismatch.may_be_done = may_be_done
+            raise
 
     async def command(
         self, key: str, *command: Argument, until: float | None = None, at: ServerConnections | None = None

@@ -120,7 +120,7 @@ class ServerConnections:
                 except (exceptions.ResponseError, BackendUnavailable) as error:  # an answer, or too few replicas
                     if told := LATE.match(str(error)):
                         self._hear_time(int(told[1]) / 1000)
-                        sent = False  # for nothing
+                    sent = False  # for nothing: it is answered
                     await self._put(connection)
                     raise
                 except BaseException:  # one half of the call is missing
@@ -129,6 +129,7 @@ class ServerConnections:
                 await self._put(connection)
                 return reply
         except (exceptions.RedisError, OSError) as error:
+            sent = sent and code_of(error) not in UNAVAILABLE  # redis-py takes one of these for a broken connection
             raise Failed(error, sent, is_old and self._room is not None) from error
 
     async def hear(self, stream: str, last: str) -> str:
