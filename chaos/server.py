@@ -22,7 +22,7 @@ def time_library() -> str:
     """Return the path of libfaketime, which makes a program believe in another time; '' if it is not installed."""
     try:
         shown = subprocess.run(["faketime", "-f", "+0", "env"], capture_output=True, text=True, check=True).stdout
-    except OSError:
+    except (OSError, subprocess.CalledProcessError):
         return ""
     return next(line.partition("=")[2] for line in shown.splitlines() if line.startswith("LD_PRELOAD="))
 

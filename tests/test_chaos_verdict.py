@@ -22,6 +22,7 @@ from chaos.journal import Journal, Line, read
 from chaos.plan import KINDS, LONGEST_GAP, plan
 from chaos.process import SPAN, Faults, shard_of
 from chaos.proxy import Proxy
+from chaos.server import time_library
 from chaos.verdict import Verdict, judge
 
 PRODUCER, WORKER, OTHER = 1, 2, 3
@@ -327,3 +328,15 @@ def test_a_digest_that_is_tried_again_after_a_crash_is_known_by_its_line_in_the_
     finally:
         logger.removeHandler(handler)
     assert [[kind, *facts] for kind, _, *facts in read(path)] == [["doubted", "digest"]]
+
+
+@pytest.mark.parametrize("status", [None, 1], ids=["missing", "broken"])
+def test_a_library_for_the_time_that_cannot_be_used_is_none(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if status is not None:
+        program = tmp_path / "faketime"
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
+        program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert time_library() == ""

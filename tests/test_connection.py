@@ -495,6 +495,7 @@ NO_SERVERS = [
         *((f"redis://h{path}", "option db is given twice") for path in ("/1?db=1", "?db=1&db=1")),
         ("redis://:cret@h?password=cret", "option password is given twice"),
         ("redis://h?db=", "option db has no value"),
+        *((f"redis://h?health_check_interval={value}", "may be 1 or more seconds") for value in (0, -1)),
         ("redis://h:0", "its port is 0"),
         ("redis://h%00st", "cannot be printed"),
         ("redis://u:cret\udcff@h", "does not parse"),

@@ -290,6 +290,20 @@ async def test_a_worker_stops_although_it_cannot_postpone() -> None:
 
 
 @virtual_time
+async def test_a_destination_function_that_raises_what_is_no_exception_ends_nothing() -> None:
+    def odd(key: str) -> str:
+        raise {"exit": SystemExit, "cancelled": asyncio.CancelledError}[key]
+
+    post = Post()
+    async with delivering(post, destination=odd) as (engine, _):
+        for key in ("exit", "cancelled"):
+            await engine.add(key, 1)
+        await post.outcome(2)
+        assert not engine.activity.fault
+    assert post.results == ["delivered"] * 2
+
+
+@virtual_time
 async def test_timelines_whose_destination_is_unknown_share_one_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -70,9 +70,19 @@ async def stalled(server: Server, namespace: str) -> AsyncGenerator[tuple[RedisB
     async with (
         Stall(server) as stall,
         connected(server.url, namespace) as other,
-        connected(stall.url, namespace, timeout=1) as backend,
+        connected(stall.url, namespace, timeout=PATIENCE) as backend,
     ):
         yield backend, other, stall
+
+
+async def hold(backend: RedisBackend, stall: Stall, *calls: Callable[[], Any]) -> None:
+    """Make calls, which are sent, and given up while the network holds them back."""
+    stall.holding = True
+    connections = backend.namespace.connections
+    for each in (connections, *connections._servers.values()):
+        each.timeout = 2.0  # only now, as all that goes before may take long
+    await asyncio.gather(*map(given_up, calls))
+    assert stall.held == len(calls), "else nothing is tested"
 
 
 async def given_up(call: Callable[[], Any]) -> None:
@@ -88,8 +98,9 @@ def values(entries: list[bytes]) -> list[bytes]:
 async def test_a_late_call_changes_nothing_of_what_came_after_it(own: Server, namespace: str, is_delete: bool) -> None:
     async with stalled(own, namespace) as (backend, other, stall):
         await backend.add(0, [add(value=b"first")])
-        stall.holding = True
-        await given_up(lambda: backend.delete("key") if is_delete else backend.add(0, [add(value=b"older")]))
+        await hold(
+            backend, stall, lambda: backend.delete("key") if is_delete else backend.add(0, [add(value=b"older")])
+        )
         stall.holding = False
         await other.add(0, [add(value=b"newer")])
         await stall.release()
@@ -105,10 +116,9 @@ async def test_late_calls_of_every_kind_change_nothing(own: Server, namespace: s
             await held.fill()
             held.backend = backend
             await asyncio.gather(*(backend.operations.look("key") for _ in some))  # now there are connections
-            stall.holding = True
             with own.client() as client:
                 before = dump(client, space)
-                await asyncio.gather(*(given_up(partial(VERBS[name], held)) for name in some))
+                await hold(backend, stall, *(partial(VERBS[name], held) for name in some))
                 await stall.release()
                 assert dump(client, space) == before, some
 
@@ -229,16 +239,25 @@ async def test_a_call_that_broke_and_whose_second_try_does_nothing_may_have_been
         assert found.state == "ready"
 
 
-async def test_adds_are_too_late_at_the_first_deadline_of_theirs(own: Server, namespace: str) -> None:
+async def test_adds_are_too_late_at_the_first_deadline_of_theirs(
+    own: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(server_module, "ENOUGH", 0)  # of its long timeout
     async with stalled(own, namespace) as (backend, other, stall):
         await backend.add(0, [add("before")])
         stall.holding = True
-        soon = asyncio.get_running_loop().time() + 0.5
-        adding = asyncio.create_task(backend.add(0, [add("a"), add("b")._replace(until=soon)]))
-        await asyncio.sleep(0.6)
+        for seconds in (0.5, 2, 8, 32):
+            soon = loop.time() + seconds
+            adding = asyncio.create_task(backend.add(0, [add("a"), add("b")._replace(until=soon)]))
+            await until(lambda task=adding: stall.held or task.done())
+            if stall.held:  # else the machine was too slow to send it in time
+                break
+            await given_up(lambda task=adding: task)
+        assert stall.held
+        await asyncio.sleep(soon - loop.time() + 0.1)
         await stall.release()
-        with suppress(BackendUnavailable):
-            await adding
+        await given_up(lambda: adding)
         assert len(await other.operations.entries("key")) == 1
 
 

@@ -114,7 +114,9 @@ class Destinations:
         problem: str
         try:
             name = self._function(key)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too, as from callbacks
             problem = describe(error)
         else:
             if isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -306,6 +306,8 @@ def _parse(
     if not issubclass(make, SSLConnection) and (names := [name for name in given if name.startswith("ssl_")]):
         raise Unreadable(f"the TLS options {', '.join(names)} need rediss{kind}://")
     _check_trust(given)
+    if cast("int", given.get("health_check_interval", 1)) < 1:  # "never" would be a trap: routers forget connections
+        raise Unreadable("its option health_check_interval may be 1 or more seconds")
     if not all(str(given.get(name, "")).isprintable() for name in ("host", "path")):
         raise Unreadable("its host has characters that cannot be printed")
     return make, given
