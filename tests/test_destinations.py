@@ -34,6 +34,7 @@ from aiodigest import (
     DigestEngine,
     Entry,
     InvalidArgument,
+    Policy,
     RetryAfter,
     RetryPolicy,
 )
@@ -338,6 +339,15 @@ def test_destinations_are_forgotten_when_idle_and_the_longest_unused_of_too_many
     for number in range(REMEMBERED):
         known.of(f"k:other{number}")
     assert known.of("k:busy") is busy
+
+
+@virtual_time
+async def test_a_destination_that_was_only_looked_at_is_not_kept() -> None:
+    known = Destinations(lambda key: key, BackoffMode())
+    claims = await (await filled(5, "some")).claim(0, 5, 60_000, Policy().terms.limits)
+    chosen, postponed = known.sort(claims.leases, 2, now())
+    assert len(postponed) == 3
+    assert known.all() == [destination for _, destination in chosen]
 
 
 def test_what_is_postponed_comes_back_spread_over_time_and_what_has_failed_last() -> None:

@@ -169,6 +169,7 @@ class Destinations:
                 chosen.append((lease, destination))
             else:
                 postponed.append(Postpone(lease, 0))
+                self.forget(destination, now)  # it was only looked at
         return chosen, postponed
 
     def took(self, seconds: float, count: int) -> None:
