@@ -282,6 +282,26 @@ async def test_what_could_not_be_postponed_is_when_the_server_is_back() -> None:
 
 
 @virtual_time
+@pytest.mark.parametrize("is_refused", [False, True], ids=["away", "refused"])
+async def test_what_could_not_be_postponed_is_also_after_its_lease_unless_only_that_is_refused(
+    is_refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    post, backend = Post(down=fails), await filled(50, "down")
+    backend.take_down("postpone")
+    async with delivering(post, backend, destination=domain, backoff_mode=MODE, retry=SELDOM, concurrency=10):
+        await asyncio.sleep(10)
+        if not is_refused:
+            backend.take_down()
+        await asyncio.sleep(100)
+        claims = backend.count("claim")
+        assert claims > 2 if is_refused else claims <= 2
+        backend.bring_up()
+        await asyncio.sleep(2)
+        assert not backend.machines[0].leased or is_refused
+    assert is_refused or not any("without a word" in line for line in caplog.messages)
+
+
+@virtual_time
 async def test_a_worker_stops_although_it_cannot_postpone() -> None:
     post, backend = Post(down=fails), await filled(50, "down")
     async with delivering(post, backend, destination=domain, backoff_mode=MODE, retry=SELDOM, concurrency=10):

@@ -200,7 +200,10 @@ class ShardWorker:
         return claims
 
     async def _postpone(self, postponed: Sequence[Postpone], ends: float) -> None:
-        """Let digests wait that were claimed and may not run now; if that fails, they do until their leases end."""
+        """Let digests wait that were claimed and may not run now; if that alone fails, they do until their leases end.
+
+        While the server is away, their tokens outlast the leases, and each that is not told of would count as lost.
+        """
         shared, clock = self._shared, asyncio.get_running_loop().time
         while True:
             try:
@@ -208,8 +211,9 @@ class ShardWorker:
             except Retired:
                 raise
             except Exception as error:
+                is_away = self.leases.is_cut_off  # no renewal has been answered since the last try
                 self.leases.failed(error, self._claims)
-                if shared.stopping.is_set() or clock() >= ends:
+                if shared.stopping.is_set() or (clock() >= ends and not is_away):
                     return
                 await shared.availability.pause(self._claims)
             else:
