@@ -359,6 +359,7 @@ async def test_an_outage_that_gets_another_reason_is_told_once_more_and_one_that
         await backend.put("key", 1)
         backend.bring_up()
         await inbox.outcome()
+        await asyncio.sleep(2)  # renewals pause by themselves
     told = [line for line in caplog.records if line.name == "aiodigest.worker.availability"]
     for line, words in zip(told, ("refused", "wrong password", "a fault", "available again"), strict=True):
         assert words in line.getMessage()
