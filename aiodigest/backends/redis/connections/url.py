@@ -82,7 +82,7 @@ def hide_password(url: str) -> str:
     kind = scheme.lower()
     form = FILE if kind in ("unix", "embedded") else SERVICE if kind.endswith("+sentinel") else NUMBER
     fits = HOSTS.fullmatch(hosts) and form.fullmatch(path) and path.isprintable()
-    fits = fits and not (hosts and form is FILE) and (mark or ":" in authority)
+    fits = fits and not ((hosts or (at and kind == "embedded")) and form is FILE) and (mark or ":" in authority)
     if len(url) > LONGEST or not fits or re.search("[@#]", query):
         return f"{scheme}{mark}***"
     user, _, password = login.partition(":")
@@ -294,7 +294,8 @@ def _parse(
     for piece in pieces:
         name, _, value = piece.partition("=")
         if name not in allowed:
-            raise Unreadable(_refusal(name, allowed, not SECRETS.isdisjoint(given)))
+            is_secret = not SECRETS.isdisjoint(given) or re.search(":0*$", head)  # no port, but the start of a password
+            raise Unreadable(_refusal(name, allowed, bool(is_secret)))
         if name in given or not value:
             raise Unreadable(
                 f"its option {name} is given twice" if name in given else f"its option {name} has no value"
