@@ -87,7 +87,7 @@ async def test_the_service_answers_its_probes_and_ends_well_on_sigterm(data: Pat
     command = [word if word != ":9000" else f"127.0.0.1:{port}" for word in docker_command()]
     assert command != docker_command()
     async with running(sys.executable, "-m", *command, data=data, folder=data) as program:
-        await program.until("app:mail: delivering namespace mail")
+        await program.until("app:mail: delivering namespace service")
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
             for probe in ("livenessProbe", "readinessProbe"):
                 answer = await client.get(container[probe]["httpGet"]["path"])

@@ -45,7 +45,8 @@ class Planted:
 
 PLANTED = {
     "after a rest the oldest due are tried": Planted(
-        "receivers", 490, backend.ReferenceBackend, "claim", "self._sample if sample else ", ""
+        "receivers", 490, backend.ReferenceBackend, "claim",
+        "partial(self._sample, doubtful=doubtful) if sample else ", "",
     ),
     "the clock of a shard steps back": Planted(
         "clocks", 4, timelines.Shard, "now", "self.clock_ms if self.clock_ms - now > STEP_MS else now", "now"
