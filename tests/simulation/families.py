@@ -283,6 +283,7 @@ class Fleets(Family):
         setup = super()._choose()
         setup.lease_timeout, setup.max_attempts = self._own.choice((6.0, 10.0, 20.0)), 12
         setup.drain_timeout, setup.timeout, setup.concurrency = 2.0, 1.0, self._own.choice((1, 4))
+        setup.keys = setup.keys[:4]
         lease = setup.lease_timeout
         self._run = max(2.0, self._own.uniform(0.2, 1.5) * lease)  # seconds
         self._gap = self._own.uniform(0.4, 3) * lease
@@ -298,7 +299,7 @@ class Fleets(Family):
         await asyncio.sleep(self._own.choice((0.01, 0.3, 3.0)))
 
     async def _be_troubled(self) -> None:
-        ends = self._loop.time() + 12 * (self._run + self._gap)
+        ends = self._loop.time() + 16 * (self._run + self._gap)
         while self._loop.time() < ends:
             await self._run_once()
             await asyncio.sleep(self._gap)
@@ -324,8 +325,10 @@ class Fleets(Family):
                 await self._see_leave(actor)
 
     def _see_recovered(self, began: float) -> None:
-        """See that a run recovers what was held by one that was killed two leases and some runs before it began."""
-        late = 2 * self._setup.lease_timeout + 2 * (self._run + self._gap) + self._setup.drain_timeout
+        """See that a run recovers what was held by one that was killed two leases and some runs before it began. Each
+        of these may have had time for a single digest, and all the other timelines may have come first."""
+        runs = 2 + len(self._setup.keys)
+        late = 2 * self._setup.lease_timeout + runs * (self._run + self._gap) + self._setup.drain_timeout
         age = self._loop.time() - began
         for machine in self._server.store.machines:
             for key, end in machine.leased.items():
