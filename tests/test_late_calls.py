@@ -16,11 +16,13 @@ from ports import free_port
 from redis.exceptions import ResponseError
 from replicas import Relay, server_on, until
 from servers import Proxy, Server
+from test_bench_command import all_may
 from test_cluster import VERBS, Held
 from test_redisbackend import connected, dump
 
 from aiodigest import BackendUnavailable, ConfigurationError, DigestEngine, Policy
 from aiodigest.backend import Add
+from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as server_module
 from aiodigest.backends.redis.connections.calls import Connections
@@ -121,6 +123,34 @@ async def test_late_calls_of_every_kind_change_nothing(own: Server, namespace: s
                 await hold(backend, stall, *(partial(VERBS[name], held) for name in some))
                 await stall.release()
                 assert dump(client, space) == before, some
+
+
+async def test_a_late_erase_takes_nothing_of_what_came_after_it(
+    own: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        Stall(own) as stall,
+        connected(own.url, namespace) as other,
+        connected(all_may(stall.url), namespace, timeout=PATIENCE) as backend,
+    ):
+        scan = operations._scan
+
+        async def scan_and_stall(*where: Any) -> Any:
+            page = await scan(*where)
+            stall.holding = True
+            return page
+
+        await backend.add(0, [add(value=b"first")])
+        await backend.operations.erase()  # the server knows the script from now on
+        await backend.add(0, [add(value=b"first")])
+        monkeypatch.setattr(operations, "_scan", scan_and_stall)
+        for each in (backend.namespace.connections, *backend.namespace.connections._servers.values()):
+            each.timeout = 2.0  # only now, as all that goes before may take long
+        await given_up(backend.operations.erase)
+        assert stall.held == 1
+        await other.add(0, [add(value=b"newer")])
+        await stall.release()
+        assert values(await other.operations.entries("key"))[-1] == b"newer"
 
 
 async def test_a_server_whose_clock_is_not_what_it_was_is_asked_once_more(

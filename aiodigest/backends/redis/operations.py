@@ -147,8 +147,9 @@ class RedisOperations(Operations):
                         tag, _, name = key.partition(b"}")
                         if name.startswith(b":"):
                             groups.setdefault(tag, []).append(key)
-                    for group in groups.values():  # of one tag, and so of one slot
-                        erased += cast("int", await connections.command("", "UNLINK", *group, at=server))
+                    for tag, group in groups.items():
+                        layout = f"{text(tag)}}}:layout"
+                        erased += cast("int", await connections.run("erase", layout, ["", "", *group], at=server))
         except Moved:  # and the rest of its keys may be on a server that was looked through before
             problem = f"{self._namespace.url} is unavailable: a slot moved meanwhile; erase again"
             raise BackendUnavailable(problem) from None

@@ -94,8 +94,10 @@ class Connections:
         repeat: bool = False,
         replicas: int = 0,
         late: float = inf,
+        at: ServerConnections | None = None,
     ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``.
+        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``; ``at``:
+        on this server, not on the key's.
 
         It does nothing where it comes too late: when its caller has given it up, or at ``late``, if that is earlier.
         """
@@ -113,7 +115,7 @@ class Connections:
                 raise
 
         try:
-            return await apart(self._exchange(key, attempt, repeat=repeat or script.repeatable))
+            return await apart(self._exchange(key, attempt, repeat=repeat or script.repeatable, at=at))
         except BackendUnavailable as error:
             if may_be_done and error.stored == "no":  # which is true of the last try
                 raise BackendUnavailable(str(error), stored="unknown") from error.__cause__
