@@ -600,7 +600,7 @@ PARTS = {  # of a shard, by what its keys begin with
 
 
 def test_the_verbs_are_all_that_scripts_can_do() -> None:
-    others = {"layout", "reshard", "drain", "permits", "erase"}  # of one key, which is there or not, or of whichever are
+    others = {"layout", "reshard", "drain", "permits", "erase"}  # of one key, or of any that are there
     assert VERBS.keys() == load_scripts().keys() - others
 
 

@@ -733,7 +733,7 @@ async def test_of_many_timelines_with_which_something_is_wrong_a_few_are_named_a
     gone = [(f"gone-{number}", number % 2) for number in range(500)]
     async with delivering(Inbox(), Reporting(broken, gone)):
         await settle()
-    assert len(logged("'odd-")) == len(logged("'gone-", "1 records are lost")) == FEW
+    assert len(logged("'odd-")) == len(logged("'gone-", "1 record is lost")) == FEW
     assert logged(f"{500 - FEW} more timelines cannot be read")
     assert logged(f"{250 - FEW} more timelines outlived their ttl: {250 - FEW} records")
     assert logged("250 timelines were due and hold no records, such as 'gone-0'")

@@ -57,8 +57,12 @@ def log_let_go(shard: int, count: int) -> None:
 def log_dropped(lease: Lease) -> None:
     """Log that a timeline has outgrown its capacity since its last digest, once that has ended."""
     if lease.dropped:
-        line, facts = "timeline %r was over its capacity: %d records are lost", facts_of(lease)
-        logger.warning(line, lease.key, lease.dropped, extra={**facts, "records": lease.dropped})
+        facts = {**facts_of(lease), "records": lease.dropped}
+        logger.warning("timeline %r was over its capacity: %s", lease.key, _lost(lease.dropped), extra=facts)
+
+
+def _lost(count: int) -> str:
+    return "1 record is lost" if count == 1 else f"{count} records are lost"
 
 
 def log_other_limits(lease: Lease, ours: Limits) -> bool:
@@ -108,8 +112,8 @@ def log_losses(claims: Claims) -> None:
     lost = [(key, count) for key, count in claims.expired if count]
     for key, count in lost[:FEW]:
         facts = {"timeline": key, "records": count}
-        logger.error("timeline %r outlived its ttl: %d records are lost", key, count, extra=facts)
+        logger.error("timeline %r outlived its ttl: %s", key, _lost(count), extra=facts)
     if more := lost[FEW:]:
         records = sum(count for _, count in more)
-        line = "%d more timelines outlived their ttl: %d records are lost"
-        logger.error(line, len(more), records, extra={"records": records})
+        facts = {"records": records}
+        logger.error("%d more timelines outlived their ttl: %s", len(more), _lost(records), extra=facts)

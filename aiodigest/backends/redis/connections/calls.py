@@ -96,10 +96,10 @@ class Connections:
         late: float = inf,
         at: ServerConnections | None = None,
     ) -> object:
-        """Run a script, and wait until ``replicas`` replicas have its writes; ``repeat``: see ``Namespace.call``; ``at``:
-        on this server, not on the key's.
+        """Run a script on the server of a key, or ``at`` another, and wait until ``replicas`` replicas have its writes.
 
-        It does nothing where it comes too late: when its caller has given it up, or at ``late``, if that is earlier.
+        ``repeat``: see ``Namespace.call``. It does nothing where it comes too late: when its caller has given it up, or
+        at ``late``, if that is earlier.
         """
         script = load_script(name)
         command = "EVALSHA", script.sha, 1, key, *arguments

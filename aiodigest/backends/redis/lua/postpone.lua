@@ -19,13 +19,9 @@ call('PERSIST', layout)
 local limits = parse_limits(ARGV[3])
 
 local function postpone(key, token, digest_id, due, delay)
-  local held, problem = load(key)
+  local held, answered = load_held(load, key, token, digest_id)
   if not held then
-    return problem
-  end
-  local status = fenced(held, token, digest_id)
-  if status ~= 'held' then
-    return status == 'lost' and 0 or 1
+    return answered
   end
   held.token = nil
   touch(held, delay + (held.own and parse_limits(held.own) or limits).ttl) -- it must still be there when its time comes

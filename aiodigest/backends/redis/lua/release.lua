@@ -19,13 +19,9 @@ call('PERSIST', layout)
 local started = ARGV[3] == '1'
 
 local function release(key, token, digest_id)
-  local held, problem = load(key)
+  local held, answered = load_held(load, key, token, digest_id)
   if not held then
-    return problem
-  end
-  local status = fenced(held, token, digest_id)
-  if status ~= 'held' then
-    return status == 'lost' and 0 or 1
+    return answered
   end
   held.frozen = (held.frozen or started) and '1' or nil
   held.token = nil

@@ -46,13 +46,9 @@ local function keep(held, item, nonce)
 end
 
 local function retry(item, nonce)
-  local held, problem = load_all(item.key)
+  local held, answered = load_held(load_all, item.key, item.token, item.digest_id)
   if not held then
-    return problem
-  end
-  local status = fenced(held, item.token, item.digest_id)
-  if status ~= 'held' then
-    return status == 'lost' and 0 or 1
+    return answered
   end
   if item.failed and not held.frozen then
     keep(held, item, nonce)

@@ -1,4 +1,6 @@
 -- fencing: tell whose delivery it is, and what an earlier call for it was answered.
+--
+-- Needs    timelines
 
 -- Return 'held' if token and digest id still name the delivery; else what its outcome was answered before, or 'lost'.
 local function fenced(held, token, digest_id)
@@ -12,6 +14,20 @@ local function fenced(held, token, digest_id)
     end
   end
   return 'lost', '', 0
+end
+
+-- Return a timeline, as `read` loads it, if token and digest id name its delivery; else nil, and what to answer: 1 if the
+-- outcome was answered before, 0 if the lease is lost, or the text of an error.
+local function load_held(read, key, token, digest_id)
+  local held, problem = read(key)
+  if not held then
+    return nil, problem
+  end
+  local status = fenced(held, token, digest_id)
+  if status == 'held' then
+    return held
+  end
+  return nil, status == 'lost' and 0 or 1
 end
 
 -- Note what the outcome of a delivery is answered, for a call that is repeated.
