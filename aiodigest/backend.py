@@ -17,7 +17,7 @@ from zlib import crc32
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
-from aiodigest.records.entries import aged, identity, latest
+from aiodigest.records.entries import LONGEST_IDENTITY, aged, identity, latest
 from aiodigest.records.validation import DEFAULT
 
 T = TypeVar("T")
@@ -27,7 +27,6 @@ DIGEST_BYTES = DEFAULT.digest
 DEAD_LETTER_BASE = 512  # bytes that each is taken to need beside its key, reason and entries
 SAME_MS = 10_000  # two times that a policy function worked out, nearer than this, are the same
 GIVE_BACK_MS = 86_400_000  # RetryAfter gives attempts back for this long a digest
-LONGEST_NAME = 65_535  # bytes of an id; an entry that cannot be read stands for itself
 MAX_SHARDS = 1024
 STEP_MS = 1_000  # the server's clock has stepped back if it is behind by more; what it is behind is noted as often
 STEP_TOLD_MS = 3_600_000  # for how long `Operations.counts` tells of that
@@ -62,9 +61,9 @@ class Lease:
     ``entries`` are the first of the ``size`` entries under delivery; page the others with ``Backend.read``.
     ``part`` (0: no bound) is how many of them one digest may hold. Entries older than ``cut_ms`` (0: none) are
     left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is. ``bound`` (0:
-    none) is how many bytes one digest may decode to, and ``later`` are the ids of what comes after it, if that cut it
-    off. ``own`` are limits that the timeline has. ``lost`` counts the leases on this digest that ended without a word
-    since its last known outcome: if any did, it is doubtful, and may end the process that delivers it.
+    none) is how many bytes one digest may decode to, and ``later`` are the identities of what comes after it, if that
+    cut it off. ``own`` are limits that the timeline has. ``lost`` counts the leases on this digest that ended without a
+    word since its last known outcome: if any did, it is doubtful, and may end the process that delivers it.
     """
 
     key: str
@@ -102,7 +101,7 @@ async def entries_of(
 
     ``read`` gets a page of those that did not fit into the claim, by their first index and their number. ``size_of``
     tells what an entry decodes to: the first one over the lease's bound begins the next part. Of the rest, nothing but
-    the ids is kept, since a later value replaces an earlier one.
+    the identities is kept, since a later value replaces an earlier one.
     """
     entries: list[bytes] = []
     later: list[bytes] = []
@@ -112,7 +111,7 @@ async def entries_of(
             if not later and size_of is not None and lease.bound:
                 size += size_of(entry)
             if later or (entries and size > lease.bound):
-                later.append(identity(entry)[:LONGEST_NAME])
+                later.append(identity(entry)[:LONGEST_IDENTITY])  # of an unreadable one enough
             else:
                 entries.append(entry)
         place += len(page)
@@ -144,7 +143,7 @@ class Claims:
 
 
 class NewDeadLetter(NamedTuple):
-    """Records to set aside as a dead letter: the ones with these ids, or the whole part (None)."""
+    """Records to set aside as a dead letter: those of these identities, or the whole part (None)."""
 
     reason: str
     ids: Sequence[bytes] | None = None
@@ -184,8 +183,8 @@ class Closed(NamedTuple):
 class Retry(NamedTuple):
     """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` before the next try.
 
-    ``failed`` are the ids that stay, out of the first ``taken`` entries (None: all). An attempt is charged, unless
-    ``give_back``.
+    ``failed`` are the identities that stay, out of the first ``taken`` entries (None: all). An attempt is charged,
+    unless ``give_back``.
     """
 
     lease: Lease
@@ -527,8 +526,10 @@ class Backend(Protocol):
         """Make a timeline ready now, or after the delivery under way; True if it holds records."""
         ...
 
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
-        """Drop a record that is not under delivery; True if it was there, and no value of it is left in a digest."""
+    async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
+        """Drop the record of an identity, unless it is under delivery; True if it was there, and no value of it is left
+        in a digest.
+        """
         ...
 
     async def reschedule(self, key: str, move: Move) -> int | None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from math import inf
-from os import urandom
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
 
 from typing_extensions import TypeVar
@@ -52,10 +51,9 @@ from aiodigest.models import (
     Timeline,
 )
 from aiodigest.policy import NO_POLICY, Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
-from aiodigest.records.entries import unpack
+from aiodigest.records.entries import identity_of, unpack
 from aiodigest.records.validation import (
     DEFAULT,
-    MADE_UP,
     TEN_YEARS,
     Bounds,
     can_call_back,
@@ -489,7 +487,7 @@ class DigestEngine(Generic[T]):
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
-            raise session.explained(error, unpack(add.entry).id.decode()) from None  # its message says it all
+            raise session.explained(error, unpack(add.entry).id) from None  # its message says it all
         self._registered.added += 1
         return ready
 
@@ -540,7 +538,7 @@ class DigestEngine(Generic[T]):
                 failed.__cause__ = error
         for (index, add), answer in zip(adds.items(), await session.add_many(list(adds.values())), strict=True):
             if isinstance(answer, BackendUnavailable):
-                answer = session.explained(answer, unpack(add.entry).id.decode())
+                answer = session.explained(answer, unpack(add.entry).id)
             elif isinstance(answer, bool):
                 self._registered.added += 1
             results[index] = answer
@@ -561,10 +559,7 @@ class DigestEngine(Generic[T]):
         until: float = inf,
     ) -> Add:
         name(key, "key", self.bounds.name)
-        if record_id is None:
-            record = urandom(MADE_UP // 2).hex().encode()
-        else:
-            record = name(record_id, "record_id", self.bounds.name)
+        record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or (policies[key] if policies else await self._policies.of(key, self.timeout))
         if isinstance(policy, BaseException):
             raise policy
@@ -608,7 +603,7 @@ class DigestEngine(Generic[T]):
         backend = await self._timeline(key)
         record = name(record_id, "record_id", self.bounds.name)
         policy = await self._policies.of(key, self.timeout)
-        return await backend.remove(key, record, policy.terms.limits)
+        return await backend.remove(key, identity_of(record), policy.terms.limits)
 
     async def reschedule(
         self, key: str, *, at: datetime | float | None = None, delay: float | timedelta | None = None

@@ -20,6 +20,7 @@ from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument
 from aiodigest.logs import NAMESPACE
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
+from aiodigest.records.entries import identity_of
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
 from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Attempt, Outcome, tell
@@ -354,5 +355,5 @@ def _delivered_of(attempt: Attempt[T], outcome: Outcome) -> Digest[T] | None:
         return None
     report, digest = outcome.report, attempt.digest
     held = [letter.ids for letter in report.dead_letters] if isinstance(report, Close) else [report.failed]
-    left = {record_id for ids in held for record_id in ids or ()}
-    return replace(digest, records=tuple(one for one in digest.records if one.id.encode() not in left))
+    left = {name for ids in held for name in ids or ()}
+    return replace(digest, records=tuple(one for one in digest.records if identity_of(one.id.encode()) not in left))

@@ -50,7 +50,7 @@ class Scripts:
     def __init__(self, client: Any, policy: Policy = Policy()) -> None:
         self.client = client
         self._script, self._terms, self._codec = load_script("add"), policy.terms, JSONCodec[JSON](JSON)
-        self._key, self._version = f"{{{NAMESPACE}}}:layout", "1:1:1"
+        self._key, self._version = f"{{{NAMESPACE}}}:layout", "2:1:1"
 
     async def begin(self) -> None:
         await self.client.script_load(self._script.source)

@@ -37,7 +37,7 @@ async def directly(client: Any, namespace: str, timelines: int) -> float:
     claim, close = load_script("claim"), load_script("close")
     for script in (claim, close):
         await client.script_load(script.source)
-    key, head, limits = f"{{{namespace}}}:layout", ("1:1:1", ""), Policy().terms.limits
+    key, head, limits = f"{{{namespace}}}:layout", ("2:1:1", ""), Policy().terms.limits
     began, done = time.perf_counter(), 0
     while done < timelines:
         arguments = (*head, AT_ONCE, LEASE, pack_limits(limits), f"n{done}")

@@ -12,7 +12,7 @@ import pytest
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDeadLetter, Postpone, Retry
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
-from aiodigest.records.entries import pack, unpack
+from aiodigest.records.entries import identity_of, pack, unpack
 
 NOW = 1_700_000_000_000
 LEASE = 60_000
@@ -83,7 +83,7 @@ class Store:
     async def retry(
         self, lease: Lease, delay: int = 1_000, failed: Sequence[str] | None = None, *, unknown: bool = False
     ) -> bool:
-        ids = None if failed is None else [record.encode() for record in failed]
+        ids = None if failed is None else [identity_of(record.encode()) for record in failed]
         retry = Retry(lease, delay, "boo", self.policy.terms.limits, lease.size, ids, 0, False, unknown)
         [kept] = await self.backend.retry(self.backend.shard_map.shard_of(lease.key), [retry])
         assert isinstance(kept, bool)
@@ -116,7 +116,7 @@ class Store:
 
 def records(entries: Sequence[bytes]) -> list[tuple[str, str]]:
     """Ids and values."""
-    return [(unpack(entry).id.decode(), unpack(entry).value.decode()) for entry in entries]
+    return [(unpack(entry).id, unpack(entry).value.decode()) for entry in entries]
 
 
 def ids(lease: Lease) -> list[str]:

@@ -24,7 +24,7 @@ from aiodigest import (
 )
 from aiodigest.backend import Claims, Lease, entries_of
 from aiodigest.codecs import Codec, sizes_of, zstd
-from aiodigest.records.entries import pack
+from aiodigest.records.entries import identity_of, pack
 from aiodigest.testing import TestEngine
 
 pytestmark = pytest.mark.virtual_time
@@ -192,11 +192,11 @@ async def test_of_what_comes_after_a_part_only_the_ids_are_kept_and_they_are_rea
 
     lease = Lease("key", "token", "digest", 1, 1, 0, 0, 12, bound=300)
     lease, entries = await entries_of(lease, read, lambda entry: 100)
-    assert (entries, lease.later) == (stored[:3], [b"%d" % (number % 10) for number in range(3, 12)])
+    assert (entries, lease.later) == (stored[:3], [identity_of(b"%d" % (number % 10)) for number in range(3, 12)])
     assert reads == [0, 4, 8]
     del stored[:3], reads[:]
     lease, entries = await entries_of(replace(lease, size=9), read, lambda entry: 100)
-    assert (entries, lease.later) == (stored[:3], [b"%d" % (number % 10) for number in range(6, 12)])
+    assert (entries, lease.later) == (stored[:3], [identity_of(b"%d" % (number % 10)) for number in range(6, 12)])
     assert reads == [0]
 
 

@@ -37,6 +37,7 @@ from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.errors import AiodigestError, ConfigurationError
+from aiodigest.records.entries import identity_of
 
 NAME = "stage"  # of the namespace, and of the connections of what is cancelled
 OTHERWISE = 4  # shards of the layout that a namespace may go over to
@@ -389,7 +390,7 @@ BACKEND = {
     "digest": Cancelled(deliver_by_hand, add, holds=is_delivered_or_claimed_again),
     "delete": Cancelled(lambda stage, _: stage.backend.delete("d"), add),
     "flush": Cancelled(lambda stage, _: stage.backend.flush("d"), add_later),
-    "remove": Cancelled(lambda stage, _: stage.backend.remove("d", b"a", LIMITS), add),
+    "remove": Cancelled(lambda stage, _: stage.backend.remove("d", identity_of(b"a"), LIMITS), add),
     "reschedule": Cancelled(lambda stage, _: stage.backend.reschedule("d", MOVE), add_later),
     "replay": Cancelled(lambda stage, letter: stage.backend.replay(letter, AT_ONCE.terms, False), bury),
     "discard": Cancelled(lambda stage, letter: stage.backend.discard(letter), bury),

@@ -35,7 +35,7 @@ from aiodigest.backends.redis.connections.calls import Connections, _address
 from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.scripts import load_script, load_scripts
-from aiodigest.records.entries import pack
+from aiodigest.records.entries import identity_of, pack
 
 pytestmark = pytest.mark.cluster
 
@@ -576,7 +576,7 @@ VERBS: dict[str, Verb] = {
     "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
     "flush": lambda held: held.backend.flush("waiting"),
     "delete": lambda held: held.backend.delete("waiting"),
-    "remove": lambda held: held.backend.remove("waiting", b"w1", LIMITS),
+    "remove": lambda held: held.backend.remove("waiting", identity_of(b"w1"), LIMITS),
     "reschedule": lambda held: held.backend.reschedule("waiting", Reschedule(LATER.terms, delay_ms=1)),
     "replay": lambda held: held.backend.replay(held.letter, NO_GAP.terms, False),
     "discard": lambda held: held.backend.discard(held.letter),
@@ -587,7 +587,7 @@ VERBS: dict[str, Verb] = {
     "letters": lambda held: held.backend.operations.dead_letters(0, 10),
     # those of a change of the layout
     "keep": lambda held: call(held, "keep", 0, "id", "key", "why", 1, 1, "digest", "", 0, 1, b"entry"),
-    "carry": lambda held: call(held, "carry", 0, "1:1:1:0", "delivered", 5),
+    "carry": lambda held: call(held, "carry", 0, "2:1:1:0", "delivered", 5),
     "retire": lambda held: call(held, "retire", 0, ""),
 }
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
-from aiodigest.records.entries import pack
+from aiodigest.records.entries import identity_of, pack
 from aiodigest.worker.contents import MANY, SMALL, TURN, read
 from aiodigest.worker.delivery import Call, Callback, Dispatcher, Outcome
 from aiodigest.worker.reasons import ERROR_LENGTH, describe
@@ -38,6 +38,10 @@ Reply = BaseException | Callable[[Digest[JSON]], Awaitable[object]] | None
 
 def entry(record_id: str, value: JSON = 1, timestamp: int = 5) -> bytes:
     return pack(record_id.encode(), timestamp * 1_000_000, CODEC.encode(value))
+
+
+def named(*record_ids: str) -> list[bytes]:
+    return [identity_of(record_id.encode()) for record_id in record_ids]
 
 
 def broken(record_id: str) -> bytes:
@@ -144,7 +148,7 @@ async def test_a_codec_may_raise_anything(error: BaseException) -> None:
         def decode(self, data: bytes, /) -> int:
             raise error
 
-    assert (await read([entry("a")], Wild())).undecodable == {b"a": f"{type(error).__name__}: wild"}
+    assert (await read([entry("a")], Wild())).undecodable == {identity_of(b"a"): f"{type(error).__name__}: wild"}
 
 
 class Slow:
@@ -372,7 +376,7 @@ async def test_retry_after_with_what_is_no_delay_is_a_failure(delay: Any) -> Non
 
 
 BOTH = PartialFailure({"a": "bounced", "b": "full"})
-BAD_ALONE = NewDeadLetter(ANY, [b"bad"])
+BAD_ALONE = NewDeadLetter(ANY, named("bad"))
 
 
 @pytest.mark.parametrize(
@@ -380,17 +384,17 @@ BAD_ALONE = NewDeadLetter(ANY, [b"bad"])
     [
         (PartialFailure({}), [A], 1, Outcome(closing(1, 1), "delivered", 1, True)),
         (PartialFailure(["b"]), [A, B, C], 1,
-         Outcome(retrying("b: failed", taken=3, failed=[b"b"], delivered=2), "partial", 2)),
+         Outcome(retrying("b: failed", taken=3, failed=named("b"), delivered=2), "partial", 2)),
         (BOTH, [A, B], 1, Outcome(retrying("a: bounced; b: full"), "failed")),
         # what is too old goes
-        (BOTH, [A, B, OLD], 1, Outcome(retrying(ANY, taken=3, failed=[b"a", b"b"], aged=1), "partial")),
+        (BOTH, [A, B, OLD], 1, Outcome(retrying(ANY, taken=3, failed=named("a", "b"), aged=1), "partial")),
         # what cannot be decoded is kept for the dead letter to come
         (PartialFailure({"a": "x"}), [A, B, BAD], 1,
-         Outcome(retrying("a: x", taken=3, failed=[b"a", b"bad"], delivered=1), "partial", 1)),
+         Outcome(retrying("a: x", taken=3, failed=named("a", "bad"), delivered=1), "partial", 1)),
         (PartialFailure({"a": "x"}), [A, B, BAD], 3,
-         Outcome(closing(3, 1, NewDeadLetter("a: x", [b"a"]), BAD_ALONE), "buried", 1)),
+         Outcome(closing(3, 1, NewDeadLetter("a: x", named("a")), BAD_ALONE), "buried", 1)),
         (BOTH, [A, B, BAD], 3,
-         Outcome(closing(3, 0, NewDeadLetter("a: bounced; b: full", [b"a", b"b"]), BAD_ALONE), "buried")),
+         Outcome(closing(3, 0, NewDeadLetter("a: bounced; b: full", named("a", "b")), BAD_ALONE), "buried")),
         (PartialFailure({"a": "\ud800\n" + "x" * 600}), [A], 1, Outcome(retrying(f"a: ? {'x' * 495}"), "failed")),
     ],
 )  # fmt: skip
@@ -473,7 +477,7 @@ async def test_a_failure_carries_its_reason_and_its_error(caplog: pytest.LogCapt
 
 async def test_records_that_cannot_be_decoded_are_set_aside_without_a_callback_if_there_are_no_others() -> None:
     outcome = await plain(AssertionError("called"), broken("x"), broken("y"))
-    assert outcome == Outcome(closing(2, 0, NewDeadLetter(ANY, [b"x", b"y"])), "buried")  # a letter a reason
+    assert outcome == Outcome(closing(2, 0, NewDeadLetter(ANY, named("x", "y"))), "buried")  # a letter a reason
 
 
 @pytest.mark.parametrize("attempts", [1, 4])  # of which there may be three

@@ -462,10 +462,10 @@ async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, serv
 
 
 async def test_a_layout_that_does_not_fit_is_told_and_stays(engine: Engine, namespace: str, client: Any) -> None:
-    client.hset(f"{{{namespace}}}:layout", "version", "1:7:3")
+    client.hset(f"{{{namespace}}}:layout", "version", "2:7:3")
     found = of(await engine.examine(), "shards", "problem")
-    assert client.hget(f"{{{namespace}}}:layout", "version") == b"1:7:3"
-    assert found.message == "a shard has the layout 1:7:3, and the namespace has 1:1:1"
+    assert client.hget(f"{{{namespace}}}:layout", "version") == b"2:7:3"
+    assert found.message == "a shard has the layout 2:7:3, and the namespace has 2:1:1"
 
 
 async def test_a_shard_that_another_program_broke_is_a_problem(engine: Engine, namespace: str, client: Any) -> None:

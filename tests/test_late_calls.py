@@ -238,7 +238,7 @@ class Twice(Proxy):
     [
         (b"-MISCONF no room on the disk\r\n", "cannot save"),
         (b"-LATE 1700000000000\r\n", "too late"),
-        (b"-LAYOUT 1:1:1\r\n", "is being changed"),
+        (b"-LAYOUT 2:1:1\r\n", "is being changed"),
         (b"", "could be sent in time"),
     ],
     ids=["refused", "late", "layout", "not sent"],
@@ -315,7 +315,7 @@ async def test_a_server_that_takes_no_connection_has_stored_nothing(own: Server,
     connections = Connections(url, 0.2 if why == "frozen" else PATIENCE)
     async with refusing(own, why):
         with pytest.raises((BackendUnavailable, ConfigurationError)) as caught:
-            await connections.run("layout", key, ["version", "", "1:1:1"])
+            await connections.run("layout", key, ["version", "", "2:1:1"])
         assert getattr(caught.value, "stored", "no") == "no"
         await connections.close()
 

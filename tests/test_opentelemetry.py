@@ -467,7 +467,7 @@ async def test_a_trace_goes_with_its_entry_through_compaction_and_capacity(serve
         await add("h")
     [lease] = (await backend.claim(0, 1, 60_000, terms.limits)).leases
     await backend.aclose()
-    found = {raw.id.decode(): (raw.value, raw.context) for raw in map(unpack, lease.entries)}
+    found = {raw.id: (raw.value, raw.context) for raw in map(unpack, lease.entries)}
     assert found == {
         "e": (b"v", b"\5" * 25), "f": (b"v", b"\10" * 25), "g": (b"v", b""), "h": (b"v", b"\13" * 25),
     }  # fmt: skip

@@ -877,13 +877,13 @@ async def test_a_change_that_a_failover_forgets_is_begun_again(server: Server, n
         await engine.add("k", 1)
         looks = engine.reshard(4)
         assert await anext(looks) == Draining(waiting=1)
-        server.ask("HSET", f"{{{namespace}}}:layout", "current", "1:1:1")
+        server.ask("HSET", f"{{{namespace}}}:layout", "current", "2:1:1")
         server.ask("HDEL", f"{{{namespace}}}:layout", "drains")
         assert await anext(looks) == Draining(waiting=1)
         await engine.flush("k")
         async with engine_of(server, namespace).delivering(Inbox()), asyncio.timeout(PATIENCE):
             assert all([left in (Draining(ready=1), Draining(leased=1)) async for left in looks])
-        assert server.ask("HMGET", f"{{{namespace}}}:layout", "current", "drains") == [b"1:4:2", None]
+        assert server.ask("HMGET", f"{{{namespace}}}:layout", "current", "drains") == [b"2:4:2", None]
 
 
 async def test_users_of_roles_go_on_over_a_change_with_both_key_patterns(server: Server, namespace: str) -> None:
@@ -941,7 +941,7 @@ async def test_a_worker_that_saw_a_change_goes_on_after_its_server_was_emptied(s
         await box.digest(1)
         async for _ in worker.reshard(4):
             pass
-        empty(server, namespace, {"current": "1:1:1", "version": "1:1:1"})  # at once, or the worker might be the first
+        empty(server, namespace, {"current": "2:1:1", "version": "2:1:1"})  # at once, or the worker might be the first
         async with engine_of(server, namespace, shards=1) as other:
             await other.add_many([Entry(f"k{number}", 1) for number in range(20)])
         await box.digest(21)

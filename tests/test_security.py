@@ -39,7 +39,7 @@ from aiodigest.backends.redis.connections.connection import _contexts
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.connections.url import read_url
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, InvalidState, LimitExceeded
-from aiodigest.records.entries import pack
+from aiodigest.records.entries import identity_of, pack
 
 LEASE = 60_000
 LIMITS = Policy().terms.limits
@@ -136,7 +136,7 @@ async def work(stage: Stage) -> None:
     lease = await claimed(backend, "k")
     checked(await backend.renew(0, [lease], LEASE))
     assert len(await backend.read(0, lease, 0, 10)) == 3
-    checked(await backend.retry(0, [Retry(lease, 0, "boo", LIMITS, 3, [b"a", b"b"], 1)]))
+    checked(await backend.retry(0, [Retry(lease, 0, "boo", LIMITS, 3, [identity_of(b"a"), identity_of(b"b")], 1)]))
     checked(await other.add(0, adds("k", "a", "d")))
     [lease] = (await backend.claim(0, 1, LEASE, LIMITS, sample=True)).leases  # merged
     checked(await backend.release(0, [lease], False))

@@ -16,6 +16,7 @@ from aiodigest.backend import Closed, Move
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.policy import Policy
+from aiodigest.records.entries import identity_of
 
 SHARDS = 6
 LAYOUT = Layout(SHARDS)
@@ -165,7 +166,7 @@ async def test_a_timeline_of_any_shard_is_found_by_its_key_alone(shards: Shards)
         assert await shards.backend.flush(first)
         async with shards.backend.digest(first, shards.policy) as lease:
             assert ids(lease) == [f"of-{first}"]
-        assert await shards.backend.remove(second, f"of-{second}".encode(), limits)
+        assert await shards.backend.remove(second, identity_of(f"of-{second}".encode()), limits)
         assert await shards.state(second) is None
         await shards.add(second, "again")
         assert await shards.backend.delete(second)

@@ -28,7 +28,7 @@ from aiodigest.backend import (
 )
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
-from aiodigest.records.entries import CONTEXT_SIZE, pack, unpack
+from aiodigest.records.entries import CONTEXT_SIZE, identity_of, pack, unpack
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ async def test_a_record_added_again_under_delivery_is_in_the_next_digest_with_it
 async def test_nothing_is_removed_from_a_digest_under_delivery(store: Store) -> None:
     await store.add("k", "u", "v")
     first = await store.claim()
-    assert not await store.backend.remove("k", b"u", store.policy.terms.limits)
+    assert not await store.backend.remove("k", identity_of(b"u"), store.policy.terms.limits)
     await store.lapse()
     second = await store.claim()
     assert (second.digest_id, ids(second)) == (first.digest_id, ["u", "v"])
@@ -75,17 +75,17 @@ async def test_a_removal_of_a_newer_value_is_not_done_while_an_older_one_may_com
         await store.retry(lease)
         await store.backend.flush("k")
     limits = store.policy.terms.limits
-    assert not await store.backend.remove("k", b"u", limits), "its old value is still there"
+    assert not await store.backend.remove("k", identity_of(b"u"), limits), "its old value is still there"
     assert await store.held("k") == [("u", "old"), ("v", "old")]
     if state == "leased":
         await store.retry(lease)
-        assert await store.backend.remove("k", b"u", limits)
+        assert await store.backend.remove("k", identity_of(b"u"), limits)
         assert await store.held("k") == [("v", "old")]
 
 
 async def removed(store: Store, ended: Awaitable[bool]) -> None:
     assert await ended
-    await store.backend.remove("k", b"a", store.policy.terms.limits)
+    await store.backend.remove("k", identity_of(b"a"), store.policy.terms.limits)
 
 
 async def lapsed(store: Store, lease: Lease) -> None:
@@ -142,8 +142,8 @@ async def test_a_record_that_capacity_dropped_stays_away_when_a_newer_one_is_rem
     policy = Policy(capacity=capacity)
     await store.add("k", *"abcde"[: capacity + 1], policy=policy)
     newest = "abcde"[capacity]
-    assert await store.backend.remove("k", newest.encode(), policy.terms.limits)
-    assert not await store.backend.remove("k", newest.encode(), policy.terms.limits)
+    assert await store.backend.remove("k", identity_of(newest.encode()), policy.terms.limits)
+    assert not await store.backend.remove("k", identity_of(newest.encode()), policy.terms.limits)
     assert ids(await store.claim()) == [*"abcde"[1:capacity]]
 
 
@@ -851,6 +851,17 @@ async def test_max_age_leaves_old_records_to_the_worker_with_the_cut_frozen_in_t
     assert (await store.claim()).cut_ms == first.cut_ms
 
 
+async def test_what_is_too_old_is_in_no_dead_letter_whether_a_caller_or_the_server_told_its_time(store: Store) -> None:
+    store.policy = Policy(max_age=100)
+    await store.add("k", "came before")
+    store.now += 101_000
+    await store.add("k", "was before", timestamp=store.now / 1000 - 100.001)
+    await store.add("k", "was since", timestamp=store.now / 1000 - 100)
+    await store.add("k", "came since")
+    await store.close(await store.claim(), letter="no")
+    assert await buried(store) == ["was since", "came since"]
+
+
 @pytest.mark.parametrize("young", [["new"], []], ids=["some", "none"])
 async def test_opening_by_hand_leaves_out_and_counts_what_is_too_old_and_cools_down_if_something_is_left(
     store: Store, young: list[str]
@@ -879,7 +890,7 @@ async def test_records_that_outlive_their_ttl_are_counted_and_make_no_digest(sto
 WITH_CONTEXT = pack(b"a", 0, b"v", bytes(CONTEXT_SIZE))
 UNREADABLE = {"cut context": WITH_CONTEXT[:-2]} | {
     what: first + pack(b"a", 0, b"v")[1:]
-    for what, first in (("unknown flag", b"\x41"), ("another flag", b"\x81"), ("another version", b"\x02"))
+    for what, first in (("unknown flag", b"\x42"), ("another flag", b"\x82"), ("another version", b"\x03"))
 }
 
 
@@ -1024,7 +1035,7 @@ async def bury(store: Store, *record_ids: str, key: str = "k", value: str = "v")
     """Make a dead letter of each record, one after another."""
     await store.add(key, *record_ids, policy=Policy(capacity=10_000), value=value)
     lease = await store.claim()
-    letters = [NewDeadLetter("no", [record_id.encode()]) for record_id in record_ids]
+    letters = [NewDeadLetter("no", [identity_of(record_id.encode())]) for record_id in record_ids]
     end = Close(lease, lease.size, 0, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
     [closed] = await store.backend.close(store.backend.shard_map.shard_of(key), [end])
     assert isinstance(closed, Closed)
@@ -1046,7 +1057,7 @@ async def buried(store: Store) -> list[str]:
 async def test_each_record_that_is_set_aside_has_a_letter_with_its_own_reason(store: Store) -> None:
     await store.add("k", "good", "bad", "worse")
     lease = await store.claim()
-    letters = [NewDeadLetter("bad", [b"bad"]), NewDeadLetter("worse", [b"worse"])]
+    letters = [NewDeadLetter(each, [identity_of(each.encode())]) for each in ("bad", "worse")]
     close = Close(lease, 3, 1, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
     assert await store.backend.close(0, [close]) == [Closed("closed")]
     assert await store.state("k") is None

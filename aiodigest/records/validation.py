@@ -15,14 +15,13 @@ from types import FunctionType
 from typing import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
-from aiodigest.records.entries import pack
+from aiodigest.records.entries import MADE_UP, pack
 
 Item = TypeVar("Item")
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
 FAR = 10**12  # seconds: beyond every year that there is
-MADE_UP = 32  # bytes of an id that the engine makes up
 TEN_YEARS = 315_360_000  # seconds
 NOT_AWAITABLE = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_", "IS_OP", "CONTAINS_OP", "UNARY_NOT")  # what these put out
 
@@ -59,7 +58,7 @@ class Bounds:
 
     ``value`` (at most 64 MiB) bounds the bytes of an encoded value. ``JSONCodec`` has a limit of its own, on the JSON
     before compression and after decompression: the engine's own codec takes as much as this, and never less than 1 MiB.
-    ``name`` (from 32 to 65,535) bounds the bytes of UTF-8 of a key or a record id, and ``records`` (at most 10,000,000)
+    ``name`` (from 20 to 65,535) bounds the bytes of UTF-8 of a key or a record id, and ``records`` (at most 10,000,000)
     the entries of one ``add_many``.
 
     ``digest`` (at most 1 GiB, and never below ``value``, which it is raised to: for less, give both) bounds the bytes
@@ -135,9 +134,13 @@ def nearest(ms: int) -> datetime:
 
 
 def pack_entry(
-    record_id: bytes, timestamp: datetime | float | None, value: bytes, most: int = DEFAULT.value, context: bytes = b""
+    record_id: bytes | None,
+    timestamp: datetime | float | None,
+    value: bytes,
+    most: int = DEFAULT.value,
+    context: bytes = b"",
 ) -> bytes:
-    """Pack a record as a log entry; its encoded value may take up to ``most`` bytes."""
+    """Pack a record as a log entry, its id made up if it has none; its encoded value may take up to ``most`` bytes."""
     if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
         raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
     if len(value) > most:

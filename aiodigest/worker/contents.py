@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from aiodigest.codecs import Codec
 from aiodigest.models import Record
-from aiodigest.records.entries import RawRecord, unpack, unpack_latest
+from aiodigest.records.entries import RawRecord, id_of, unpack, unpack_latest
 from aiodigest.records.validation import EPOCH, moment
 from aiodigest.worker.reasons import describe
 
@@ -65,14 +65,14 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later
                 contents.aged += 1
                 continue
             timestamp = moment(raw.timestamp_us)
-            records.append(Record(raw.id.decode(), codec.decode(raw.value), timestamp))
+            records.append(Record(id_of(name), codec.decode(raw.value), timestamp))
             if raw.context:
                 contents.contexts.append(raw.context)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
             contents.undecodable[name] = describe(error)
-            found = raw or RawRecord(0, b"?", entry)
-            contents.raw.append(Record(found.id.decode(errors="replace"), found.value, timestamp))
+            unread = ("?", entry) if raw is None else (id_of(name, "replace"), raw.value)
+            contents.raw.append(Record(*unread, timestamp))
     records.sort(key=attrgetter("timestamp"))
     return contents

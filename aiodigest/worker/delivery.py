@@ -17,7 +17,7 @@ from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Re
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
-from aiodigest.records.entries import aged, identity, latest, value_in
+from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
 from aiodigest.worker.contents import SMALL, Contents, read
 from aiodigest.worker.reasons import (
@@ -340,8 +340,8 @@ class Dispatcher(Generic[T]):
     def _letters(self, attempt: Attempt[T]) -> list[NewDeadLetter]:
         """Return a dead letter for each reason not to decode records: after a change of the type they may be all."""
         ids: dict[str, list[bytes]] = {}
-        for record_id, reason in attempt.contents.undecodable.items():
-            ids.setdefault(reason, []).append(record_id)
+        for name, reason in attempt.contents.undecodable.items():
+            ids.setdefault(reason, []).append(name)
         for reason, some in ids.items():
             facts = {**facts_of(attempt.lease, reason), "records": len(some)}
             line = "%d records of %r cannot be decoded, and are a dead letter: %s"
@@ -362,7 +362,7 @@ class Dispatcher(Generic[T]):
         line = "digest %s of %r is a dead letter after attempt %d: %s"
         logger.error(line, one_line(lease.digest_id), lease.key, lease.attempt, reason, exc_info=error, extra=facts)
         contents = attempt.contents
-        ids = [*(record.id.encode() for record in contents.records), *contents.undecodable]
+        ids = [*(identity_of(record.id.encode()) for record in contents.records), *contents.undecodable]
         letter = NewDeadLetter(reason, ids if contents.replaced else None)
         return Outcome(self._close(attempt, 0, [letter]), result)
 
@@ -400,7 +400,7 @@ class Dispatcher(Generic[T]):
         if strangers:
             reason = one_line(f"PartialFailure names {shown(strangers[0])}, no record of it")
             return self._failed(attempt, signal, reason)
-        failed = [record_id.encode() for record_id in signal.failed]
+        failed = [identity_of(record_id.encode()) for record_id in signal.failed]
         delivered = len(known) - len(failed)
         reason = one_line("; ".join(f"{name}: {text_of(why)}" for name, why in signal.failed.items()))
         if lease.attempt >= self.retry.max_attempts:

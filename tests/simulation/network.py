@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Operations, Postpone, Retired, Retry, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.policy import Limits, Terms
+from aiodigest.records.entries import id_of
 from simulation.loop import Process, SeededLoop
 from simulation.store import Store
 from simulation.witness import Witness
@@ -375,14 +376,14 @@ class Link(Backend, Operations):
     async def delete(self, key: str) -> bool:
         return await self._ask_once("delete", lambda _: self._witness.removed(key), key)
 
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+    async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         def seen(went: bool) -> None:
             if went:
-                self._witness.removed(key, record_id.decode())
+                self._witness.removed(key, id_of(name))
             else:  # a newer value may have gone, and an older one, under delivery, stays
-                self._witness.records.removed(key, record_id.decode())
+                self._witness.records.removed(key, id_of(name))
 
-        return await self._ask_once("remove", seen, key, record_id, limits)
+        return await self._ask_once("remove", seen, key, name, limits)
 
     async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
         letter, records = await self._server.store.operations.dead_letter(letter_id), self._witness.records

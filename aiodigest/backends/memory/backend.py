@@ -386,17 +386,17 @@ class ReferenceBackend(Backend, Operations):
                 machine.held[key].flush = True
         return exists
 
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+    async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         removed = False
         for machine, now in self._transitions(self.shard_map.shards_of(key)):
             held, nonce = machine.held.get(key, Held()), self._nonce()
             if held.empty:
                 continue
             log = machine.compact(held, held.log, limits.capacity)
-            held.log = [entry for entry in log if identity(entry) != record_id]
+            held.log = [entry for entry in log if identity(entry) != name]
             removed = removed or len(held.log) < len(log)
             delivery = held.delivery or Delivery("")
-            kept = [entry for entry in delivery.entries if identity(entry) != record_id]
+            kept = [entry for entry in delivery.entries if identity(entry) != name]
             if len(kept) < len(delivery.entries):
                 if delivery.frozen or delivery.token or key not in machine.waiting:
                     removed = False  # it may be delivered again as it is

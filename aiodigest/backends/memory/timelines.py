@@ -362,6 +362,6 @@ def page_of(times: Mapping[str, int], count: int, after: Bookmark | None) -> tup
 
 
 def only(entries: Iterable[bytes], ids: Iterable[bytes]) -> list[bytes]:
-    """Return the entries with these ids."""
+    """Return the entries with these identities."""
     wanted = set(ids)
     return [entry for entry in entries if identity(entry) in wanted]

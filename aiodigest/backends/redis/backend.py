@@ -30,7 +30,7 @@ from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.backends.redis.scripts import Argument, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
-from aiodigest.records.entries import identity
+from aiodigest.records.entries import id_of, identity
 
 Fields = Sequence[bytes | int]
 
@@ -214,9 +214,9 @@ class RedisBackend(Backend):
     async def flush(self, key: str) -> bool:
         return 1 in await self.namespace.call_of(key, "flush", key)
 
-    async def remove(self, key: str, record_id: bytes, limits: Limits) -> bool:
+    async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         packed = scripts.pack_limits(limits)
-        answers = await self.namespace.call_of(key, "remove", key, record_id, packed, self._nonce())
+        answers = await self.namespace.call_of(key, "remove", key, name, packed, self._nonce())
         return 1 in answers and -1 not in answers
 
     async def reschedule(self, key: str, move: Move) -> int | None:
@@ -283,5 +283,5 @@ def _of_record(add: Add, error: AiodigestError) -> AiodigestError:
     """Return the error of an add; if the store was unavailable, it says of which record."""
     if not isinstance(error, BackendUnavailable):
         return error
-    record_id = identity(add.entry).decode(errors="replace")
+    record_id = id_of(identity(add.entry), "replace")
     return BackendUnavailable(str(error), record_id=record_id, stored=error.stored)

@@ -10,7 +10,7 @@ from itertools import count
 from aiodigest.backend import MAX_SHARDS, ShardMap
 from aiodigest.errors import ConfigurationError
 
-SCHEMA = 1
+SCHEMA = 2
 SLOTS = 16_384  # of a cluster
 RETIRED = "retired"  # the version of a shard that was drained and is no more
 

@@ -31,7 +31,7 @@ CONSTANTS: Mapping[str, int] = {
     for module, names in (
         (backend, ("ALONE", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES")),
         (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
-        (records, ("CONTEXT_SIZE", "TRACED", "UNSTAMPED")),
+        (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names
 }

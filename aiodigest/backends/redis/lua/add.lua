@@ -66,8 +66,8 @@ local function append(key, terms, entry)
     return held.problem
   end
   local flags, log = string.byte(entry), logs .. key
-  if math.floor(flags / UNSTAMPED) % 2 == 1 then -- fill in the time of arrival
-    entry = string.char(flags - UNSTAMPED) .. struct.pack('>i8', (now - shift) * 1000) .. string.sub(entry, 10)
+  if math.floor(flags / ARRIVAL) % 2 == 1 then -- fill in the time of arrival
+    entry = string.sub(entry, 1, 1) .. struct.pack('>I6', now - shift) .. string.sub(entry, 8)
   end
   local length = try('RPUSH', log, entry)
   if type(length) == 'table' then

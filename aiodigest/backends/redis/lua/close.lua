@@ -41,6 +41,12 @@ local function set_aside(held, item, nonce)
     end
   end
 
+  local function is_aged(entry)
+    local is_exact = string.byte(entry) % TRACED < ARRIVAL
+    local time = is_exact and struct.unpack('>i8', entry, 2) or struct.unpack('>I6', entry, 2) * 1000
+    return time < held.cut * 1000
+  end
+
   local part = collect({}, {}, opens .. held.key, math.min(item.taken, held.opened)) -- newest first
   local places = {} -- looked up, not searched: there may be a letter for every record
   for index, entry in ipairs(part) do
@@ -57,7 +63,7 @@ local function set_aside(held, item, nonce)
     for index = 1, letter.wanted and #chosen or #part do
       local entry = part[letter.wanted and chosen[index] or index]
       local is_readable = identity(entry) ~= entry
-      if held.cut <= 0 or not is_readable or struct.unpack('>i8', entry, 2) >= held.cut * 1000 then
+      if held.cut <= 0 or not is_readable or not is_aged(entry) then
         records[#records + 1] = entry
         bytes = bytes + #entry
       end

@@ -8,7 +8,7 @@
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
 -- ARGV[3]   key (text)
--- ARGV[4]   record_id (text)
+-- ARGV[4]   name (text): the record's identity
 -- ARGV[5]   limits (limits)
 -- ARGV[6]   nonce (text): names the digest whose contents change
 -- Returns   1 if a record went, 0 if there is none, -1 if a value stays in a digest; the text of an error if the timeline
@@ -16,7 +16,7 @@
 --
 -- Needs     guard clock tick settling entries lists
 
-local key, record_id, limits, nonce = ARGV[3], ARGV[4], parse_limits(ARGV[5]), ARGV[6]
+local key, name, limits, nonce = ARGV[3], ARGV[4], parse_limits(ARGV[5]), ARGV[6]
 local held, problem = load_all(key)
 if not held then
   return problem
@@ -29,7 +29,7 @@ end
 local function without(kept, length)
   local rest = {}
   for index = 1, length do
-    if identity(kept[index]) ~= record_id then
+    if identity(kept[index]) ~= name then
       rest[#rest + 1] = kept[index]
     end
   end

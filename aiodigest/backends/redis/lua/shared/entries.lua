@@ -1,20 +1,25 @@
--- entries: the records in lists of entries, of which the last one of each id counts.
+-- entries: the records in lists of entries, of which the last one of each record counts.
 --
 -- Needs    budget
 
--- Return the id of an entry; one that cannot be read stands for itself. The format is that of records/entries.py.
+-- Return the identity of an entry's record; an entry that cannot be read is its own. The format is that of
+-- records/entries.py.
 local function identity(entry)
-  local flags, high, low = string.byte(entry), string.byte(entry, 10, 11)
-  if low and flags % UNSTAMPED == 1 and flags < 2 * TRACED then -- version 1, and no unknown flag
-    local stop = 11 + high * 256 + low
-    if #entry >= stop + (flags >= TRACED and CONTEXT_SIZE or 0) then
-      return string.sub(entry, 12, stop)
+  local flags = string.byte(entry)
+  if flags and flags % ARRIVAL == VERSION and flags < 2 * TRACED then -- no unknown flag
+    local start = flags % TRACED >= ARRIVAL and 8 or 10
+    local size, high, low = string.byte(entry, start, start + 2)
+    if size then
+      local stop = size > 0 and start + size % PACKED or start + 2 + (low and high * 256 + low or 0)
+      if #entry >= stop + (flags >= TRACED and CONTEXT_SIZE or 0) then
+        return string.sub(entry, start, stop)
+      end
     end
   end
   return entry
 end
 
--- Append to `kept` the last entry of each id among the first `length` of a list, newest first, unless it is `seen`.
+-- Append to `kept` the last entry of each record among the first `length` of a list, newest first, unless it is `seen`.
 local function collect(kept, seen, list, length)
   local stop = length - 1
   while stop >= 0 do

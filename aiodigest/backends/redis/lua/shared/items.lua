@@ -22,7 +22,7 @@ local function next_flag()
   return next_argument() == '1'
 end
 
--- Read a number of record ids, and these, as a set; nil if the number is -1, for all records.
+-- Read a number of identities, and these, as a set; nil if the number is -1, for all records.
 local function next_ids()
   local length = next_number()
   if length < 0 then
