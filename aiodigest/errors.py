@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, cast
-from unicodedata import category
 
-JOINERS = "\u200c\u200d\xad"  # within words of many scripts and within emoji; and hyphens for the end of a line
+JOINERS = "\u200c\u200d\xad"  # of words in many scripts and of emoji, and soft hyphens
 
 
 def shown(value: object, form: Callable[[object], str] = repr) -> str:
@@ -20,14 +19,8 @@ def shown(value: object, form: Callable[[object], str] = repr) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text in one line, as it is written but for what may control a terminal (``\\x1b``, ``\\u202e``)."""
-    if text.isprintable():
-        return text
-    return "".join(c if _is_harmless(c) else ascii(c)[1:-1] for c in text)
-
-
-def _is_harmless(character: str) -> bool:
-    return character.isprintable() or character in JOINERS or category(character) == "Zs"
+    """Return the text in one line, with escapes for what may control a terminal."""
+    return "".join(c if c.isprintable() or c in JOINERS else ascii(c)[1:-1] for c in text)
 
 
 class AiodigestError(Exception):

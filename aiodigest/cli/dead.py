@@ -18,9 +18,8 @@ from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, Invali
 from aiodigest.cli.event_loop import stopped_by
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, help_without_command
 from aiodigest.cli.output import confirm, console, is_terminal, print_json, print_result, print_table, progress_bar, say
-from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
+from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
 from aiodigest.cli.timelines import ERROR_WIDTH, Yes
-from aiodigest.errors import printable
 
 ID = typer.Argument(metavar="ID", show_default=False, help="The id of a dead letter, or enough of its beginning.")
 EVERY = "Every dead letter there is now. It asks first; where it cannot ask, --yes is needed."

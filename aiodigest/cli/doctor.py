@@ -10,8 +10,7 @@ import typer
 from aiodigest import DigestEngine
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url
 from aiodigest.cli.output import FAILED, console, print_json
-from aiodigest.cli.rendering import count
-from aiodigest.errors import printable
+from aiodigest.cli.rendering import count, printable
 
 REPLICAS = "The wait_replicas of the engines, to check whether there are enough replicas, and whether it is enough."
 Replicas: TypeAlias = Annotated[int, typer.Option("--wait-replicas", metavar="N", min=0, help=REPLICAS)]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from aiodigest import AiodigestError, InvalidState
-from aiodigest.cli.rendering import LINE_WIDTH, as_json, shortened
-from aiodigest.errors import printable
+from aiodigest.cli.rendering import LINE_WIDTH, as_json, printable, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,18 +5,30 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from datetime import datetime
 from io import StringIO
 from typing import Any
 
 from aiodigest import JSON, DeadLetter, Digest, Record, Timeline
-from aiodigest.errors import printable
 
+JOINERS = "\u200c\u200d\xad"  # within words of many scripts and within emoji; and hyphens for the end of a line
 VALUE_WIDTH = 200  # characters of a value in readable text
 FIELD_WIDTH = 60  # characters of one field of it
 LINE_WIDTH = 4_000  # characters of a line, whatever is in it
 RAW_WIDTH = 100  # characters of a value that is not JSON
+
+
+def printable(text: str) -> str:
+    """Return the text in one line, as it is written but for what may control a terminal (``\\x1b``, ``\\u202e``)."""
+    if text.isprintable():
+        return text
+    return "".join(c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or character in JOINERS or unicodedata.category(character) == "Zs"
 
 
 def shortened(text: str, length: int) -> str:

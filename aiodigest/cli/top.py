@@ -20,8 +20,7 @@ from aiodigest import JSON, AiodigestError, BackendUnavailable, DigestEngine, He
 from aiodigest.cli.event_loop import run_until, stopped_by
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, duration, parsed_option
 from aiodigest.cli.output import console, is_terminal, print_json
-from aiodigest.cli.rendering import count, view_json
-from aiodigest.errors import printable
+from aiodigest.cli.rendering import count, printable, view_json
 
 if TYPE_CHECKING:
     from rich.console import Group
