@@ -327,6 +327,29 @@ async def test_a_shard_whose_server_is_away_does_not_hold_up_what_is_to_be_alone
         await inbox.outcome(2)
 
 
+async def test_after_an_outage_in_which_a_shard_held_nothing_what_it_claims_alone_is_waited_for() -> None:
+    backend = WatchedBackend(shards=2, held="renew")
+    alone, before, newer = keys_of(backend, 0, 1, 1)
+    inbox = Receiver(**{before: LEASE})
+    async with delivering(inbox, backend):
+        await settle()
+        backend.down_shards = {0}
+        backend.take_down("claim")
+        await backend.put(before, 1)
+        await inbox.digest()
+        await lost(backend, alone, times=2)
+        await asyncio.sleep(LEASE / 4)  # claims fail
+        backend.bring_up()  # a claim is answered before a renewal is
+        while not backend.machines[0].leased[alone]:
+            await asyncio.sleep(0.1)
+        await backend.put(newer, 1)  # while the other is waited for
+        await asyncio.sleep(1)
+        backend.gates["renew"].set()
+        await inbox.outcome(3)
+    assert not inbox.beside[alone]
+    assert inbox.began[newer] == pytest.approx(inbox.ended[alone], abs=0.1)
+
+
 async def test_a_doubtful_digest_is_told_when_it_is_tried_and_not_each_time_its_destination_keeps_it_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

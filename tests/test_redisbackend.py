@@ -459,6 +459,7 @@ async def test_a_script_that_comes_too_late_does_nothing(
             "layout": lambda: run("layout", f"{{{namespace}}}:other", ["version", "", "2:1:1"]),
             "reshard": lambda: run("reshard", backend.namespace.root, ["2:1:1", "", "2:2:2"]),
             "drain": lambda: run("drain", backend.namespace.root, ["2:1:1", "", "2:1:1:draining"]),
+            "erase": lambda: run("erase", backend.namespace.root, ["", "", *dump(client, namespace)]),
         }
         assert verbs.keys() == scripts.load_scripts().keys() - {"permits"}  # which leaves nothing behind
         before = dump(client, namespace)

@@ -62,7 +62,7 @@ class Leases:
         self.active: dict[ActiveDelivery, None] = {}  # a set, in the order of the claims
         self.unreported: set[ActiveDelivery] = set()  # their latest call failed, and is tried again
         self._timer = Timer(self._expire, copy_context())  # for the lease that ends first
-        self._failures = 0  # calls that failed
+        self.failures = 0  # calls that failed
         self._failures_answered = 0  # how many had, when the renewal was sent that was answered last
         self._standstills = shared.standstill.count  # how often the loop had stood still by then
         self._renewed = self._heard = asyncio.get_running_loop().time()  # and when the store last heard of this worker
@@ -70,7 +70,7 @@ class Leases:
     @property
     def is_cut_off(self) -> bool:
         """True if a call has failed, and no renewal sent since has been answered."""
-        return self._failures > self._failures_answered
+        return self.failures > self._failures_answered
 
     def must_look(self) -> bool:
         """Return True if leases may have ended unnoticed: nothing is claimed until they are renewed or lost."""
@@ -89,7 +89,7 @@ class Leases:
         return sum(each.stage != "reporting" for each in self.active)
 
     def failed(self, error: Exception, calls: str) -> None:
-        self._failures += 1
+        self.failures += 1
         self._shared.availability.failed(error, calls)
         self._shared.limit.changed.set()  # what waits to be reported makes room for others
 
@@ -109,9 +109,13 @@ class Leases:
             if not self.unreported:
                 self._shared.availability.answered(self.reports)
 
-    def heard(self, at: float) -> None:
-        """Note that the store has answered a claim that was sent at this time, and heard of this worker by it."""
+    def heard(self, at: float, failures: int) -> None:
+        """Note that the store has answered a claim that was sent at this time, when so many calls had failed, and heard
+        of this worker by it."""
         self._heard = at
+        if self.is_cut_off and not self.active:  # there is no lease that a renewal could find lost
+            self._failures_answered = failures
+            self._shared.availability.answered(self.calls)
 
     def extend(self, active: ActiveDelivery, since: float) -> None:
         """Trust a lease until its end, and not a moment longer, even if a call to renew it hangs.
@@ -164,7 +168,7 @@ class Leases:
     async def renew(self) -> None:
         """Renew the leases, or only report that there is a worker. Leases of callbacks that do not end are left out."""
         renewed = [(active, active.lease) for active in self.active if not active.is_overdue]
-        sent, failures = asyncio.get_running_loop().time(), self._failures
+        sent, failures = asyncio.get_running_loop().time(), self.failures
         standstills = self._shared.standstill.count
         leases, lease_ms = [lease for _, lease in renewed], milliseconds(self._shared.lease_timeout)
         kept = await self._shared.backend.renew(self._shard, leases, lease_ms)

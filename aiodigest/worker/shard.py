@@ -157,7 +157,7 @@ class ShardWorker:
     async def _claim(self, count: int) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
         shared, loop = self._shared, asyncio.get_running_loop()
-        sent, sample = loop.time(), shared.limit.draws
+        sent, failures, sample = loop.time(), self.leases.failures, shared.limit.draws
         wanted = BROAD_CLAIM if self._brings_little else count
         with shared.limit.doubts.asking(not self._claim_failed) as doubtful:
             try:
@@ -178,7 +178,7 @@ class ShardWorker:
                 self._claim_failed = True
                 return None
             shared.availability.answered(self._claims)
-            self.leases.heard(sent)
+            self.leases.heard(sent, failures)
             self._claim_failed = False
             shared.notice_layout()
             log_losses(claims)
