@@ -340,8 +340,8 @@ async def test_after_an_outage_in_which_a_shard_held_nothing_what_it_claims_alon
         await lost(backend, alone, times=2)
         await asyncio.sleep(LEASE / 4)  # claims fail
         backend.bring_up()  # a claim is answered before a renewal is
-        while not backend.machines[0].leased[alone]:
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(LEASE / 10)
+        assert backend.machines[0].leased[alone] > 0
         await backend.put(newer, 1)  # while the other is waited for
         await asyncio.sleep(1)
         backend.gates["renew"].set()
