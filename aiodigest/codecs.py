@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from pydantic_core import ValidationError, from_json, to_json
@@ -22,7 +22,7 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter  # a third of what importing aiodigest would take: it comes with the first codec
+    from pydantic import TypeAdapter
     from typing_extensions import TypeForm
 
 T = TypeVar("T", default=JSON)
@@ -71,21 +71,33 @@ class JSONCodec(Generic[T]):
     def __init__(
         self, value_type: TypeForm[T] | TypeAdapter[T] = JSON, *, compress_above: int = 1024, max_size: int = 1_048_576
     ) -> None:
-        from pydantic import TypeAdapter
-
         self._compress_above = whole(compress_above, "compress_above", 0, LARGEST)
         self._max_size = whole(max_size, "max_size", 1, LARGEST)
         self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)
-        try:
-            self._adapter: TypeAdapter[T] = (
-                value_type if isinstance(value_type, TypeAdapter) else TypeAdapter(value_type)
-            )
-            config = getattr(self._adapter, "_config", None)
-            self._round_trip = RoundTrip({"type": "default", "schema": self._adapter.core_schema, "config": config})
-        except Exception as error:  # of pydantic, or of a type that says itself what its schema is
-            raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
+        self._value_type = value_type
+        if not self._any_json:
+            try:
+                self._validate = self._validate  # now, and not with the first value: the type may be none
+            except Exception as error:  # of pydantic, or of a type that says itself what its schema is
+                raise InvalidArgument(f"value_type must be a type that pydantic knows: {_reason(error)}") from error
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[T]:
+        # Any JSON needs it only to say what is wrong with a value: to import and build it takes a third of the time
+        # from a program's start to its first add.
+        from pydantic import TypeAdapter
+
+        return self._value_type if isinstance(self._value_type, TypeAdapter) else TypeAdapter(self._value_type)
+
+    @cached_property
+    def _round_trip(self) -> RoundTrip:
+        config = getattr(self._adapter, "_config", None)
+        return RoundTrip({"type": "default", "schema": self._adapter.core_schema, "config": config})
+
+    @cached_property
+    def _validate(self) -> Callable[[T], T]:
         validate = partial(self._adapter.validate_python, strict=True)
-        self._validate = partial(validate, by_alias=False, by_name=True) if self._round_trip.renames_keys else validate
+        return partial(validate, by_alias=False, by_name=True) if self._round_trip.renames_keys else validate
 
     def encode(self, value: T, /) -> bytes:
         """Encode ``value`` as bytes.
