@@ -71,14 +71,14 @@ from aiodigest.session.background import BackgroundSession, Session
 from aiodigest.session.deliveries import begin_delivery, end_delivery
 from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
-from aiodigest.worker.contents import read
-from aiodigest.worker.delivery import Callback, Dispatcher, Tracing
 from aiodigest.worker.reasons import describe
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
+
+    from aiodigest.worker.delivery import Callback, Dispatcher, Tracing
 
 T = TypeVar("T", default=JSON)
 Item = TypeVar("Item")
@@ -95,7 +95,7 @@ class Registered(Generic[T]):
     """Everything that users register with an engine, and what it has counted since."""
 
     callback: Callback[T] | None = None
-    chosen: list[Callback[T]] = field(default_factory=list[Callback[T]])  # those given to `delivering`, the latest last
+    chosen: list[Callback[T]] = field(default_factory=list)  # those given to `delivering`, the latest last
     observers: list[Callable[[Delivery], None]] = field(default_factory=list[Callable[[Delivery], None]])
     tracing: Tracing | None = None
     added: int = 0  # records
@@ -463,6 +463,8 @@ class DigestEngine(Generic[T]):
         raise ConfigurationError(f"engine {self.namespace!r} {own.elsewhere}")
 
     def _dispatcher(self, callback: Callback[T]) -> Dispatcher[T]:
+        from aiodigest.worker.delivery import Dispatcher  # not needed just to add
+
         lease_timeout, timeout, tracing = self.lease_timeout, self.delivery_timeout, self._registered.tracing
         policy = partial(self._policies.of, timeout=timeout)
         return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing, self.bounds)
@@ -795,6 +797,8 @@ class DigestEngine(Generic[T]):
             await asyncio.sleep(PACE)
 
     async def _records(self, entries: Sequence[bytes]) -> tuple[Record[T | bytes], ...]:
+        from aiodigest.worker.contents import read  # not needed just to add
+
         contents = await read(entries, Bounded(self.codec, self.bounds.digest))
         return (*contents.records, *contents.raw)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, cast, runtime_checkable
@@ -262,7 +262,7 @@ class Namespace:
                     if await self.note(self.root, "current", layout.current, replicas) != layout.current.version:
                         await self.look_up()
                     elif self.layout.current == layout.current:
-                        self._layout = replace(self.layout, is_rumoured=False)
+                        self._layout = self.layout._replace(is_rumoured=False)
                     continue
                 try:
                     sent = True

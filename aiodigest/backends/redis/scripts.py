@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from hashlib import sha1
 from pathlib import Path
 from textwrap import indent
@@ -53,18 +52,44 @@ class Shape(NamedTuple):
     items: Sequence[Shape] | None  # of a list: one for any number of such, several for just these
 
 
-@dataclass(frozen=True, slots=True)
 class Script:
-    """A script, and what its header declares."""
+    """A script, and what its header declares: ``parts`` of the work for which a user needs it ("add", "deliver",
+    "look", "move by hand"), and ``commands``: if the user may not run one, the script is not begun, because refused
+    half-way it is half done.
 
-    source: str
-    sha: str
-    parts: frozenset[str]  # of the work for which a user needs it: "add", "deliver", "look", "move by hand"
-    commands: frozenset[str]  # if the user may not run one, the script is not begun: refused half-way, it is half done
-    repeatable: bool  # running it twice is harmless
-    timed: bool  # ARGV[2] may say from when on it does nothing
-    replicated: bool  # waited for by `wait_replicas`: must not be forgotten once it was answered
-    reply: Shape
+    Its text is put together when it is first asked for: all of them would take a tenth of a cold process's first add.
+    """
+
+    def __init__(self, name: str, texts: Mapping[str, str]) -> None:
+        self._name = name
+        self._texts = texts
+        head = texts[name].partition("\n\n")[0]
+        self._header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(head)}
+        flags = self._header.get("Flags", "").split(", ")
+        self.parts = frozenset(filter(None, self._header.get("Parts", "").split(", ")))
+        self.commands = frozenset(self._header.get("Commands", "").split())
+        self.begins_namespace = "begins-namespace" in flags
+        self.repeatable = "repeatable" in flags  # running it twice is harmless
+        self.replicated = "replicated" in flags  # waited for by `wait_replicas`: must not be forgotten once answered
+
+    @cached_property
+    def source(self) -> str:
+        body = assemble(self._name, self._texts.__getitem__)
+        given = {"CREATES": str(self.begins_namespace).lower(), **CONSTANTS}
+        return FIRST + "".join(f"local {key} = {value}\n" for key, value in given.items() if key in body) + body
+
+    @cached_property
+    def sha(self) -> str:
+        return sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    @cached_property
+    def timed(self) -> bool:
+        """True if ARGV[2] may say from when on it does nothing."""
+        return "\n-- late: " in self.source
+
+    @cached_property
+    def reply(self) -> Shape:
+        return read_shape(self._header["Reply"])
 
 
 def assemble(name: str, read: Callable[[str], str]) -> str:
@@ -90,32 +115,16 @@ def assemble(name: str, read: Callable[[str], str]) -> str:
 def load_scripts() -> Mapping[str, Script]:
     """Read all scripts, once a process: they then match its code, even if the package is replaced while it runs,
     and the first failure of a delivery needs no file that can be opened."""
-
-    @cache
-    def read(part: str) -> str:
-        return (LUA / f"{part}.lua").read_text(encoding="utf-8")
-
-    scripts: dict[str, Script] = {}
     try:
-        for name in sorted(path.stem for path in LUA.iterdir() if path.suffix == ".lua"):
-            body = assemble(name, read)
-            header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(read(name))}
-            flags = header.get("Flags", "").split(", ")
-            given = {"CREATES": str("begins-namespace" in flags).lower(), **CONSTANTS}
-            constants = FIRST + "".join(f"local {key} = {value}\n" for key, value in given.items() if key in body)
-            scripts[name] = Script(
-                constants + body,
-                sha1((constants + body).encode(), usedforsecurity=False).hexdigest(),
-                frozenset(filter(None, header.get("Parts", "").split(", "))),
-                frozenset(header.get("Commands", "").split()),
-                "repeatable" in flags,
-                "\n-- late: " in body,
-                "replicated" in flags,
-                read_shape(header["Reply"]),
-            )
+        texts = {
+            folder + path.stem: path.read_text(encoding="utf-8")
+            for folder in ("", "shared/")
+            for path in (LUA / folder).iterdir()
+            if path.suffix == ".lua"
+        }
     except OSError as error:
         raise BackendUnavailable(f"the scripts of aiodigest cannot be read: {error}") from error
-    return scripts
+    return {name: Script(name, texts) for name in sorted(texts) if "/" not in name}
 
 
 def load_script(name: str) -> Script:
