@@ -13,7 +13,6 @@ from typing_extensions import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.models import JSON
-from aiodigest.records.roundtrip import RoundTrip
 from aiodigest.records.validation import whole
 
 if sys.version_info >= (3, 14):
@@ -24,6 +23,8 @@ else:
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from typing_extensions import TypeForm
+
+    from aiodigest.records.roundtrip import RoundTrip
 
 T = TypeVar("T", default=JSON)
 
@@ -74,7 +75,7 @@ class JSONCodec(Generic[T]):
         self._compress_above = whole(compress_above, "compress_above", 0, LARGEST)
         self._max_size = whole(max_size, "max_size", 1, LARGEST)
         self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)
-        self._value_type = value_type
+        self._value_type: TypeForm[T] | TypeAdapter[T] = value_type
         if not self._any_json:
             try:
                 self._validate = self._validate  # now, and not with the first value: the type may be none
@@ -87,10 +88,13 @@ class JSONCodec(Generic[T]):
         # from a program's start to its first add.
         from pydantic import TypeAdapter
 
-        return self._value_type if isinstance(self._value_type, TypeAdapter) else TypeAdapter(self._value_type)
+        given = self._value_type
+        return given if isinstance(given, TypeAdapter) else TypeAdapter(given)
 
     @cached_property
     def _round_trip(self) -> RoundTrip:
+        from aiodigest.records.roundtrip import RoundTrip
+
         config = getattr(self._adapter, "_config", None)
         return RoundTrip({"type": "default", "schema": self._adapter.core_schema, "config": config})
 

@@ -12,10 +12,10 @@ from servers import Server
 HEAVY = {
     "pydantic.type_adapter", "pydantic.main",  # for other values than plain JSON, and to say what is wrong with one
     "anyio",  # only if the program itself uses it
-    "aiodigest.scheduler", "aiodigest.testing", "aiodigest.worker.contents", "aiodigest.worker.delivery",
-    "aiodigest.worker.shard", "aiodigest.backends.embedded.server", "aiodigest.backends.memory.backend",
-    "aiodigest.backends.redis.diagnostics.server", "aiodigest.integrations", "platformdirs", "rich.console",
-    "rich.markup", "rich.text", "starlette", "uvicorn", "uvloop", "zoneinfo",
+    "aiodigest.records.roundtrip", "aiodigest.scheduler", "aiodigest.testing", "aiodigest.worker.contents",
+    "aiodigest.worker.delivery", "aiodigest.worker.shard", "aiodigest.backends.embedded.server",
+    "aiodigest.backends.memory.backend", "aiodigest.backends.redis.diagnostics.server", "aiodigest.integrations",
+    "platformdirs", "rich.console", "rich.markup", "rich.text", "starlette", "uvicorn", "uvloop", "zoneinfo",
 }  # fmt: skip
 STORE = {"redis", "hiredis", "opentelemetry", "pydantic", "aiodigest.backends.redis.scripts"}  # comes with an engine
 ADD = """
@@ -27,6 +27,16 @@ async def main():
         await engine.add("key", {"a": [1, 2.5, None, "text"]})
 
 asyncio.run(main())
+"""
+HELP = """
+import sys
+from aiodigest.__main__ import main
+
+sys.argv[1:] = ["--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
 """
 
 
@@ -50,8 +60,6 @@ def test_the_first_add_of_a_process_imports_neither_what_delivers_nor_what_build
 
 
 def test_the_help_of_the_command_line_imports_no_client_and_nothing_that_renders() -> None:
-    modules = imported(
-        "import sys; from aiodigest.__main__ import main; sys.argv[1:] = ['--help']\ntry: main()\nexcept SystemExit: pass"
-    )
+    modules = imported(HELP)
     assert "aiodigest.cli.app" in modules
     assert not modules & (HEAVY | STORE)

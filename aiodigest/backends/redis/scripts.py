@@ -64,9 +64,9 @@ class Script:
         self._name = name
         self._texts = texts
         head = texts[name].partition("\n\n")[0]
-        self._header = {field: value.replace("\n--", " ") for field, value in HEADER.findall(head)}
+        self._header: dict[str, str] = {field: value.replace("\n--", " ") for field, value in HEADER.findall(head)}
         flags = self._header.get("Flags", "").split(", ")
-        self.parts = frozenset(filter(None, self._header.get("Parts", "").split(", ")))
+        self.parts = frozenset(part for part in self._header.get("Parts", "").split(", ") if part)
         self.commands = frozenset(self._header.get("Commands", "").split())
         self.begins_namespace = "begins-namespace" in flags
         self.repeatable = "repeatable" in flags  # running it twice is harmless
