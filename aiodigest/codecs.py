@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from pydantic_core import ValidationError, from_json, to_json
 from typing_extensions import TypeVar
@@ -88,8 +88,9 @@ class JSONCodec(Generic[T]):
         # from a program's start to its first add.
         from pydantic import TypeAdapter
 
-        given = self._value_type
-        return given if isinstance(given, TypeAdapter) else TypeAdapter(given)
+        if isinstance(self._value_type, TypeAdapter):
+            return cast("TypeAdapter[T]", self._value_type)
+        return TypeAdapter(self._value_type)
 
     @cached_property
     def _round_trip(self) -> RoundTrip:
