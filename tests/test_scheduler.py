@@ -112,6 +112,24 @@ async def test_an_idle_worker_claims_three_times_a_minute(waits_for: str) -> Non
     assert inbox.times == pytest.approx([10 * MINUTE] if waits_for == "a due time" else [], abs=0.01)
 
 
+class SlowDisk(WatchedBackend):
+    """Answers a claim only half a second after it was carried out."""
+
+    async def claim(self, *arguments: Any, **flags: Any) -> Claims:
+        claims = await super().claim(*arguments, **flags)
+        await asyncio.sleep(0.5)
+        return claims
+
+
+async def test_the_time_for_which_an_answer_waits_does_not_make_the_next_claim_late() -> None:
+    inbox, backend = Inbox(), SlowDisk()
+    await backend.put("key", 1, policy=policy(initial_delay=10))
+    async with delivering(inbox, backend):
+        await asyncio.sleep(15)
+        assert backend.times("claim")[1] == pytest.approx(10, abs=0.01)
+    assert inbox.times == pytest.approx([10.5], abs=0.01)
+
+
 @pytest.mark.parametrize("how", ["by another process", "by add", "by add_many"])
 async def test_an_add_wakes_a_sleeping_worker_at_once_in_its_own_process_without_the_wake_up_stream(how: str) -> None:
     inbox, backend = Inbox(), WatchedBackend(held="" if how == "by another process" else "wait")

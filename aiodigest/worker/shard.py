@@ -28,6 +28,14 @@ BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
 
+def time_to_sleep(wait_ms: int | None, passed: float, longest: float) -> float:
+    """Seconds until something is due, as a claim has told that was sent ``passed`` seconds ago; at most ``longest``.
+
+    The store told it before its answer set out, which may have waited for a disk: so the sleep counts from the call.
+    """
+    return longest if wait_ms is None else min(longest, max(0.0, wait_ms / 1000 - passed))
+
+
 class WakeUps:
     """Waits for wake-ups. ``listen`` waits for an entry of the stream after a given one, and returns the last.
 
@@ -135,9 +143,11 @@ class ShardWorker:
     # Claiming
 
     async def _claim_and_sleep(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while count := await self._shared.limit.available(1 if self._claim_failed else CLAIM):
                 self.wakeups.woken.clear()
+                sent = loop.time()
                 claims = await self._claim(count)
                 if claims is not None and claims.barred:
                     self._shared.limit.doubts.bar(self.wakeups.woken)
@@ -148,7 +158,7 @@ class ShardWorker:
                 elif claims.wait_ms != 0:
                     # until something is due, the stream tells of it, or a third of a lease has passed
                     longest, self._first_share = self._shared.lease_timeout / 3 * self._first_share, 1.0
-                    timeout = longest if claims.wait_ms is None else min(longest, claims.wait_ms / 1000)
+                    timeout = time_to_sleep(claims.wait_ms, loop.time() - sent, longest)
                     await self.wakeups.wait(claims.wake_up, timeout)
         finally:
             self._shared.limit.doubts.forget(self.wakeups.woken)
