@@ -7,7 +7,7 @@ SPREAD := -n auto --dist worksteal
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest $(SPREAD)
 STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisbackend shards cluster replication sentinel)))
 
-.PHONY: demo test test-all test-valkey test-redis test-stores check docs reference picture coverage simulation chaos soak bench bench-smoke latency \
+.PHONY: demo test test-all test-valkey test-redis test-stores check docs reference picture coverage simulation chaos soak bench bench-more bench-smoke latency \
 	overload mutants mutants-drawn dist check-deps test-pythons test-oldest format clean
 
 demo: $(VENV)/.standard
@@ -82,13 +82,20 @@ chaos: $(VENV)/.dev
 soak: $(VENV)/.dev
 	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-# all comparisons, some twenty minutes on a quiet machine; ONLY="adding import" some of them, ROUNDS=9 more often
+# less than ten minutes on a quiet machine; RECORD=1 writes its table into docs/performance.md; ONLY="adding import" some
+# comparisons, of all that there are; ROUNDS=3 less often; BEFORE=c01ff09: the commit that is compared with
 bench: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS))
+	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) --rounds $(or $(ROUNDS),$(if $(ONLY),5,10)) \
+		$(if $(BEFORE),--before $(BEFORE)) $(if $(RECORD),--record)
+
+# what make bench leaves out: uvloop, instruments, threads, large backlogs; some fifteen minutes
+bench-more: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks --table bench-more $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(RECORD),--record) \
+		--json .bench/more.json --markdown .bench/more.md
 
 # a minute: does each of them run?
 bench-smoke: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks --rounds 2 --scale 0.02 --json .bench/smoke.json --markdown .bench/smoke.md
+	@$(BIN)/python -m benchmarks --all --rounds 2 --scale 0.02 --json .bench/smoke.json --markdown .bench/smoke.md
 
 latency: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks --disk --only callback lateness idle \

@@ -1,4 +1,4 @@
-"""All comparisons in one run: ``make bench``, or ``make bench-smoke`` to see that each of them runs."""
+"""Comparisons in one run: ``make bench``, or ``make bench-smoke`` to see that each of them runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import adding, backlog, blocking, costs, delivering, importing, overload, scaling, telemetry, waiting
+from benchmarks import (
+    adding,
+    backlog,
+    before,
+    blocking,
+    costs,
+    delivering,
+    importing,
+    overload,
+    scaling,
+    telemetry,
+    waiting,
+)
 from benchmarks.peers.environments import Peers
 from benchmarks.programs import in_short
-from benchmarks.report import Report, Row, figure, machine
-from benchmarks.setting import LOOPS, Setting, fresh_server, play
+from benchmarks.report import Report, Row, figure, machine, record
+from benchmarks.setting import FOLDER, LOOPS, Setting, fresh_server, play
 
 Compare = Callable[[Setting], AsyncGenerator[Row, None]]
 # What depends on the event loop is measured on each.
@@ -23,7 +35,9 @@ BY_LOOP: Mapping[str, Compare] = {
     "delivering": delivering.compare,
 }
 ONCE: Mapping[str, Compare] = {
+    "before": before.compare,
     "time": costs.time_of_adds,
+    "hot": costs.time_of_one,
     "memory": costs.memory,
     "callback": waiting.to_callback,
     "lateness": waiting.lateness,
@@ -40,7 +54,16 @@ ONCE: Mapping[str, Compare] = {
     "telemetry": telemetry.compare,
     "scaling": scaling.compare,
 }
-FOLDER = Path(".bench")
+# The comparisons of each table of the page; the first is what is run unless it is said otherwise.
+TABLES: Mapping[str, Sequence[str]] = {
+    "bench": ("adding", "before", "delivering", "time", "hot", "memory", "callback", "lateness", "idle", "import"),
+    "bench-more": (
+        "adding-uvloop", "delivering-uvloop", "sync", "telemetry", "worker-memory", "large", "due", "size", "producers",
+        "one", "aside",
+    ),
+}  # fmt: skip
+BEFORE = "c01ff09"  # the last commit whose adds to one timeline were appended one by one
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 
 def comparisons() -> Mapping[str, tuple[str, Compare]]:
@@ -58,7 +81,7 @@ async def on_a_fresh_server(
     async with fresh_server(options.disk) as (server, port):
         report.facts["server"] = server
         url = f"redis://127.0.0.1:{port}/0"
-        setting = Setting(url, port, loop, options.rounds, options.scale, peers, options.disk)
+        setting = Setting(url, port, loop, options.rounds, options.scale, peers, options.disk, options.before)
         async for row in compare(setting):
             report.rows.append(row)
             print("  ".join(cell for cell in row.cells() if cell), flush=True)
@@ -69,31 +92,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="how much of each figure's numbers is done")
-    parser.add_argument("--only", nargs="*", default=list(known), choices=list(known), metavar="NAME",
+    parser.add_argument("--only", nargs="*", choices=list(known), metavar="NAME",
                         help=f"some of: {', '.join(known)}")  # fmt: skip
+    parser.add_argument("--all", action="store_const", dest="only", const=list(known), help="all of them")
+    parser.add_argument("--table", choices=list(TABLES), default="bench", help="those of a table of the page")
+    parser.add_argument("--before", default=BEFORE, metavar="REVISION",
+                        help="the commit that adds to one timeline stand beside (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--record", action="store_true", help=f"write the table into {PAGE.name}: a whole one")
     parser.add_argument("--disk", action="store_true", help="have the server write to disk, as an embedded one does")
     parser.add_argument("--strict", action="store_true", help="fail if a figure is missed that must be met")
     parser.add_argument("--json", type=Path, default=FOLDER / "bench.json")
     parser.add_argument("--markdown", type=Path, default=FOLDER / "bench.md")
     options = parser.parse_args()
+    if options.record and (options.only is not None or options.scale != 1):
+        parser.error("--record writes a whole table: it goes with neither --only nor --all nor --scale")
+    names: Sequence[str] = TABLES[options.table] if options.only is None else options.only
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does: no server is left behind
     began = time.monotonic()
-    report, failed = Report(machine()), list[str]()
+    report, failed = Report(machine() | {"loop": "asyncio unless said otherwise, the peers' too"}), list[str]()
     peers = Peers(report.facts)
-    if BY_LOOP.keys() & set(options.only):
+    if BY_LOOP.keys() & set(names):
         peers.find(FOLDER / "peers")
-    for name in options.only:
+    for name in names:
         loop, compare = known[name]
+        started = time.monotonic()
         try:
             play(loop, on_a_fresh_server(compare, loop, report, peers, options))
         except Exception as error:  # the others are measured all the same
             traceback.print_exc()
             failed.append(name)
             report.facts[f"{name} failed"] = in_short(error)
+        print(f"-- {name}: {time.monotonic() - started:.0f} s", flush=True)
         report.facts["took"] = f"{time.monotonic() - began:.0f} s, {options.rounds} rounds, scale {options.scale:g}"
         report.write(options.json, options.markdown)
     missed = [row for row in report.rows if row.met is False]
     print(f"{len(report.rows)} figures, {len(missed)} missed; {options.markdown} and {options.json} have the table")
+    if summary := report.summary():
+        print("", *summary, sep="\n")
+    if options.record and not failed:
+        record(PAGE, options.table, report.recorded())
     if options.strict:
         failed += [f"{row.what} ({figure(row.value)}, wanted {row.wanted})" for row in missed if row.must]
     if failed:

@@ -17,7 +17,7 @@ MANY = 1_000
 
 async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     await setting.flush()
-    count, few = setting.some(20_000, 400), setting.some(3_000, 50)
+    count, few, jobs = setting.some(20_000, 400), setting.some(2_000, 50), setting.some(2_000, 100)
     async with engine(setting.url) as ours, naive(setting.url) as scripts, setting.client() as client:
         ready = [scripts.packed(key_of(number), VALUE) for number in range(few)]
 
@@ -34,9 +34,9 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
             await scripts.begin()
             return await timed(work)
 
-        async def enqueue(peer: Peer) -> float:
+        async def enqueue(peer: Peer, what: str = "enqueue") -> float:
             await setting.flush()
-            return (await setting.ask(peer, "enqueue", count // 4))["seconds"]
+            return (await setting.ask(peer, what, jobs))["seconds"]
 
         for add in (ours.add, scripts.add):  # connections are made, and scripts loaded
             await spread(add, TIMELINES, 200)
@@ -46,16 +46,21 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
         took = await in_turn(
             setting.rounds,
             **{peer.name: partial(enqueue, peer) for peer in setting.found},
+            **{
+                f"{peer.name}, {peer.batches}": partial(enqueue, peer, "batches")
+                for peer in setting.found
+                if peer.batches
+            },
             ours=partial(fresh, lambda: spread(ours.add, count, 200)),
-            naive=partial(fresh, lambda: spread(scripts.add, count // 4, 200)),
+            naive=partial(fresh, lambda: spread(scripts.add, jobs, 200)),
             push=partial(fresh, lambda: push(client, count)),
             many=partial(fresh, many),
             alone=partial(fresh, lambda: spread(ours.add, few, 1)),
             bare=partial(fresh, bare),
         )
     names = [peer.name for peer in setting.found]
-    counts = dict.fromkeys(names, count // 4) | {
-        "naive": count // 4,
+    batches = [name for name in took if ", " in name]
+    counts = dict.fromkeys([*names, *batches, "naive"], jobs) | {
         "many": -(-count // MANY) * MANY,
         "alone": few,
         "bare": few,
@@ -67,8 +72,10 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
 
     for name in sorted(names, key=lambda name: -median(rates[name])):
         best = median(rates[name]) == max(median(rates[other]) for other in names)
-        yield row("add from 200 tasks", "ours", f"{name}, enqueue", name, 8 if best else None)
-    yield row("add from 200 tasks", "ours", "a call an add, 50 connections", "naive", 6)
+        yield row("add from 200 tasks", "ours", f"{name}, enqueue", name, 12 if best else None)
+    yield row("add from 200 tasks", "ours", "a call an add, 50 connections", "naive", 11)
     yield row("add from 200 tasks", "ours", "RPUSH in pipelines of 100", "push", 0.8)
     yield row("add from 1 task", "alone", "a bare call of the script", "bare", 0.75)
     yield row("add_many of 1,000", "many", "RPUSH in pipelines of 100", "push", 1.0)
+    for name in batches:
+        yield row("add_many of 1,000", "many", f"{name} of 1,000", name, None)

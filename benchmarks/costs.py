@@ -15,6 +15,7 @@ from benchmarks.setting import Setting, in_turn
 
 SIDE = 1_000  # timelines of a small namespace
 LATER = Policy(initial_delay=1_000)
+SCRIPT = "a script like those of 2017"
 
 
 async def spent(client: Any, work: Callable[[], Awaitable[object]], adds: int) -> float:
@@ -66,7 +67,7 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
 
 
 async def memory(setting: Setting) -> AsyncGenerator[Row, None]:
-    timelines, records = setting.some(1_000, 50), 20
+    timelines, records = setting.some(300, 50), 20
 
     async def of(add: Adder, client: Any) -> float:
         before = (await client.info("memory"))["used_memory"]
@@ -138,3 +139,46 @@ async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
     yield Row(
         f"server time an add, waiting timeline beside {large:,}", beside, "us", took["again"], took["again_few"], 1.5
     )
+
+
+def to_one(add: Adder) -> Adder:
+    """All to one timeline, but to the next before it is full."""
+    numbers = count()
+    return lambda _, value: add(f"one-{next(numbers) // (SIDE - 200)}", value)
+
+
+async def time_of_one(setting: Setting) -> AsyncGenerator[Row, None]:
+    """What an add takes of the server if all go to one timeline, and how fast the layout of 2017 can be."""
+    goes, few = setting.some(6, 2), setting.some(400, 200)
+
+    async def least(client: Any, add: Adder, tasks: int) -> float:
+        """Of several goes: what other programs take of the core makes each longer, and nothing makes it shorter."""
+        await spread(add, TIMELINES, tasks)
+        return min([await spent(client, partial(spread, add, few, tasks), few) for _ in range(goes)])
+
+    async def ours(at_one: bool) -> float:
+        await setting.flush()
+        async with engine(setting.url) as one, setting.client() as client:
+            return await least(client, to_one(one.add) if at_one else one.add, 200)
+
+    async def theirs(at_one: bool, lean: bool) -> float:
+        await setting.flush()
+        async with setting.client() as client:
+            layout = Layout(client, lean)
+            await layout.begin()
+            return await least(client, to_one(layout.add) if at_one else layout.add, 20)
+
+    took = await in_turn(
+        setting.rounds,
+        one=partial(ours, True),
+        ready=partial(ours, False),
+        old_one=partial(theirs, True, False),
+        old=partial(theirs, False, False),
+        lean=partial(theirs, False, True),
+    )
+    lean = "that layout in as few steps as it can be written"
+    yield Row("server time an add, all to one timeline", SCRIPT, "us", took["one"], took["old_one"], 0.14)
+    yield Row(
+        "server time an add, ready timelines, the least of its goes", SCRIPT, "us", took["ready"], took["old"], 0.28
+    )
+    yield Row("server time an add, ready timelines, the least of its goes", lean, "us", took["ready"], took["lean"])

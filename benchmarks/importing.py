@@ -58,7 +58,7 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     }
     for work in works.values():
         await work()
-    times = await in_turn(max(setting.rounds, 5) * 3, **works)
+    times = await in_turn(max(setting.rounds, 15), **works)
     for name, what, bound in (
         ("import", "import aiodigest", 1.0),
         ("add", "import, engine and first add", 1.2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,11 @@ class Row:
         if self.theirs is None:
             return self.ours
         return [one / other for one, other in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def rival(self) -> str:
+        """The name of the peer that this is beside."""
+        return self.beside.partition(",")[0]
 
     @property
     def value(self) -> float:
@@ -82,6 +87,76 @@ def astray(what: str, difference: int) -> Row:
     return Row(f"{what}: records too few or too many", "", "", [abs(difference)], bound=0, must=True)
 
 
+# The five lines
+
+
+def best(rows: Sequence[Row], what: str, unit: str = "", beside: str = "") -> Row | None:
+    """Of the rows of a figure the one with a bound, which is of the strongest rival; on asyncio."""
+    found = [
+        row for row in rows
+        if row.what.startswith(what) and row.unit == (unit or row.unit) and beside in row.beside
+        and row.bound is not None and row.loop == "asyncio"
+    ]  # fmt: skip
+    return found[0] if found else None
+
+
+def of_adds(rows: Sequence[Row]) -> str:
+    row = best(rows, "add from 200 tasks", beside=", enqueue")
+    return f"An add, one of many at once, costs 1/{figure(row.value)} of a job's enqueue ({row.rival})." if row else ""
+
+
+def of_server(rows: Sequence[Row]) -> str:
+    row = best(rows, "server time an add, ready timelines", beside="2017")
+    one = best(rows, "server time an add, all to one timeline", beside="2017")
+    told = [f"{figure(row.value)} of what a script like those of 2017 took"] if row else []
+    told += [f"{figure(one.value)} if all go to one timeline"] if row and one else []
+    return f"Of its server an add takes {', '.join(told)}." if told else ""
+
+
+def of_digests(rows: Sequence[Row]) -> str:
+    row, records = best(rows, "digests of 10 records", beside=", jobs/s"), best(rows, "records of these")
+    if row is None or records is None:
+        return ""
+    return (
+        f"A digest of ten records costs 1/{figure(row.value)} of a job ({row.rival}), a record of it "
+        f"1/{figure(records.value)} ({records.rival})."
+    )
+
+
+def of_lateness(rows: Sequence[Row]) -> str:
+    middle, last = (
+        next((row for row in rows if row.what.startswith("lateness") and row.what.endswith(end)), None)
+        for end in (": median", ": p99")
+    )
+    if middle is None or last is None:
+        return ""
+    return (
+        f"A digest begins {figure(middle.value)} ms after it is due, 99 of 100 within {figure(last.value)} ms, on a "
+        "server that writes to disk."
+    )
+
+
+def of_rest(rows: Sequence[Row]) -> str:
+    idle, memory = best(rows, "commands of an idle worker"), best(rows, "server memory a record of 200 B")
+    told = [f"a worker with nothing to do sends {figure(idle.value)} commands a minute"] if idle else []
+    told += [f"a record of 200 bytes takes {figure(median(memory.ours))} of its server"] if memory else []
+    text = "; ".join(told)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+SUMMARY: Sequence[Callable[[Sequence[Row]], str]] = (of_adds, of_server, of_digests, of_lateness, of_rest)
+
+
+def record(page: Path, name: str, text: str) -> None:
+    """Write what a run found into a page, between the two comments that say so."""
+    begin, end = (f"<!-- figures of {name}: {side} -->" for side in ("begin", "end"))
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} has no place for the figures: {begin} ... {end}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 @dataclass
 class Report:
     """All rows of a run, and what it ran on."""
@@ -89,10 +164,22 @@ class Report:
     facts: dict[str, str]
     rows: list[Row] = field(default_factory=list[Row])
 
+    def table(self) -> list[str]:
+        cells = [HEADS, ["---"] * len(HEADS), *(row.cells() for row in self.rows)]
+        return [f"| {' | '.join(row)} |" for row in cells]
+
     def markdown(self) -> str:
-        table = [HEADS, ["---"] * len(HEADS), *(row.cells() for row in self.rows)]
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
-        return "\n".join([*lines, "", *(f"| {' | '.join(cells)} |" for cells in table)]) + "\n"
+        return "\n".join([*lines, "", *self.table()]) + "\n"
+
+    def summary(self) -> list[str]:
+        """What a person remembers of a run: at most five lines, of what was measured in it."""
+        return [line for tell in SUMMARY if (line := tell(self.rows))]
+
+    def recorded(self) -> str:
+        """What a page shows of a run: what it ran on, in short, and its table."""
+        facts = [f"* {name}: {value}" for name, value in self.facts.items()]
+        return "\n".join([*facts, "", *(f"* {line}" for line in self.summary()), "", *self.table()])
 
     def write(self, data: Path, table: Path) -> None:
         """As JSON, and as Markdown."""

@@ -12,6 +12,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
@@ -23,6 +24,7 @@ from benchmarks.peers.environments import Peer, Peers, run
 from benchmarks.programs import ProgramFailed, running
 
 Result = TypeVar("Result")
+FOLDER = Path(".bench")  # of environments and results
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop] | None] = {
     "asyncio": None,
     "uvloop": uvloop.new_event_loop,
@@ -44,6 +46,8 @@ class Setting:
     scale: float  # 1: as much as the figures ask for
     peers: Peers = field(default_factory=Peers)
     on_disk: bool = False  # servers write to disk before they answer: this one, and those that a comparison starts
+    before: str = "HEAD"  # the commit that is compared with
+    folder: Path = FOLDER
 
     @property
     def found(self) -> Sequence[Peer]:
@@ -55,7 +59,7 @@ class Setting:
         try:
             return await run(peer, self.peers.pythons[peer], what, self.url, "--count", count, timeout=timeout)
         except ProgramFailed as error:
-            self.peers.leave_out(peer, error)
+            self.peers.leave_out(peer.name, error)
             raise LeftOut from error
 
     def some(self, count: int, least: int = 1) -> int:

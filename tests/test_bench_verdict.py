@@ -11,8 +11,10 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import __main__ as program
+from benchmarks import before
 from benchmarks.backlog import FIRST_USE, Round, memory_row
-from benchmarks.report import Row, astray
+from benchmarks.programs import ProgramFailed
+from benchmarks.report import HEADS, Report, Row, astray, record
 from benchmarks.setting import Setting
 from benchmarks.worker import Seen
 
@@ -76,3 +78,81 @@ def test_make_overload_is_strict() -> None:
     makefile = Path(__file__).parents[1].joinpath("Makefile").read_text()
     recipe = makefile.partition("\noverload:")[2].partition("\n\n")[0]
     assert "-m benchmarks --strict --only large producers one" in recipe
+
+
+# the page and the five lines
+
+
+def test_the_page_has_a_place_for_each_table_and_its_columns_stand_there() -> None:
+    page = program.PAGE.read_text()
+    for name in program.TABLES:
+        begin, end = (f"<!-- figures of {name}: {side} -->" for side in ("begin", "end"))
+        assert page.count(begin) == page.count(end) == 1
+        assert f"| {' | '.join(HEADS)} |" in page.partition(begin)[2].partition(end)[0]
+
+
+def test_each_comparison_is_in_one_table_but_those_of_a_cluster_which_have_their_own_page() -> None:
+    listed = [name for names in program.TABLES.values() for name in names]
+    assert sorted([*listed, "scaling"]) == sorted(program.comparisons())
+
+
+def test_a_run_is_written_between_its_two_comments_and_nothing_else_changes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures of bench: begin -->\nold\n<!-- figures of bench: end -->\nafter\n")
+    report = Report({"machine": "2 cores"}, [Row("adds", "", "adds/s", [3.0])])
+    record(page, "bench", report.recorded())
+    text = page.read_text()
+    assert text.startswith("before\n<!-- figures of bench: begin -->\n* machine: 2 cores\n")
+    assert "| adds | asyncio | 3 |" in text
+    assert "old" not in text
+    assert text.endswith("\n<!-- figures of bench: end -->\nafter\n")
+    with pytest.raises(ValueError, match="no place for the figures"):
+        record(page, "bench-more", report.recorded())
+
+
+@pytest.mark.parametrize("arguments", [["--only", "idle"], ["--scale", "0.5"], ["--all"]])
+def test_a_part_of_a_run_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--record", *arguments])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "--record writes a whole table" in capsys.readouterr().err
+
+
+def test_five_lines_tell_what_to_remember_of_a_run() -> None:
+    rows = [
+        Row("add from 200 tasks", "saq, enqueue", "adds/s", [24.0], [2.0], 12, least=True),
+        Row("add from 200 tasks", "arq, enqueue", "adds/s", [24.0], [1.0]),
+        Row("add from 200 tasks", "a call an add", "adds/s", [24.0], [2.0], 11, least=True),
+        Row(
+            "server time an add, ready timelines, the least of its goes",
+            "a script like those of 2017",
+            "us",
+            [6.0],
+            [24.0],
+            0.28,
+        ),
+        Row("server time an add, all to one timeline", "its bare commands", "us", [3.0], [4.0], 0.8),
+        Row("server time an add, all to one timeline", "a script like those of 2017", "us", [3.0], [24.0], 0.14),
+        Row("digests of 10 records", "arq, jobs/s", "digests/s", [14.0], [2.0], 7, least=True),
+        Row("records of these", "taskiq, jobs/s", "records/s", [140.0], [2.5], 55, least=True),
+        Row("lateness of 1,000 timelines, 100 due a second, on disk: median", "", "ms", [1.8], bound=2),
+        Row("lateness of 1,000 timelines, 100 due a second, on disk: p99", "", "ms", [3.7], bound=4),
+        Row("commands of an idle worker", "(3 EVALSHA)", "a minute", [6.0], bound=6),
+        Row("server memory a record of 200 B, 20 a timeline", "the layout of 2017", "B", [260.0], [410.0], 0.72),
+    ]
+    assert Report({}, rows).summary() == [
+        "An add, one of many at once, costs 1/12 of a job's enqueue (saq).",
+        "Of its server an add takes 0.25 of what a script like those of 2017 took, 0.125 if all go to one timeline.",
+        "A digest of ten records costs 1/7 of a job (arq), a record of it 1/56 (taskiq).",
+        "A digest begins 1.8 ms after it is due, 99 of 100 within 3.7 ms, on a server that writes to disk.",
+        "A worker with nothing to do sends 6 commands a minute; a record of 200 bytes takes 260 of its server.",
+    ]
+    assert Report({}, rows[:1]).summary() == ["An add, one of many at once, costs 1/12 of a job's enqueue (saq)."]
+
+
+def test_a_copy_without_history_says_that_it_has_no_earlier_commit(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match=r"there is no commit 0123abc to compare with: .* without its git history"):
+        before.install("0123abc", tmp_path)
+    assert not list(tmp_path.iterdir())

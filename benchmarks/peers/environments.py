@@ -18,12 +18,16 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Peer:
-    """A queue of jobs; ``acknowledges`` says that a job which a worker was lost with is done again."""
+    """A queue of jobs; ``acknowledges`` says that a job which a worker was lost with is done again.
+
+    ``batches`` is its call that enqueues many jobs, if it has one.
+    """
 
     name: str
     program: str
     requirements: tuple[str, ...]
     acknowledges: bool
+    batches: str = ""
 
 
 PEERS: Sequence[Peer] = (
@@ -31,7 +35,8 @@ PEERS: Sequence[Peer] = (
     # saq imports typing_extensions, and does not ask for it
     Peer("saq", "with_saq.py", ("saq[redis]>=0.26,<1", "typing-extensions>=4", "hiredis>=3"), acknowledges=True),
     # streaq has a client of its own, which has no use for hiredis
-    Peer("streaq", "with_streaq.py", ("streaq>=7.2,<8",), acknowledges=True),
+    Peer("streaq", "with_streaq.py", ("streaq>=7.2,<8",), acknowledges=True, batches="enqueue_many"),
+    Peer("docket", "with_docket.py", ("pydocket>=0.27,<1", "hiredis>=3"), acknowledges=True, batches="add_many"),
     Peer("taskiq", "with_taskiq.py", ("taskiq>=0.13,<1", "taskiq-redis>=1.2,<2", "hiredis>=3"), acknowledges=False),
 )
 
@@ -75,12 +80,12 @@ class Peers:
                 python = prepare(peer, folder)
                 versions = asyncio.run(run(peer, python, "versions"))
             except (OSError, ProgramFailed) as error:
-                self.leave_out(peer, error)
+                self.leave_out(peer.name, error)
             else:
                 self.pythons[peer] = python
                 self.facts[peer.name] = ", ".join(f"{name} {version}" for name, version in versions.items())
 
-    def leave_out(self, peer: Peer, error: Exception) -> None:
-        print(f"{peer.name} is left out: {error}", file=sys.stderr, flush=True)
-        self.pythons.pop(peer, None)
-        self.facts[peer.name] = f"left out: {in_short(error)}"
+    def leave_out(self, name: str, error: Exception) -> None:
+        print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+        self.pythons = {peer: python for peer, python in self.pythons.items() if peer.name != name}
+        self.facts[name] = f"left out: {in_short(error)}"

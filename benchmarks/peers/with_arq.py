@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from arq import ArqRedis, func
 from arq.worker import Worker
-from measure import CONCURRENCY, CONNECTIONS, FILLERS, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
+from measure import CONNECTIONS, FILLERS, MORE, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
 from redis.asyncio import BlockingConnectionPool
 
 # The fastest of those that were tried: it looks for jobs at once when it has none, and for so many that it has enough.
@@ -34,7 +34,7 @@ async def main() -> None:
     else:
         await share(enqueue, asked.count, FILLERS)
         worker = Worker(
-            [func(work, name="work", keep_result=0)], queue_name=name, redis_pool=pool, max_jobs=CONCURRENCY,
+            [func(work, name="work", keep_result=0)], queue_name=name, redis_pool=pool, max_jobs=MORE,
             poll_delay=POLL, queue_read_limit=LIMIT, keep_result=0, handle_signals=False, log_results=False,
         )  # fmt: skip
         running = asyncio.create_task(worker.async_run())

@@ -6,7 +6,17 @@ from __future__ import annotations
 import asyncio
 from uuid import uuid4
 
-from measure import CONCURRENCY, FILLERS, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
+from measure import (
+    CONCURRENCY,
+    FILLERS,
+    VALUE,
+    Jobs,
+    arguments,
+    measure_batches,
+    measure_enqueue,
+    share,
+    tell_versions,
+)
 from streaq import Worker
 
 
@@ -24,9 +34,15 @@ async def main() -> None:
     async def enqueue() -> None:
         await work.enqueue(VALUE)
 
-    if asked.what == "enqueue":
+    async def enqueue_many(count: int) -> None:
+        await worker.enqueue_many([work.enqueue(VALUE) for _ in range(count)])
+
+    if asked.what in {"enqueue", "batches"}:
         async with worker:
-            await measure_enqueue(enqueue, asked)
+            if asked.what == "enqueue":
+                await measure_enqueue(enqueue, asked)
+            else:
+                await measure_batches(enqueue_many, asked)
         return
     async with worker:
         await share(enqueue, asked.count, FILLERS)

@@ -31,7 +31,10 @@ async def main() -> None:
         await measure_enqueue(enqueue, asked)
     else:
         await share(enqueue, asked.count, FILLERS)
-        receiver, finish = Receiver(broker, max_async_tasks=CONCURRENCY, max_prefetch=CONCURRENCY), asyncio.Event()
+        receiver = Receiver(
+            broker, max_async_tasks=CONCURRENCY, max_prefetch=CONCURRENCY, validate_params=False
+        )  # fmt: skip
+        finish = asyncio.Event()
         running = asyncio.create_task(receiver.listen(finish))
         await jobs.measure(running)
         finish.set()
