@@ -96,8 +96,9 @@ class Lease:
 
 async def entries_of(
     lease: Lease, read: Callable[[int, int], Awaitable[Sequence[bytes]]], size_of: Callable[[bytes], int] | None = None
-) -> tuple[Lease, list[bytes]]:
-    """Return the entries of a digest, or of its next part, and the lease with what is known by then.
+) -> tuple[Lease, list[bytes], int]:
+    """Return the entries of a digest, or of its next part, the lease with what is known by then, and what the entries
+    decode to, in bytes.
 
     ``read`` gets a page of those that did not fit into the claim, by their first index and their number. ``size_of``
     tells what an entry decodes to: the first one over the lease's bound begins the next part. Of the rest, nothing but
@@ -105,22 +106,22 @@ async def entries_of(
     """
     entries: list[bytes] = []
     later: list[bytes] = []
-    size, place, page = 0, 0, lease.entries[: lease.taken]
+    size, place, page, bound = 0, 0, lease.entries[: lease.taken], lease.bound or inf
     while True:
         for entry in page:
-            if not later and size_of is not None and lease.bound:
-                size += size_of(entry)
-            if later or (entries and size > lease.bound):
+            more = 0 if later or size_of is None else size_of(entry)
+            if later or (entries and size + more > bound):
                 later.append(identity(entry)[:LONGEST_IDENTITY])  # of an unreadable one enough
             else:
                 entries.append(entry)
+                size += more
         place += len(page)
         if place == lease.taken or (later and lease.later):
             break
         page = await read(place, lease.taken - place)
         if not page:
             raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
-    return replace(lease, later=lease.later[len(entries) :] or later), entries
+    return replace(lease, later=lease.later[len(entries) :] or later), entries, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,9 @@ class Activity:
     concurrency. ``resting`` counts the destinations that are in backoff mode, or that a callback has paused: without
     ``destination`` there is one for all. ``unavailable`` is True if its latest calls to the server failed. ``fault`` is
     the fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process is
-    restarted.
+    restarted. ``room_taken`` is how many bytes of JSON the records of digests under delivery decode to, of which a
+    process has at most 16 times ``bounds.digest`` at once, and ``awaiting_room`` counts the digests that wait until
+    others have been delivered. Digests of up to 256 KiB are not counted, and do not wait.
     """
 
     adds: int = 0
@@ -235,6 +237,8 @@ class Activity:
     unavailable: bool = False
     fault: str = ""
     resting: int = 0
+    room_taken: int = 0
+    awaiting_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

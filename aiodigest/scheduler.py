@@ -12,6 +12,7 @@ from aiodigest.logs import logger_of
 from aiodigest.worker.concurrency import ConcurrencyLimit, Shared
 from aiodigest.worker.destinations import Destinations
 from aiodigest.worker.leases import ActiveDelivery
+from aiodigest.worker.room import FULL
 from aiodigest.worker.shard import ShardWorker
 from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
@@ -42,7 +43,10 @@ class Scheduler(Shared):
         self._at_once = asyncio.Event()  # no delivery under way is waited for
         self.standstill = Standstill(self.lease_timeout / 2)
         each = self.destination and Destinations(self.destination, self.backoff_mode, self.destination_concurrency)
-        self.limit = ConcurrencyLimit(self.concurrency, self.backoff_mode, self.stopping, self._busy, each)
+        self.limit = ConcurrencyLimit(
+            self.concurrency, self.backoff_mode, self.stopping, self._busy, each,
+            room=FULL * self.dispatcher.bounds.digest, patience=self.lease_timeout,
+        )  # fmt: skip
 
     def stop(self, at_once: bool = False) -> None:
         """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""
@@ -50,6 +54,7 @@ class Scheduler(Shared):
         self._changed.set()
         self.limit.changed.set()
         self.limit.doubts.look_again()
+        self.limit.room.look_again()
         if at_once:
             self._at_once.set()
         for worker in self._workers.values():

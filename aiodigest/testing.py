@@ -249,7 +249,7 @@ class Run(Generic[T]):
         session.delivering += 1
         try:
             while True:
-                lease, entries = await entries_of(lease, partial(backend.read, SHARD, lease), dispatcher.size_of)
+                lease, entries, _ = await entries_of(lease, partial(backend.read, SHARD, lease), dispatcher.size_of)
                 attempt = await dispatcher.prepare(lease, entries)
                 outcome = await dispatcher.deliver(attempt)
                 if outcome.pause:

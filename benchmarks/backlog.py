@@ -10,16 +10,20 @@ from typing import Any, NamedTuple
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backends.redis.scripts import load_scripts
+from aiodigest.records.validation import DEFAULT
+from aiodigest.worker.room import FULL
 from benchmarks.delivering import fill
 from benchmarks.report import Row, astray
 from benchmarks.setting import Setting
-from benchmarks.worker import EARLY, SLOTS, Seen, deliver_apart
+from benchmarks.worker import EARLY, Seen, deliver_apart
 
 SCRIPT_MS, STALL_MS = 5.0, 20.0
 FIRST_USE = "EVAL (first use)"  # the server compiles the script too, once: no bound is of that
 COUNT = "for number = 1, tonumber(ARGV[1]) do local _ = number * 2 end return 1"
 IDLE = 30.0  # seconds in which to see how long a millisecond of computing may take
-LARGE, PER_TIMELINE, SIZE, FEW_SLOTS = 64, 1_000, 8_192, 4
+LARGE, PER_TIMELINE, SIZE = 64, 1_000, 8_192
+LASTS = 1.0  # seconds of a callback, in which others are read
+ROOM_MB = FULL * DEFAULT.digest / 1e6
 
 
 SHOWN = 1.0  # ms: what took less is not told of
@@ -130,14 +134,14 @@ async def many_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
             yield row
 
 
-async def deliver_large(setting: Setting, timelines: int, idle: float = 0.0, slots: int = SLOTS) -> Round:
+async def deliver_large(setting: Setting, timelines: int, idle: float = 0.0, lasts: float = 0.0) -> Round:
     await setting.flush()
     async with DigestEngine[JSON](setting.url, namespace="large", timeout=60) as engine, setting.client() as client:
         for key in range(timelines):
             values = (random.randbytes(SIZE // 2).hex() for _ in range(PER_TIMELINE))
             await engine.add_many(Entry(str(key), value, str(number)) for number, value in enumerate(values))
         await watch(client, 0)
-        seen = await deliver_apart(setting.url, "large", timelines, idle=idle, slots=slots)
+        seen = await deliver_apart(setting.url, "large", timelines, idle=idle, lasts=lasts)
         return Round(await kept(client), await of_nothing(client), seen)
 
 
@@ -152,10 +156,14 @@ async def large_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
         f"{what}: nine of ten runs of the slowest script", f"({', '.join(dict(slowest))})", "ms",
         [took for _, took in slowest], bound=SCRIPT_MS, must=True,
     )  # fmt: skip
-    # with an engine's 64 slots all of them may be under way at once
-    rounds.append(await deliver_large(setting, timelines, slots=FEW_SLOTS))
-    if rounds[-1].seen.early_mb:
-        yield memory_row(f"{what}: memory of a worker with {FEW_SLOTS} slots", [rounds[-1].seen])
+    rounds.append(await deliver_large(setting, timelines, lasts=LASTS))
+    seen = rounds[-1].seen
+    if seen.early_mb:
+        yield Row(
+            f"{what}, {seen.busy} under way, each for {LASTS:g} s: what a worker's memory grew by",
+            f"the room for what it decodes, of which {seen.room_mb:.0f} MB were taken", "MB",
+            [seen.grown_mb], [ROOM_MB], bound=1.5, must=True,
+        )  # fmt: skip
     yield astray(what, sum(abs(timelines * PER_TIMELINE - each.seen.records) for each in rounds))
 
 

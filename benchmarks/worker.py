@@ -1,8 +1,7 @@
-"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP IDLE SLOTS``.
+"""A worker in a process of its own: ``python -m benchmarks.worker URL NAMESPACE COUNT FAILING LOOP IDLE LASTS``.
 
-Begins ``COUNT`` deliveries to a callback that does nothing, of which a share fails, and prints what it saw as JSON. For
-``IDLE`` seconds after that it sees how long a millisecond of computing takes at the most. ``SLOTS`` deliveries are
-under way at once.
+Begins ``COUNT`` deliveries to a callback that does nothing for ``LASTS`` seconds, of which a share fails, and prints
+what it saw as JSON. For ``IDLE`` seconds after that it sees how long a millisecond of computing takes at the most.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import asdict, dataclass
 
 from aiodigest import JSON, Digest, DigestEngine
 from aiodigest.cli.event_loop import freeze_garbage
+from benchmarks.memory import peak as most_ever
 from benchmarks.memory import resident
 from benchmarks.programs import output, part
 from benchmarks.setting import play
 
 EARLY = 10_000  # records after which the memory is looked at, and after as many again
 BEAT = 0.001  # seconds
-SLOTS = 64  # an engine's, unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,9 @@ class Seen:
     records: int
     early_mb: float  # resident, after the first records; 0 where the system does not tell
     peak_mb: float  # the most after that
+    grown_mb: float  # the most that it ever was above what it was before the first delivery
+    room_mb: float  # the most that the digests under delivery decoded to at once, those that are small apart
+    busy: int  # the most of them that were under delivery or waited for it
     stall_ms: float  # the longest time that the event loop computed between two of its turns
     wall_ms: float  # the same on the wall clock, with what other processes took of the core
     bare_ms: float  # the longest that a millisecond of computing took, on the clock of ``stall_ms``
@@ -80,14 +82,14 @@ def longest_of_nothing(seconds: float) -> float:
     return longest * 1000
 
 
-async def work(url: str, namespace: str, count: int, failing: float, idle: float, slots: int) -> Seen:
-    engine = DigestEngine[JSON](url, namespace=namespace, timeout=60, concurrency=slots)
+async def work(url: str, namespace: str, count: int, failing: float, idle: float, lasts: float) -> Seen:
+    engine = DigestEngine[JSON](url, namespace=namespace, timeout=60)
     done, pulse, dice = asyncio.Event(), Pulse(), random.Random(1)
-    begun = digests = records = 0
+    begun = digests = records = room = busy = 0
     began = ended = early = peak = 0.0
 
     async def deliver(digest: Digest[JSON]) -> None:
-        nonlocal begun, digests, records, began, ended, early, peak
+        nonlocal begun, digests, records, began, ended, early, peak, room, busy
         if begun == count:
             return  # what comes while the worker ends is not counted
         ended = time.perf_counter()
@@ -102,7 +104,12 @@ async def work(url: str, namespace: str, count: int, failing: float, idle: float
         if records // EARLY > (records - len(digest.records)) // EARLY:
             peak = max(peak, resident())
             early = early or peak
+        if lasts:
+            await asyncio.sleep(lasts)
+            now = engine.activity
+            room, busy = max(room, now.room_taken), max(busy, now.delivering)
 
+    before = resident()
     async with engine.delivering(deliver):
         freeze_garbage()  # as `aiodigest run` does
         beating = asyncio.create_task(pulse.beat())
@@ -111,22 +118,22 @@ async def work(url: str, namespace: str, count: int, failing: float, idle: float
         beating.cancel()
     early = early or resident()
     return Seen(
-        ended - began, digests, records, early, max(peak, resident()), pulse.stall * 1000, pulse.wall * 1000,
-        longest_of_nothing(idle),
+        ended - began, digests, records, early, max(peak, resident()), most_ever() - before, room / 1e6, busy,
+        pulse.stall * 1000, pulse.wall * 1000, longest_of_nothing(idle),
     )  # fmt: skip
 
 
 async def deliver_apart(
     url: str, namespace: str, count: int, failing: float = 0.0, loop: str = "asyncio", idle: float = 0.0,
-    slots: int = SLOTS,
+    lasts: float = 0.0,
 ) -> Seen:  # fmt: skip
     """Have a process of its own deliver."""
-    command = part("worker", url, namespace, count, failing, loop, idle, slots)
+    command = part("worker", url, namespace, count, failing, loop, idle, lasts)
     return Seen(**json.loads(await output(f"the worker of {namespace}", *command)))
 
 
 if __name__ == "__main__":
     logging.disable()  # what fails is to fail
-    url, namespace, count, failing, loop, idle, slots = sys.argv[1:]
-    working = work(url, namespace, int(count), float(failing), float(idle), int(slots))
+    url, namespace, count, failing, loop, idle, lasts = sys.argv[1:]
+    working = work(url, namespace, int(count), float(failing), float(idle), float(lasts))
     print(json.dumps(asdict(play(loop, working))))

@@ -191,11 +191,12 @@ async def test_of_what_comes_after_a_part_only_the_ids_are_kept_and_they_are_rea
         return stored[start : min(start + 4, start + count)]
 
     lease = Lease("key", "token", "digest", 1, 1, 0, 0, 12, bound=300)
-    lease, entries = await entries_of(lease, read, lambda entry: 100)
+    lease, entries, size = await entries_of(lease, read, lambda entry: 100)
     assert (entries, lease.later) == (stored[:3], [identity_of(b"%d" % (number % 10)) for number in range(3, 12)])
+    assert size == 300
     assert reads == [0, 4, 8]
     del stored[:3], reads[:]
-    lease, entries = await entries_of(replace(lease, size=9), read, lambda entry: 100)
+    lease, entries, _ = await entries_of(replace(lease, size=9), read, lambda entry: 100)
     assert (entries, lease.later) == (stored[:3], [identity_of(b"%d" % (number % 10)) for number in range(6, 12)])
     assert reads == [0]
 

@@ -52,6 +52,8 @@ OF_THE_PROCESS = {
     "aiodigest_delivery_failures_total": "counter",
     "aiodigest_backoff_level": "gauge",
     "aiodigest_destinations_resting": "gauge",
+    "aiodigest_room_taken_bytes": "gauge",
+    "aiodigest_awaiting_room": "gauge",
     "aiodigest_backend_unavailable": "gauge",
 }
 OF_ATTEMPTS = {"aiodigest_delivery_duration_seconds": "histogram", "aiodigest_delivery_lateness_seconds": "histogram"}

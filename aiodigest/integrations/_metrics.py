@@ -94,6 +94,8 @@ class Metrics:
             (counter, "adds", ours("adds", sum), "{record}", "Records that were added"),
             (gauge, "backoff_level", ours("backoff_level", max), "", "How deep the process is in backoff mode; 0: not"),
             (gauge, "destinations_resting", ours("resting", sum), "{destination}", "Destinations to which none may go"),
+            (gauge, "room_taken", ours("room_taken", sum), "By", "What large digests under delivery decode to"),
+            (gauge, "awaiting_room", ours("awaiting_room", sum), "{digest}", "Large digests that wait for others"),
             (gauge, "backend_unavailable", ours("unavailable", max), "", "1 while calls to the server fail"),
             (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
             (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),

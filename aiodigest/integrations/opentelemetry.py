@@ -32,8 +32,8 @@ def instrument(
 
     Metrics have the attribute ``namespace``, and never a key. ``aiodigest.adds``, ``aiodigest.deliveries``,
     ``aiodigest.delivery.failures`` (by ``reason``), ``aiodigest.delivery.duration`` and ``aiodigest.delivery.lateness``
-    (seconds), ``aiodigest.backoff_level``, ``aiodigest.destinations_resting`` and ``aiodigest.backend_unavailable`` (1
-    or 0) are of this process.
+    (seconds), ``aiodigest.backoff_level``, ``aiodigest.destinations_resting``, ``aiodigest.room_taken`` (bytes),
+    ``aiodigest.awaiting_room`` and ``aiodigest.backend_unavailable`` (1 or 0) are of this process.
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
     ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
     ``aiodigest.dead_letters.dropped`` (let go, oldest first) and ``aiodigest.oldest_overdue`` (seconds) belong to the

@@ -63,9 +63,10 @@ class Bounds:
 
     ``digest`` (at most 1 GiB, and never below ``value``, which it is raised to: for less, give both) bounds the bytes
     of JSON, before compression, in the values of a digest: more come in parts, and a single value of more is refused.
-    As objects they may take thirty times as much memory, in each delivery under way. A codec of your own can tell the
-    bytes by a method ``decoded_size``. ``dead_letters`` (at most 1 TiB) bounds the bytes of a shard's dead letters:
-    over it the oldest are let go.
+    As objects they may take thirty times as much memory, and a worker decodes up to sixteen such digests at once (of
+    those of 256 KiB or less, as many as its ``concurrency``). A codec of your own can tell the bytes by a method
+    ``decoded_size``. ``dead_letters`` (at most 1 TiB) bounds the bytes of a shard's dead letters: over it the oldest
+    are let go.
 
     Raises InvalidArgument if one is not a whole number in its range.
     """

@@ -156,7 +156,8 @@ class BackgroundSession(Session):
         if worker is None:
             return Activity(unavailable=cut_off or not self._is_connected, fault=self.fault)
         (level, resting), lost = worker.limit.trouble(self.main.get_loop().time()), cut_off or self.availability.is_lost
-        return Activity(0, worker.delivering, level, lost, self.fault, resting)
+        room = worker.limit.room
+        return Activity(0, worker.delivering, level, lost, self.fault, resting, room.taken, room.waiting)
 
     @property
     def fault(self) -> str:

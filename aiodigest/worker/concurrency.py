@@ -17,6 +17,7 @@ from aiodigest.worker.availability import Availability
 from aiodigest.worker.delivery import Dispatcher, Observer
 from aiodigest.worker.destinations import Destination, Destinations
 from aiodigest.worker.doubts import doubts_of_loop
+from aiodigest.worker.room import Room
 from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
 
@@ -39,6 +40,9 @@ class ConcurrencyLimit:
         stopping: asyncio.Event,
         busy: Callable[[], int],
         destinations: Destinations | None = None,
+        *,
+        room: int,
+        patience: float,
     ) -> None:
         self._all = Destination("", mode)  # without `destinations`; with them, nothing is ever learnt of it
         self._destinations = destinations
@@ -46,6 +50,7 @@ class ConcurrencyLimit:
         self.changed = asyncio.Event()  # more may be available
         self.doubts = doubts_of_loop()
         self.doubts.more.add(self.changed)
+        self.room = Room(room, patience, self.changed, lambda one: stopping.is_set() or self.doubts.must_go(one))
         self._concurrency = concurrency
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
@@ -58,7 +63,8 @@ class ConcurrencyLimit:
 
         Reserve them with ``reserve`` before awaiting anything. The shards take turns, in the order in which they began
         to wait: a claim of many digests costs little more than one of a few, so they do not share what is available.
-        In backoff mode they do: one may hold none but timelines that fail.
+        In backoff mode they do: one may hold none but timelines that fail. Digests that wait for room count as claimed
+        by this claim, so that few are held, which others could have.
         """
         self._queue += 1
         try:
@@ -67,9 +73,10 @@ class ConcurrencyLimit:
                 while not self._stopping.is_set():
                     self.changed.clear()
                     now = loop.time()
-                    if count := self._count(now):
-                        return 1 if self.draws and self._queue > 1 else min(count, most)
-                    rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
+                    if (count := min(self._count(now), most - self.room.waiting)) > 0:
+                        return 1 if self.draws and self._queue > 1 else count
+                    rests = self._all.paused_until, self.room.spares_until, self._all.backoff.resumes_at or 0.0
+                    rest = max(rests) - now
                     unheard = self._reserved or self.doubts.alone  # no event tells that one is waited for no more
                     await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if unheard else None)
             return 0
@@ -78,7 +85,7 @@ class ConcurrencyLimit:
 
     def _count(self, now: float) -> int:
         backoff = self._all.backoff
-        if now < self._all.paused_until or self.doubts.alone:
+        if now < max(self._all.paused_until, self.room.spares_until) or self.doubts.alone:
             return 0
         brief = inf if backoff.level else RESERVED_FOR  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry, entries_of
+from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
 from aiodigest.logs import logger_of
 from aiodigest.policy import milliseconds
@@ -17,6 +18,7 @@ from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses
+from aiodigest.worker.room import NoRoom
 from aiodigest.worker.tasks import retrieve
 
 logger = logger_of(__name__)
@@ -240,11 +242,12 @@ class ShardWorker:
         """Deliver a digest in all its parts, and end only this delivery if something fails."""
         try:
             stopping, doubts = self._shared.stopping, self._shared.limit.doubts
-            # the next part, too, needs the lease
-            while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
-                async with doubts.turn(active, stopping):
-                    if not (stopping.is_set() or await self._deliver_part(active)):
-                        return
+            with suppress(NoRoom):
+                # the next part, too, needs the lease
+                while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
+                    async with doubts.turn(active, stopping):
+                        if not (stopping.is_set() or await self._deliver_part(active)):
+                            return
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))
@@ -268,14 +271,15 @@ class ShardWorker:
         loop, lease, read = asyncio.get_running_loop(), active.lease, self._shared.backend.read
         async with self._shared.limit.gate:
             dispatcher, page = self._shared.dispatcher, partial(read, self.shard, lease)
-            lease, entries = await entries_of(
-                lease,
+            lease, entries = await self._shared.limit.room.read(
+                active,
                 lambda start, count: self._until_answered(partial(page, start, count), active),
                 dispatcher.size_of,
             )
             if not self._shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
                 return True
             attempt = await dispatcher.prepare(lease, entries)
+            del entries  # the records are all that is kept while they are delivered
             if self._shared.stopping.is_set():
                 return True
             if (started := loop.time()) >= active.ends:  # this process was stopped while others ran
@@ -284,6 +288,8 @@ class ShardWorker:
             with self._shared.standstill.calling(active.lease.key):
                 outcome = await dispatcher.deliver(attempt, active.call)
             active.stage = "reporting"
+            del attempt
+            self._shared.limit.room.give_back(active)  # a server that is away keeps nobody waiting
             if self.leases.is_cut_off:
                 self._shared.limit.changed.set()
             ended = loop.time()
@@ -305,6 +311,7 @@ class ShardWorker:
         retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
         del self.leases.active[active]
         is_known, now = active.stage == "reporting", task.get_loop().time()  # else nothing was learnt of the receiver
+        self._shared.limit.room.give_back(active)
         self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)
         self._shared.limit.doubts.ended(active)
         self._end_if_retired()
