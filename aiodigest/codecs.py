@@ -73,7 +73,7 @@ class JSONCodec(Generic[T]):
         self, value_type: TypeForm[T] | TypeAdapter[T] = JSON, *, compress_above: int = 1024, max_size: int = 1_048_576
     ) -> None:
         self._compress_above = whole(compress_above, "compress_above", 0, LARGEST)
-        self._max_size = whole(max_size, "max_size", 1, LARGEST)
+        self.max_size = whole(max_size, "max_size", 1, LARGEST)
         self._any_json = value_type is JSON  # pyright: ignore[reportUnnecessaryComparison]  (a TypeForm is its value)
         self._value_type: TypeForm[T] | TypeAdapter[T] = value_type
         if not self._any_json:
@@ -115,8 +115,8 @@ class JSONCodec(Generic[T]):
         data = _json_or_none(value) if self._any_json else None
         if data is None:
             data = self._checked_json(value)
-        if len(data) > self._max_size:
-            raise LimitExceeded(f"a value may take at most {self._max_size:,} bytes as JSON, not {len(data):,}")
+        if len(data) > self.max_size:
+            raise LimitExceeded(f"a value may take at most {self.max_size:,} bytes as JSON, not {len(data):,}")
         if len(data) > self._compress_above:
             packed = zstd.compress(data)
             if len(packed) < len(data):
@@ -127,7 +127,7 @@ class JSONCodec(Generic[T]):
         """Decode ``data``. Raises `CodecError`, whose message does not quote the value, if it does not decode."""
         version, body = data[:1], data[1:]
         if version == _ZSTD:
-            body = _decompress(body, self._max_size)
+            body = _decompress(body, self.max_size)
         elif version != _PLAIN:
             raise CodecError(f"unknown format: the first byte is {version!r}, not {_PLAIN!r} or {_ZSTD!r}")
         if self._any_json:  # three times as fast; pydantic is left to say what is wrong
@@ -151,7 +151,7 @@ class JSONCodec(Generic[T]):
         except zstd.ZstdError:  # it will not decode
             return len(data)
         # None if the frame does not tell, which ours do
-        return self._max_size if size is None else min(size, self._max_size)  # pyright: ignore[reportUnnecessaryComparison]
+        return self.max_size if size is None else min(size, self.max_size)  # pyright: ignore[reportUnnecessaryComparison]
 
     def _checked_json(self, value: T) -> bytes:
         try:
@@ -221,6 +221,8 @@ def _json_or_none(value: object) -> bytes | None:
     # What reads back equal is a JSON value: to try is three times as fast as pydantic's validation, which is left to
     # say what is wrong with the rest.
     try:
+        if type(value) is str:  # which always reads back equal
+            return to_json(value)
         data = to_json(value, inf_nan_mode="null")
         return data if from_json(data) == value else None
     except Exception:  # comparing may raise too: the value may be of a user's type

@@ -11,7 +11,6 @@ from collections.abc import (
     Container,
     Generator,
     Iterable,
-    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
@@ -210,7 +209,9 @@ class DigestEngine(Generic[T]):
         # lowering the bound must not make unreadable what is stored
         largest = max(bounds.value, DEFAULT.value)
         self.codec: Codec[T] = codec if codec is not None else JSONCodec(value_type, max_size=largest)
-        self._size_of = sizes_of(self.codec)
+        # None if no value that it encodes can be too large when decoded
+        fits = type(self.codec) is JSONCodec and self.codec.max_size <= bounds.digest
+        self._size_of = None if fits else sizes_of(self.codec)
         self.retry = retry
         self.backoff_mode = backoff_mode
         self.concurrency = whole(concurrency, "concurrency", 1, 1_000_000)
@@ -484,8 +485,11 @@ class DigestEngine(Generic[T]):
         user may not add or the policy function took longer than ``timeout``, and BackendUnavailable within ``timeout``:
         only if its ``stored`` is "unknown" may anything be stored.
         """
-        session, began = self._entered(), asyncio.get_running_loop().time()
-        add = await self._encode(key, value, record_id, timestamp, until=began + self.timeout)
+        session = self._entered()
+        began = (session.loop or asyncio.get_running_loop()).time()
+        record = self._identify(key, record_id)
+        policy = self._policies.fixed or await self._policies.of(key, self.timeout)
+        add = self._encode(key, record, value, timestamp, policy, began + self.timeout)
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
@@ -532,7 +536,11 @@ class DigestEngine(Generic[T]):
             try:
                 if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InvalidArgument(f"add_many takes no {type(entry).__name__}: give Entry(key, value)")
-                adds[index] = await self._encode(entry.key, entry.value, entry.record_id, entry.timestamp, policies)
+                record = self._identify(entry.key, entry.record_id)
+                policy = self._policies.fixed or policies[entry.key]
+                if isinstance(policy, BaseException):
+                    raise policy
+                adds[index] = self._encode(entry.key, record, entry.value, entry.timestamp, policy)
             except AiodigestError as error:
                 results[index] = error
             except Exception as error:  # of the policy function, or the codec
@@ -551,24 +559,25 @@ class DigestEngine(Generic[T]):
             return isinstance(entry, Entry) and bool(name(entry.key, "key", self.bounds.name))  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
 
-    async def _encode(
+    def _identify(self, key: str, record_id: str | None) -> bytes | None:
+        """Check the key of a record to add, and return its id, if it is given one."""
+        name(key, "key", self.bounds.name)
+        return None if record_id is None else name(record_id, "record_id", self.bounds.name)
+
+    def _encode(
         self,
         key: str,
+        record_id: bytes | None,
         value: T,
-        record_id: str | None,
         timestamp: datetime | float | None,
-        policies: Mapping[str, Policy | BaseException] | None = None,
+        policy: Policy,
         until: float = inf,
     ) -> Add:
-        name(key, "key", self.bounds.name)
-        record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
-        policy = self._policies.fixed or (policies[key] if policies else await self._policies.of(key, self.timeout))
-        if isinstance(policy, BaseException):
-            raise policy
-        context = b"" if self._registered.tracing is None else self._registered.tracing.context()
+        tracing = self._registered.tracing
+        context = b"" if tracing is None else tracing.context()
         encoded = self.codec.encode(value)
-        entry = pack_entry(record, timestamp, encoded, self.bounds.value, context)
-        if (size := self._size_of(encoded)) > self.bounds.digest:
+        entry = pack_entry(record_id, timestamp, encoded, self.bounds.value, context)
+        if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:
             raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")
         return Add(key, entry, policy.terms, self._policies.own, until)
 

@@ -96,6 +96,15 @@ class Entry(Generic[T]):
     record_id: str | None = None
     timestamp: datetime | float | None = None
 
+    def __init__(
+        self, key: str, value: T, record_id: str | None = None, timestamp: datetime | float | None = None
+    ) -> None:
+        fields = self.__dict__  # what the dataclass would make of it takes twice as long
+        fields["key"] = key
+        fields["value"] = value
+        fields["record_id"] = record_id
+        fields["timestamp"] = timestamp
+
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):

@@ -93,6 +93,8 @@ def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
     """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
     if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         require(False, what, "a str", value)
+    if value.isascii() and 1 <= len(value) <= most:  # as nearly all are
+        return value.encode()
     try:
         encoded = value.encode()
     except UnicodeEncodeError:

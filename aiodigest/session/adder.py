@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
-from zlib import crc32
 
-from aiodigest.backend import Add, Backend
+from aiodigest.backend import Add, Backend, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.worker.batcher import Batcher, batches
 
@@ -25,10 +24,11 @@ def weight(add: Add) -> int:
     return len(add.entry) + len(add.key)
 
 
-def place(backend: Backend, key: str) -> tuple[int, int]:
+def place(shard_map: ShardMap, key: str) -> tuple[int, int]:
     """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-    shards, hashed = backend.shard_map.current, crc32(key.encode())
-    return (shards[0], hashed % CALLS) if len(shards) == 1 else (shards[hashed % len(shards)], 0)
+    if shard_map.adding > 1:
+        return shard_map.shard_of(key), 0
+    return shard_map.current[0], str.__hash__(key) % CALLS  # any hash will do that this process keeps to
 
 
 class Adder:
@@ -41,24 +41,43 @@ class Adder:
         self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def add(self, add: Add, began: float) -> bool:
-        """Send an add, timed from ``began``, with the others of this turn; True if it made its timeline ready."""
+    def add(self, add: Add, began: float) -> Awaitable[bool]:
+        """Queue an add, timed from ``began``, to be sent with the others of this turn; return what to await for its
+        answer: True if it made its timeline ready."""
+        if self._session.is_connected:
+            shard, queue = place(self._session.store.shard_map, add.key)
+            if shard in self._batchers:
+                return self._batchers[shard].put(add, weight(add), queue, began)
+        return self._begin(add, began)
+
+    async def _begin(self, add: Add, began: float) -> bool:
+        """Add with a connection and a batcher that need not be there yet."""
         try:
             backend = await self._session.backend(began)
+            shard, queue = place(backend.shard_map, add.key)
+            batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
         except BackendUnavailable as error:
             self._missed(error)
             raise
-        shard, queue = place(backend, add.key)
+        return await batcher.put(add, weight(add), queue, began)
+
+    async def _send(self, backend: Backend, shard: int, adds: Sequence[Add]) -> Sequence[bool | AiodigestError]:
+        """Send adds in one call; note whether they arrive, and wake the workers of timelines that are ready."""
         try:
-            batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
-            ready = await batcher.submit(add, weight(add), queue=queue, since=began)
-        except MISSED as error:
+            answers = await backend.add(shard, adds)
+        except AiodigestError as error:
             self._missed(error)
             raise
-        self.reached()
-        if ready:
-            self._session.poke(backend.shard_map.shard_of(add.key))
-        return ready
+        errors = [each for each in answers if isinstance(each, AiodigestError)]
+        if missed := next((each for each in errors if isinstance(each, MISSED)), None):
+            self._missed(missed)
+        elif len(errors) < len(answers):
+            self.reached()
+        if True in answers:
+            ready = (add.key for add, answer in zip(adds, answers, strict=True) if answer is True)
+            for each in set(map(backend.shard_map.shard_of, ready)):
+                self._session.poke(each)
+        return answers
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Send adds past the queue; those of a timeline in order."""
@@ -69,10 +88,10 @@ class Adder:
             return [error] * len(adds)
         except AiodigestError as error:
             return [error] * len(adds)
-        answers: dict[int, bool | AiodigestError] = {}
+        shard_map, answers = backend.shard_map, dict[int, bool | AiodigestError]()
         places: dict[tuple[int, int], list[int]] = {}
         for index, add in enumerate(adds):
-            places.setdefault(place(backend, add.key), []).append(index)
+            places.setdefault(place(shard_map, add.key), []).append(index)
 
         async def send(shard: int, indices: Sequence[int]) -> None:
             down: AiodigestError | None = None
@@ -81,21 +100,15 @@ class Adder:
                     answers.update(dict.fromkeys(some, down))
                     continue
                 try:
-                    results = await backend.add(shard, [adds[index] for index in some])
+                    results = await self._send(backend, shard, [adds[index] for index in some])
                 except AiodigestError as error:
                     results = [error] * len(some)
                     down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
                 answers.update(zip(some, results, strict=True))
-                if refusals := [each for each in results if isinstance(each, MISSED)]:
-                    self._missed(refusals[0])
-                elif not all(isinstance(each, AiodigestError) for each in results):
-                    self.reached()
 
         async with asyncio.TaskGroup() as group:
             for (shard, _), indices in places.items():
                 group.create_task(send(shard, indices))
-        for shard in {backend.shard_map.shard_of(adds[index].key) for index, ready in answers.items() if ready is True}:
-            self._session.poke(shard)
         return [answers[index] for index in range(len(adds))]
 
     async def drain(self) -> None:
@@ -125,8 +138,8 @@ class Adder:
                 del self._batchers[retired]
                 self._tasks.pop(retired).cancel()
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
-        send, share = partial(backend.add, shard), backend.shard_map.adding
-        batcher = Batcher[Add, bool](send, self._session.timeout, queues, share)
+        send, share = partial(self._send, backend, shard), backend.shard_map.adding
+        batcher = Batcher[Add, bool](send, self._session.timeout, queues, share, self._missed)
         self._tasks[shard] = self._session.start(batcher.run())
         self._batchers[shard] = batcher
         return batcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from itertools import groupby
@@ -78,8 +78,11 @@ class Session:
         counted from ``began``, or from now."""
         return self.store
 
-    async def add(self, add: Add, began: float) -> bool:
-        """Send an add, timed from ``began``; True if it made its timeline ready."""
+    def add(self, add: Add, began: float) -> Awaitable[bool]:
+        """Return what to await for the answer to an add, timed from ``began``: True if it made its timeline ready."""
+        return self._add(add)
+
+    async def _add(self, add: Add) -> bool:
         [ready] = await self.add_many([add])
         if isinstance(ready, AiodigestError):
             raise ready
@@ -131,7 +134,7 @@ class BackgroundSession(Session):
         self._schedule = schedule
         self._scheduler: Scheduler | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._is_connected = False
+        self.is_connected = False
         self._stopping = asyncio.Event()
         self._started = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -154,7 +157,7 @@ class BackgroundSession(Session):
     def activity(self) -> Activity:
         worker, cut_off = self._scheduler, self._adder.is_cut_off
         if worker is None:
-            return Activity(unavailable=cut_off or not self._is_connected, fault=self.fault)
+            return Activity(unavailable=cut_off or not self.is_connected, fault=self.fault)
         (level, resting), lost = worker.limit.trouble(self.main.get_loop().time()), cut_off or self.availability.is_lost
         room = worker.limit.room
         return Activity(0, worker.delivering, level, lost, self.fault, resting, room.taken, room.waiting)
@@ -171,7 +174,7 @@ class BackgroundSession(Session):
 
     @property
     def breadth(self) -> int:
-        return min(self.store.shard_map.adding, 4) if self._is_connected else 1
+        return min(self.store.shard_map.adding, 4) if self.is_connected else 1
 
     @property
     def refusal(self) -> str:
@@ -185,7 +188,7 @@ class BackgroundSession(Session):
     # Connecting
 
     async def backend(self, began: float | None = None) -> Backend:
-        if not self._is_connected:
+        if not self.is_connected:
             try:
                 await self._connect(began)
             except BackendUnavailable as error:
@@ -211,13 +214,13 @@ class BackgroundSession(Session):
 
     async def _open(self) -> None:
         await self.store.connect()
-        self._is_connected = True
+        self.is_connected = True
         self._adder.reached()
 
     # Adding
 
-    async def add(self, add: Add, began: float) -> bool:
-        return await self._adder.add(add, began)
+    def add(self, add: Add, began: float) -> Awaitable[bool]:
+        return self._adder.add(add, began)
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         return await self._adder.add_many(adds)

@@ -45,10 +45,6 @@ class Job(Generic[Item, Answer]):
     deadline: float
     answer: asyncio.Future[Answer]
 
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
 
 class Queue(Generic[Item, Answer]):
     """A queue of items, sent in order, one call at a time."""
@@ -67,6 +63,7 @@ class Batcher(Generic[Item, Answer]):
     ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
     An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
     was sent: none is in the last tenth of its time. Without room, ``submit`` waits for some within that time.
+    ``failed`` is told of such an error.
     """
 
     def __init__(
@@ -75,8 +72,11 @@ class Batcher(Generic[Item, Answer]):
         timeout: float,
         queues: int = 1,
         share: int = 1,
+        failed: Callable[[AiodigestError], None] = lambda error: None,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._send = send
+        self._failed = failed
         self._timeout = timeout
         # the room: a share of it, but enough for two calls
         self._most = (
@@ -88,34 +88,50 @@ class Batcher(Generic[Item, Answer]):
         self._bytes = 0
         self._room = asyncio.Event()
         self._room.set()
+        self._is_open = True  # there is room, and it has not ended
         self._timer = Timer(self._expire, Context())  # for the first deadline; a caller may have made this
         self._ended = False
 
-    async def submit(self, item: Item, size: int = 0, *, queue: int = 0, since: float | None = None) -> Answer:
-        """Queue an item and return its answer; ``since`` is when its time began, if earlier than now."""
-        loop = asyncio.get_running_loop()
-        deadline = (loop.time() if since is None else since) + self._timeout
-        if not self._room.is_set():
-            try:
-                async with asyncio.timeout_at(deadline):
-                    while not self._room.is_set():  # another waiter may have taken the room
-                        await self._room.wait()
-            except TimeoutError:
-                message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
-                raise BackendUnavailable(message, stored="no") from None
+    async def submit(self, item: Item, size: int = 0) -> Answer:
+        """Queue an item and return its answer."""
+        return await self.put(item, size, 0, self._loop.time())
+
+    def put(self, item: Item, size: int, queue: int, since: float) -> Awaitable[Answer]:
+        """Queue an item whose time began at ``since``, and return what to await for its answer.
+
+        That is a future if there is room: a coroutine around it would take longer than the rest, and each add comes here.
+        """
+        deadline = since + self._timeout
+        return self._queued(item, size, queue, deadline) if self._is_open else self._squeeze(item, size, queue, deadline)
+
+    async def _squeeze(self, item: Item, size: int, queue: int, deadline: float) -> Answer:
+        """Wait for room, queue an item and return its answer."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                while not self._room.is_set():  # another waiter may have taken the room
+                    await self._room.wait()
+        except TimeoutError:
+            message = f"no room within {self._timeout:g} s in the queue of what is to be sent"
+            raise self._unavailable(message, "no") from None
         if self._ended:
             await asyncio.sleep(0)  # a caller that retries at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
-        job = Job(item, size, deadline, loop.create_future())
+        return await self._queued(item, size, queue, deadline)
+
+    def _queued(self, item: Item, size: int, queue: int, deadline: float) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = self._loop.create_future()
         chosen = self._queues[queue]
-        chosen.waiting.append(job)
-        chosen.filled.set()
+        if not chosen.waiting:
+            chosen.filled.set()
+        chosen.waiting.append(Job(item, size, deadline, answer))
         self._items += 1
         self._bytes += size
         if self._items >= self._most[0] or self._bytes >= self._most[1]:
             self._room.clear()
-        self._timer.set(deadline)
-        return await job.answer
+            self._is_open = False
+        if deadline < self._timer.at:
+            self._timer.set(deadline)
+        return answer
 
     async def run(self) -> None:
         """Send queued items until cancelled; anything then unsent fails as not stored."""
@@ -124,8 +140,7 @@ class Batcher(Generic[Item, Answer]):
                 for queue in self._queues:
                     group.create_task(self._serve(queue))
         finally:
-            self._ended = True
-            self._room.set()
+            self._end()
             self._timer.cancel()
             for queue in self._queues:
                 self._fail(queue.flight, "the engine was left before the answer came", "unknown")
@@ -141,10 +156,13 @@ class Batcher(Generic[Item, Answer]):
 
     async def finish(self) -> None:
         """Refuse new items, and return when nothing is queued or in flight."""
-        self._ended = True
-        self._room.set()
+        self._end()
         while pending := [job.answer for job in self.unanswered]:
             await asyncio.wait(pending)
+
+    def _end(self) -> None:
+        self._ended, self._is_open = True, False
+        self._room.set()
 
     @property
     def unanswered(self) -> list[Job[Item, Answer]]:
@@ -153,7 +171,7 @@ class Batcher(Generic[Item, Answer]):
     def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
         batch: list[Job[Item, Answer]] = []
         size, waiting = 0, queue.waiting
-        soon = asyncio.get_running_loop().time() + ENOUGH * self._timeout
+        soon = self._loop.time() + ENOUGH * self._timeout
         while waiting and len(batch) < BATCH_ITEMS:
             if batch and size + waiting[0].size > BATCH_BYTES:
                 break
@@ -169,6 +187,7 @@ class Batcher(Generic[Item, Answer]):
             queue.filled.clear()
         if self._items <= self._most[0] // 2 and self._bytes <= self._most[1] // 2:  # many who wait are woken at once
             self._room.set()
+            self._is_open = not self._ended
         return batch
 
     async def _send_batch(self, batch: Sequence[Job[Item, Answer]]) -> None:
@@ -177,14 +196,16 @@ class Batcher(Generic[Item, Answer]):
         except Exception as error:  # a fault too: it is for the callers to know, and the next batch may fare better
             answers = [(job, error) for job in batch]
         for job, answer in answers:
+            if job.answer.done():  # its caller was cancelled, or its time was over
+                continue
             if isinstance(answer, Exception):
-                job.fail(answer)
-            elif not job.answer.done():
+                job.answer.set_exception(answer)
+            else:
                 job.answer.set_result(answer)
 
     def _expire(self) -> None:
         """Fail items that have waited too long."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         late = f"no answer within {self._timeout:g} s"
         for queue in self._queues:
             self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
@@ -194,4 +215,10 @@ class Batcher(Generic[Item, Answer]):
 
     def _fail(self, jobs: Iterable[Job[Item, Answer]], message: str, stored: Literal["no", "unknown"]) -> None:
         for job in jobs:
-            job.fail(BackendUnavailable(message, stored=stored))
+            if not job.answer.done():
+                job.answer.set_exception(self._unavailable(message, stored))
+
+    def _unavailable(self, message: str, stored: Literal["no", "unknown"]) -> BackendUnavailable:
+        error = BackendUnavailable(message, stored=stored)
+        self._failed(error)
+        return error

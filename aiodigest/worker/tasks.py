@@ -36,20 +36,20 @@ class Timer:
     def __init__(self, callback: Callable[[], None], context: Context) -> None:
         self._callback = callback
         self._context = context
-        self._at = inf
+        self.at = inf  # the time that it is set to
         self._handle: asyncio.Handle | None = None
 
     def set(self, at: float) -> None:
         """Set it to a time of the event loop's clock, unless it is set to an earlier one."""
-        if at < self._at:
+        if at < self.at:
             self.cancel()
-            self._at, self._handle = at, asyncio.get_running_loop().call_at(at, self._fire, context=self._context)
+            self.at, self._handle = at, asyncio.get_running_loop().call_at(at, self._fire, context=self._context)
 
     def cancel(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
-        self._at, self._handle = inf, None
+        self.at, self._handle = inf, None
 
     def _fire(self) -> None:
-        self._at, self._handle = inf, None
+        self.at, self._handle = inf, None
         self._callback()
