@@ -153,6 +153,7 @@ class Batcher(Generic[Item, Answer]):
             if queue.flight:
                 await self._send_batch(queue.flight)
                 queue.flight = []
+                await asyncio.sleep(0)  # who was answered may have more for the next call
 
     async def finish(self) -> None:
         """Refuse new items, and return when nothing is queued or in flight."""
