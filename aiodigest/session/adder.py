@@ -26,9 +26,10 @@ def weight(add: Add) -> int:
 
 def place(shard_map: ShardMap, key: str) -> tuple[int, int]:
     """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-    if shard_map.adding > 1:
+    shards = shard_map.current
+    if len(shards) > 1:
         return shard_map.shard_of(key), 0
-    return shard_map.current[0], str.__hash__(key) % CALLS  # any hash will do that this process keeps to
+    return shards[0], str.__hash__(key) % CALLS  # any hash will do that this process keeps to
 
 
 class Adder:
@@ -46,8 +47,8 @@ class Adder:
         answer: True if it made its timeline ready."""
         if self._session.is_connected:
             shard, queue = place(self._session.store.shard_map, add.key)
-            if shard in self._batchers:
-                return self._batchers[shard].put(add, weight(add), queue, began)
+            if (batcher := self._batchers.get(shard)) is not None:
+                return batcher.put(add, weight(add), queue, began)
         return self._begin(add, began)
 
     async def _begin(self, add: Add, began: float) -> bool:

@@ -141,6 +141,7 @@ class BackgroundSession(Session):
         self._context = copy_context()  # that of its tasks, and not that of a call which happens to need one first
         self._context.run(NAMESPACE.set, namespace)
         self._adder = Adder(self)
+        self.add = self._adder.add
         self._pid = os.getpid()
         self.main = asyncio.create_task(self._run(), name="aiodigest", context=self._context.copy())
         self.main.add_done_callback(self._ended, context=self._context)
@@ -218,9 +219,6 @@ class BackgroundSession(Session):
         self._adder.reached()
 
     # Adding
-
-    def add(self, add: Add, began: float) -> Awaitable[bool]:
-        return self._adder.add(add, began)
 
     async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         return await self._adder.add_many(adds)

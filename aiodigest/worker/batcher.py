@@ -101,11 +101,26 @@ class Batcher(Generic[Item, Answer]):
 
         That is a future if there is room: a coroutine around it would take longer than the rest, and each add comes here.
         """
+        if not self._is_open:
+            return self._squeeze(item, size, queue, since)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        chosen = self._queues[queue]
+        if not chosen.waiting:
+            chosen.filled.set()
         deadline = since + self._timeout
-        return self._queued(item, size, queue, deadline) if self._is_open else self._squeeze(item, size, queue, deadline)
+        chosen.waiting.append(Job(item, size, deadline, answer))
+        self._items += 1
+        self._bytes += size
+        if self._items >= self._most[0] or self._bytes >= self._most[1]:
+            self._room.clear()
+            self._is_open = False
+        if deadline < self._timer.at:
+            self._timer.set(deadline)
+        return answer
 
-    async def _squeeze(self, item: Item, size: int, queue: int, deadline: float) -> Answer:
+    async def _squeeze(self, item: Item, size: int, queue: int, since: float) -> Answer:
         """Wait for room, queue an item and return its answer."""
+        deadline = since + self._timeout
         try:
             async with asyncio.timeout_at(deadline):
                 while not self._room.is_set():  # another waiter may have taken the room
@@ -116,22 +131,7 @@ class Batcher(Generic[Item, Answer]):
         if self._ended:
             await asyncio.sleep(0)  # a caller that retries at once must not keep the loop from ending
             raise BackendUnavailable(LEFT, stored="no")
-        return await self._queued(item, size, queue, deadline)
-
-    def _queued(self, item: Item, size: int, queue: int, deadline: float) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        chosen = self._queues[queue]
-        if not chosen.waiting:
-            chosen.filled.set()
-        chosen.waiting.append(Job(item, size, deadline, answer))
-        self._items += 1
-        self._bytes += size
-        if self._items >= self._most[0] or self._bytes >= self._most[1]:
-            self._room.clear()
-            self._is_open = False
-        if deadline < self._timer.at:
-            self._timer.set(deadline)
-        return answer
+        return await self.put(item, size, queue, since)
 
     async def run(self) -> None:
         """Send queued items until cancelled; anything then unsent fails as not stored."""
@@ -171,19 +171,20 @@ class Batcher(Generic[Item, Answer]):
 
     def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
         batch: list[Job[Item, Answer]] = []
-        size, waiting = 0, queue.waiting
+        size, taken, waiting, before = 0, 0, queue.waiting, len(queue.waiting)
         soon = self._loop.time() + ENOUGH * self._timeout
         while waiting and len(batch) < BATCH_ITEMS:
             if batch and size + waiting[0].size > BATCH_BYTES:
                 break
             job = waiting.popleft()
-            self._items -= 1
-            self._bytes -= job.size
+            taken += job.size
             if job.deadline < soon:  # it would be the others' deadline too
                 self._fail([job], f"it could not be sent within {self._timeout:g} s", "no")
             elif not job.answer.done():  # else its caller was cancelled or timed out
                 size += job.size
                 batch.append(job)
+        self._items -= before - len(waiting)
+        self._bytes -= taken
         if not waiting:
             queue.filled.clear()
         if self._items <= self._most[0] // 2 and self._bytes <= self._most[1] // 2:  # many who wait are woken at once

@@ -76,7 +76,7 @@ class RedisBackend(Backend):
 
     @property
     def shard_map(self) -> ShardMap:
-        return self.namespace.shard_map
+        return self.namespace.layout.shard_map
 
     @property
     def operations(self) -> Operations:
