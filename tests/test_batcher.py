@@ -191,7 +191,7 @@ async def test_each_item_has_the_whole_timeout_and_no_more_and_time_that_was_spe
     async def end(item: int, spent: float = 0) -> float:
         await asyncio.sleep(item)
         with pytest.raises(BackendUnavailable):
-            await batcher.submit(item, since=began + item - spent if spent else None)
+            await batcher.put(item, 0, 0, began + item - spent)
         return now()
 
     async with batching(held=True) as (batcher, _):

@@ -99,7 +99,7 @@ class Batcher(Generic[Item, Answer]):
     def put(self, item: Item, size: int, queue: int, since: float) -> Awaitable[Answer]:
         """Queue an item whose time began at ``since``, and return what to await for its answer.
 
-        That is a future if there is room: a coroutine around it would take longer than the rest, and each add comes here.
+        That is a future if there is room: a coroutine around it would take as long as all else, for every add.
         """
         if not self._is_open:
             return self._squeeze(item, size, queue, since)

@@ -306,18 +306,20 @@ class Namespace:
                 arguments += item
                 sent += 1
             answers = cast("list[object]", await self.call(name, shard, *arguments, now=now, late=late))
-            failed = bytes in map(type, answers)  # not so in nearly all calls
-            codes = {code_of(text(answer)) for answer in answers if isinstance(answer, bytes)} if failed else set()
+            problems = [text(answer) for answer in answers if isinstance(answer, bytes)]
             fits = 0 < len(answers) <= sent  # else they are none at all, or another question's
-            if not fits or codes & DEMOTED:
+            if not fits or DEMOTED.intersection(map(code_of, problems)):
                 await self.leave(shard)
             if not fits:
                 problem = f"it returned {len(answers)} answers for {sent} items"
                 raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
-            told += map(read, answers) if not failed else [
-                self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
-                for item, answer in zip(left, answers, strict=False)
-            ]
+            if problems:
+                told += [
+                    self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
+                    for item, answer in zip(left, answers, strict=False)
+                ]
+            else:
+                told += map(read, answers)
         return told
 
     async def read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
