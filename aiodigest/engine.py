@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Generic, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
@@ -517,17 +517,17 @@ class DigestEngine(Generic[T]):
             else:
                 ids = (getattr(entry, "record_id", None) for entry in some)
                 results += [BackendUnavailable(str(down), record_id=each) for each in ids]
-        if any(isinstance(result, AiodigestError) for result in results):
+        if set(map(type, results)) - {bool}:
             raise PartialAdd(results)
-        return [result is True for result in results]
+        return cast("list[bool]", results)
 
     async def _add_some(
         self, session: Session, entries: Sequence[Entry[T]], policies: dict[str, Policy | BaseException]
     ) -> list[bool | AiodigestError]:
         """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for."""
         results: list[bool | AiodigestError] = [False] * len(entries)
-        adds: dict[int, Add] = {}
-        if self._policies.fixed is None:
+        indices, adds = list[int](), list[Add]()
+        if (fixed := self._policies.fixed) is None:
             keys = [entry.key for entry in entries if self._has_key(entry) and entry.key not in policies]
             policies |= await self._policies.of_all(keys, self.timeout)
         for index, entry in enumerate(entries):
@@ -537,21 +537,22 @@ class DigestEngine(Generic[T]):
                 if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InvalidArgument(f"add_many takes no {type(entry).__name__}: give Entry(key, value)")
                 record = self._identify(entry.key, entry.record_id)
-                policy = self._policies.fixed or policies[entry.key]
+                policy = fixed or policies[entry.key]
                 if isinstance(policy, BaseException):
                     raise policy
-                adds[index] = self._encode(entry.key, record, entry.value, entry.timestamp, policy)
+                adds.append(self._encode(entry.key, record, entry.value, entry.timestamp, policy))
+                indices.append(index)
             except AiodigestError as error:
                 results[index] = error
             except Exception as error:  # of the policy function, or the codec
                 failed = results[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
                 failed.__cause__ = error
-        for (index, add), answer in zip(adds.items(), await session.add_many(list(adds.values())), strict=True):
+        for index, add, answer in zip(indices, adds, await session.add_many(adds), strict=True):
             if isinstance(answer, BackendUnavailable):
-                answer = session.explained(answer, unpack(add.entry).id)
-            elif isinstance(answer, bool):
-                self._registered.added += 1
-            results[index] = answer
+                results[index] = session.explained(answer, unpack(add.entry).id)
+            else:
+                results[index] = answer
+                self._registered.added += isinstance(answer, bool)
         return results
 
     def _has_key(self, entry: Entry[T]) -> bool:

@@ -89,28 +89,35 @@ class Adder:
             return [error] * len(adds)
         except AiodigestError as error:
             return [error] * len(adds)
-        shard_map, answers = backend.shard_map, dict[int, bool | AiodigestError]()
         places: dict[tuple[int, int], list[int]] = {}
+        shard_map = backend.shard_map
         for index, add in enumerate(adds):
             places.setdefault(place(shard_map, add.key), []).append(index)
 
-        async def send(shard: int, indices: Sequence[int]) -> None:
+        async def send(shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+            answers: list[bool | AiodigestError] = []
             down: AiodigestError | None = None
-            for some in batches(indices, lambda index: weight(adds[index])):
+            for some in batches(adds, weight):
                 if down is not None:
-                    answers.update(dict.fromkeys(some, down))
+                    answers += [down] * len(some)
                     continue
                 try:
-                    results = await self._send(backend, shard, [adds[index] for index in some])
+                    answers += await self._send(backend, shard, some)
                 except AiodigestError as error:
-                    results = [error] * len(some)
+                    answers += [error] * len(some)
                     down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
-                answers.update(zip(some, results, strict=True))
+            return answers
 
         async with asyncio.TaskGroup() as group:
-            for (shard, _), indices in places.items():
-                group.create_task(send(shard, indices))
-        return [answers[index] for index in range(len(adds))]
+            sending = [
+                group.create_task(send(shard, [adds[index] for index in indices]))
+                for (shard, _), indices in places.items()
+            ]
+        answers: list[bool | AiodigestError] = [False] * len(adds)
+        for indices, sent in zip(places.values(), sending, strict=True):
+            for index, answer in zip(indices, sent.result(), strict=True):
+                answers[index] = answer
+        return answers
 
     async def drain(self) -> None:
         """Refuse new adds, and return when those that were taken have their answers."""

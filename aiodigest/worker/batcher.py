@@ -28,10 +28,11 @@ def batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[Sequ
     """Cut items into batches that one call may carry."""
     start = total = 0
     for index, item in enumerate(items):
-        if index > start and (index - start == BATCH_ITEMS or total + size(item) > BATCH_BYTES):
+        has = size(item)
+        if index > start and (index - start == BATCH_ITEMS or total + has > BATCH_BYTES):
             yield items[start:index]
             start, total = index, 0
-        total += size(item)
+        total += has
     if start < len(items):
         yield items[start:]
 
