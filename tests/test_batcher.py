@@ -141,6 +141,36 @@ async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made(error
         assert await answers(batcher, 3) == [6]
 
 
+async def test_who_was_answered_can_add_to_the_next_call_beside_what_waits_for_it() -> None:
+    async def add_twice(batcher: Batcher[int, int], item: int) -> int:
+        return await batcher.submit(await batcher.submit(item))
+
+    async with batching(held=True) as (batcher, wire):
+        twice = [asyncio.create_task(add_twice(batcher, item)) for item in range(50)]
+        await settle()
+        waiting = held(batcher, 1, 3)
+        await settle()
+        wire.gate.set()
+        assert await asyncio.gather(*twice, *waiting) == [*range(0, 200, 4), 2, 6]
+    assert wire.sent == [[*range(50)], [1, 3, *range(0, 100, 2)]]
+
+
+async def test_an_error_that_the_batcher_makes_is_told_once_an_item_and_not_for_what_was_cancelled() -> None:
+    told: list[str] = []
+    wire = Wire(0, held=True)
+    batcher = Batcher[int, int](wire, TIMEOUT, failed=lambda error: told.append(str(error)))
+    running = asyncio.create_task(batcher.run())
+    sent = held(batcher, 1, 2)
+    await settle()
+    unsent, cancelled = held(batcher, 3, 4)
+    await settle()
+    cancelled.cancel()
+    assert {(await unavailable(task)).stored for task in (*sent, unsent)} == {"no", "unknown"}
+    running.cancel()
+    await asyncio.wait([running])
+    assert told == ["no answer within 5 s"] * 3
+
+
 async def test_too_few_answers_are_a_fault_and_not_a_caller_that_waits_for_ever() -> None:
     async with batching() as (batcher, wire):
         wire.lost = 1
