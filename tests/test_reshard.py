@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -981,6 +981,6 @@ async def test_an_answer_that_comes_too_late_ends_no_shard(place: Place) -> None
     old = backend.namespace.layout
     assert await backend.operations.reshard(3)
     new = backend.namespace.layout
-    backend.namespace._layout = replace(new, current=old.current, drained=None)  # as an earlier look has it
+    backend.namespace._layout = new._replace(current=old.current, drained=None)  # as an earlier look has it
     assert await claim(backend, backend.shard_map.current.start, 1) == []
     assert backend.namespace.layout.current == new.current
