@@ -263,7 +263,7 @@ class DigestEngine(Generic[T]):
     @property
     def sync(self) -> Sync[T]:
         """The same adds, as a ``Sync``, for threads without an event loop (Django, Celery, scripts)."""
-        return Sync(self)
+        return Sync(self, in_task=self._policies.fixed is None)
 
     def __repr__(self) -> str:
         return f"DigestEngine({self.url!r}, namespace={self.namespace!r})"

@@ -41,7 +41,7 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
 
         await threads(MANY, MANY)  # connections are made, and scripts loaded
         await tasks(MANY, MANY)
-        for adds, number, noun in ((few, 1, ""), (count, MANY, "s")):
+        for adds, number, noun, bound in ((few, 1, "", 0.8), (count, MANY, "s", 0.5)):
             took = await in_turn(
                 setting.rounds, threads=partial(threads, adds, number), tasks=partial(tasks, adds, number)
             )
@@ -52,4 +52,6 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
                 "adds/s",
                 threads_rate,
                 tasks_rate,
+                bound=bound,
+                least=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_fifty_threads_add_at_once_over_two_connections() -> None:
         freeze(server)  # until all have something to add
         with ThreadPoolExecutor(50) as pool:
             adding = [pool.submit(add, thread) for thread in range(50)]
-            until(lambda: len(sync._bridge._tasks) >= 50, "all add")
+            until(lambda: len(sync._bridge._under_way) >= 50, "all add")
             thaw(server)
         assert all(each.exception() is None for each in adding)
         assert calls() - before < 10, "adds of several threads go out in one call"
@@ -190,6 +191,68 @@ def test_an_add_that_is_interrupted_is_withdrawn_and_the_others_go_on(server: Se
         signal.signal(signal.SIGUSR1, before)
     assert withdrawn.wait(DEADLINE)
     assert engine.sync.add("k", 1)
+
+
+def test_threads_whose_adds_are_cut_short_from_outside_hold_up_no_other() -> None:
+    class Cut(Exception):
+        pass
+
+    def add(number: int) -> bool:
+        idents[number] = threading.get_ident()
+        return engine.sync.add("k", number, record_id=f"{number}")
+
+    idents = dict[int, int]()
+    with running_server() as server, ThreadPoolExecutor(20) as pool:
+        engine = DigestEngine(server.url, namespace="cut", value_type=int, timeout=2 * DEADLINE)
+        assert engine.sync.add("first", 1)
+        freeze(server)
+        adding = [pool.submit(add, number) for number in range(20)]
+        until(lambda: len(sync._bridge._under_way) >= 20, "all add")
+        for number in range(0, 20, 3):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(idents[number]), ctypes.py_object(Cut))
+        thaw(server)
+        for number, each in enumerate(adding):
+            error = each.exception(DEADLINE)
+            assert isinstance(error, Cut) if number % 3 == 0 else error is None
+    assert not sync._bridge._ended
+
+
+def test_an_add_is_begun_although_the_thread_that_was_to_ask_for_it_was_interrupted(
+    engine: DigestEngine[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "PATIENCE", 0.01)
+    assert engine.sync.add("k", 1)
+    with ThreadPoolExecutor(1) as pool:
+        sync._bridge._is_asked = True  # by a thread that asked for nothing in the end
+        adding = pool.submit(engine.sync.add, "k", 2)
+        try:
+            assert adding.result(DEADLINE) is False
+        finally:
+            sync._bridge._ask()
+
+
+def test_threads_that_find_no_room_in_the_queue_wait_for_some() -> None:
+    with running_server() as server, ThreadPoolExecutor(40) as pool:
+        engine = DigestEngine(server.url, namespace="full", value_type=str, timeout=2 * DEADLINE)
+        assert engine.sync.add("k", "first", record_id="first")
+        freeze(server)
+        value = os.urandom(500_000).hex()  # 40 of which are more than the queue holds, compressed too
+        adding = [pool.submit(engine.sync.add, "k", value, record_id=f"{number}") for number in range(40)]
+        until(lambda: len(sync._bridge._under_way) >= 40 or any(each.done() for each in adding), "all add")
+        thaw(server)
+        assert [each.result(DEADLINE) for each in adding] == [False] * 40
+        assert len(stored(server.url, "full")) == 41
+
+
+def test_a_policy_function_may_use_whatever_takes_a_task(server: Server, namespace: str) -> None:
+    async def policy(key: str) -> Policy:
+        async with asyncio.timeout(DEADLINE):
+            await asyncio.sleep(0)
+        return Policy()
+
+    engine = DigestEngine(server.url, namespace=namespace, value_type=int, policy=policy)
+    assert engine.sync.add("k", 1)
+    assert engine.sync.add_many([Entry("l", 1)]) == [True]
 
 
 def test_the_connections_of_an_engine_that_nobody_holds_are_closed() -> None:
@@ -276,12 +339,12 @@ def test_an_add_interrupted_at_a_close_is_silent(engine: DigestEngine[int], capl
     fresh: Any = sync.Bridge()
     stopped = threading.Event()
     fresh._sessions[engine] = None  # as if it had one
-    answer: Future[bool] = Future()
-    assert fresh._submit(answer, engine, end)
+    call = sync.Call(engine, end, in_task=True, is_of_main=True)
+    assert fresh._submit(call)
     assert stopped.wait(DEADLINE)
     with fresh._turning:  # when the thread has ended
         fresh._loop.close()
-    assert answer.cancel()
+    fresh._withdraw(call)
     assert caplog.records == []
 
 

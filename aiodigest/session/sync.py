@@ -17,10 +17,12 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import Context
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,12 +32,13 @@ from aiodigest.errors import BackendUnavailable, ConfigurationError
 from aiodigest.models import Entry
 from aiodigest.records.validation import Bounds, taken
 from aiodigest.session.background import BackgroundSession
-from aiodigest.worker.tasks import retrieve
 
 T = TypeVar("T")
 Given = TypeVar("Given", contravariant=True)
 Answer = TypeVar("Answer")
 
+LOOK = 0.001  # seconds until the bridge looks after threads that wake each other
+PATIENCE = 1.0  # seconds until a thread looks after its call
 GRACE = 1.0  # seconds for calls under way and for closing connections, at the end of the process
 
 
@@ -61,11 +64,13 @@ class Sync(Generic[T]):
     are called in another thread, which runs an event loop: they must not block it.
 
     In addition to the errors of the engine's methods, each raises ConfigurationError in a thread with a running
-    event loop, which it would block. There is no need to make one: every ``engine`` has its own as ``engine.sync``.
+    event loop, which it would block. There is no need to make one: every ``engine`` has its own as ``engine.sync``,
+    and says by ``in_task`` whether an add needs a task.
     """
 
-    def __init__(self, engine: Adding[T]) -> None:
+    def __init__(self, engine: Adding[T], *, in_task: bool) -> None:
         self._engine = engine
+        self._in_task = in_task  # an add needs one
 
     def add(
         self, key: str, value: T, *, record_id: str | None = None, timestamp: datetime | float | None = None
@@ -76,7 +81,9 @@ class Sync(Generic[T]):
         thread it raises ConfigurationError. If the wait is interrupted, as by Ctrl-C, the record may be stored.
         """
         engine = self._engine
-        return self._run("add", lambda: engine.add(key, value, record_id=record_id, timestamp=timestamp))
+        return self._run(
+            "add", partial(engine.add, key, value, record_id=record_id, timestamp=timestamp), self._in_task
+        )
 
     def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """``DigestEngine.add_many``, with the same arguments, answers and errors; blocks until all are stored.
@@ -86,16 +93,19 @@ class Sync(Generic[T]):
         """
         engine = self._engine
         given = taken(entries, engine.bounds.records)
-        return self._run("add_many", lambda: engine.add_many(given))
+        return self._run("add_many", partial(engine.add_many, given), in_task=True)
 
-    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        with suppress(RuntimeError):
+    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, Answer]], in_task: bool) -> Answer:
+        try:
             asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
             raise ConfigurationError(
                 f"engine.sync.{name} would block the event loop that runs in this thread: "
                 f"await engine.{name}, inside `async with engine:`"
             )
-        return bridge().call(self._engine, work)
+        return bridge().call(self._engine, work, in_task)
 
 
 class Helpers(ThreadPoolExecutor):
@@ -114,56 +124,194 @@ class Helpers(ThreadPoolExecutor):
             return done
 
 
+@dataclass(slots=True, eq=False)
+class Call(Generic[Answer]):
+    """A call on its way, and the thread that waits for its end.
+
+    Its coroutine is run by hand, from one future that it awaits to the next: a task would cost more than the add does.
+    """
+
+    engine: Adding[Any]
+    work: Callable[[], Coroutine[Any, Any, Answer]]
+    in_task: bool  # it has to be in one: it has a timeout, or awaits what a user wrote
+    is_of_main: bool  # the main thread waits for it, the only one whose waiting a signal handler may interrupt
+    context: Context = field(default_factory=copy_context)
+    waiting: threading.Lock = field(default_factory=threading.Lock)  # released when the thread may go on
+    awaited: asyncio.Future[Any] | None = None
+    is_over: bool = False
+    is_withdrawn: bool = False
+    _coroutine: Coroutine[Any, Any, Answer] | None = None
+    _answer: Any = None
+    _error: BaseException | None = None
+
+    def step(self) -> asyncio.Future[Any] | None:
+        """Run to the next future that it awaits, and return that; None at its end."""
+        try:
+            if self._coroutine is None:
+                self._coroutine = self.work()
+            awaited = self.context.run(self._coroutine.send, None)
+        except StopIteration as end:
+            self._answer, self.is_over = end.value, True
+        except BaseException as error:
+            self._error, self.is_over = error, True
+        else:
+            self.awaited = awaited or asyncio.ensure_future(asyncio.sleep(0))  # it may have given way, awaiting none
+            return self.awaited
+        return None
+
+    def cancel(self) -> None:
+        if self.awaited is not None:
+            self.awaited.cancel()
+
+    def result(self) -> Answer:
+        """Return its answer, or raise its error."""
+        if self._error is None:
+            return self._answer
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error  # the traceback of which has this frame
+
+
 class Bridge:
-    """A thread of this process with an event loop, and the sessions of engines in it."""
+    """A thread of this process with an event loop, and the sessions of engines in it.
+
+    Threads whose calls end together are woken one by one, each by the one before it: all at once would stand in line
+    for the interpreter's lock, and the bridge behind them. What they submit then is begun when the last is awake.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self._main = threading.main_thread().ident
         self._lock = threading.RLock()  # a signal handler may add, too
         self._over = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turning = threading.Lock()  # held by the thread in which the loop runs
+        self._context = Context()  # of callbacks: empty
         # weak: an engine that nobody holds any more is left
         self._sessions: weakref.WeakKeyDictionary[object, BackgroundSession] = weakref.WeakKeyDictionary()
-        self._tasks: set[asyncio.Task[Any]] = set()  # calls under way, and sessions that are being left
+        self._leaving: set[asyncio.Task[None]] = set()  # sessions
+        self._submitted: deque[Call[Any]] = deque()
+        self._under_way: set[Call[Any]] = set()
+        self._ended: deque[Call[Any]] = deque()  # those whose threads are to be woken
+        self._is_asked = self._is_waking = self._is_looking = False
 
-    def call(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Run a call in the loop, with a session of the engine, and wait for its answer."""
-        answer: Future[Answer] = Future()
+    def call(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]], in_task: bool) -> Answer:
+        """Run a call in the loop, with a session of its engine, and wait for its answer."""
+        call = Call(engine, work, in_task, threading.get_ident() == self._main)
+        call.waiting.acquire()
         try:
-            if self._submit(answer, engine, work):
-                return answer.result()
+            is_taken = self._submit(call)
+            while is_taken and not call.waiting.acquire(timeout=PATIENCE) and not call.is_over:
+                self._ask()  # in case that another thread was to do so, or to wake this one, and was interrupted
         except BaseException:
-            answer.cancel()  # for this thread was interrupted, unless the call itself has failed
+            self._withdraw(call)  # for this thread was interrupted
             raise
-        if threading.current_thread() is not threading.main_thread():
+        finally:
+            if not call.is_of_main:
+                self._pass_on()
+        if is_taken:
+            return call.result()
+        if not call.is_of_main:
             time.sleep(engine.timeout)  # a daemon's: it ends with the process, and no traceback is printed
         raise BackendUnavailable("the process is ending")
 
-    def _submit(
-        self, answer: Future[Answer], engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> bool:
+    def _submit(self, call: Call[Any]) -> bool:
         """Submit a call to the loop, unless the process is ending."""
-
-        def begin() -> None:
-            task = self._note(loop.create_task(self._serve(engine, work)))
-            task.add_done_callback(partial(_settle, answer))
-            answer.add_done_callback(partial(withdraw, task))
-
-        def withdraw(task: asyncio.Task[Answer], answer: Future[Answer]) -> None:
-            if answer.cancelled():  # the thread that waits was interrupted
-                with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(task.cancel)
-
         with self._lock:
             if self._over:
                 return False
-            loop = self._running()
-            loop.call_soon_threadsafe(begin)
-            return True
+            self._running()
+            self._submitted.append(call)
+        if call.is_of_main or not (self._is_asked or self._ended):  # a signal handler may have interrupted this
+            self._ask()
+        return True
+
+    def _ask(self) -> None:
+        """Ask the loop to begin what was submitted."""
+        self._is_asked = True
+        self._soon(self._begin)
+
+    def _soon(self, work: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(work, context=self._context)
+
+    def _pass_on(self) -> None:
+        """Wake the next thread, from one that was woken; or have the loop begin what they have submitted."""
+        try:
+            self._ended.popleft().waiting.release()
+        except IndexError:
+            if self._submitted and not self._is_asked:
+                self._ask()
+
+    def _withdraw(self, call: Call[Any]) -> None:
+        call.is_withdrawn = True
+        self._soon(call.cancel)
+        self._ask()  # it may have been interrupted while it was to do that
+
+    # In the loop
+
+    def _begin(self) -> None:
+        """Begin what was submitted."""
+        self._is_asked = False
+        while self._submitted:
+            call = self._submitted.popleft()
+            if call.is_withdrawn:
+                continue
+            if call.in_task or call.engine not in self._sessions:
+                call.work = partial(self._serve, call, call.work)
+            self._under_way.add(call)
+            self._go_on(call)
+
+    def _go_on(self, call: Call[Any], awaited: asyncio.Future[Any] | None = None) -> None:
+        """Go on with a call whose future is done."""
+        awaited = call.step()
+        if awaited is not None:
+            awaited.add_done_callback(partial(self._go_on, call), context=self._context)
+            if call.is_withdrawn:
+                awaited.cancel()
+            return
+        self._under_way.discard(call)
+        if call.is_of_main or not self._under_way:
+            call.waiting.release()  # the main thread is to wake nobody, since a handler may hold it up
+            return
+        self._ended.append(call)
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake, context=self._context)
+
+    def _wake(self) -> None:
+        """Wake the first of the threads whose calls have ended in this turn of the loop; it wakes the next."""
+        self._is_waking = False
+        self._pass_on()
+        if self._ended and not self._is_looking:
+            self._is_looking = True
+            asyncio.get_running_loop().call_later(LOOK, self._look, context=self._context)
+
+    def _look(self) -> None:
+        """Help threads along that wake each other slowly, as where others keep the processor busy."""
+        self._is_looking = False
+        self._begin()
+        if self._ended:
+            self._wake()
+
+    async def _serve(self, call: Call[Answer], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        engine = call.engine
+        if engine not in self._sessions:
+            empty = Context()
+            session = empty.run(BackgroundSession, engine.backend.clone(), engine.namespace, engine.timeout)
+            self._sessions[engine] = session
+            weakref.finalize(engine, self.leave, session).atexit = False
+        if not call.in_task:
+            return await work()
+        return await asyncio.get_running_loop().create_task(work(), context=call.context)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         """Return the loop, once its thread is started. A signal handler that adds may interrupt this with the same."""
+        if self._loop is not None and self._turning.locked():
+            return self._loop
         empty = Context()  # not that of the thread that came first, which the loop and its thread would keep
         try:
             if self._loop is None:
@@ -192,23 +340,9 @@ class Bridge:
         finally:
             self._turning.release()
 
-    async def _serve(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        if engine not in self._sessions:
-            empty = Context()
-            session = empty.run(BackgroundSession, engine.backend.clone(), engine.namespace, engine.timeout)
-            self._sessions[engine] = session
-            weakref.finalize(engine, self.leave, session).atexit = False
-        return await work()
-
     def session_of(self, engine: object) -> BackgroundSession | None:
         """Return the session in which ``engine.sync`` adds, or None if it has not added yet in this process."""
         return self._sessions.get(engine)
-
-    def _note(self, task: asyncio.Task[Answer]) -> asyncio.Task[Answer]:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(retrieve)  # its caller may have been interrupted
-        return task
 
     def forget(self, engine: object) -> Future[None] | None:
         """Leave the session of an engine; its next add begins another one, on the backend that it has then."""
@@ -219,7 +353,9 @@ class Bridge:
         """Leave a session whose engine is gone, or has another backend; None if there is no loop to do it in."""
 
         async def stop() -> None:
-            await self._note(asyncio.create_task(session.stop()))
+            self._leaving.add(leaving := asyncio.create_task(session.stop()))
+            leaving.add_done_callback(self._leaving.discard)
+            await leaving
 
         if self._loop is None or self._loop.is_closed() or self is not bridge():
             return None
@@ -240,18 +376,10 @@ class Bridge:
             self._loop.close()
 
     async def _stop(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)  # which are not refused: nobody might catch that
+        self._begin()  # they are not refused: nobody might catch that
+        while awaited := {*self._leaving, *(call.awaited for call in self._under_way if call.awaited)}:
+            await asyncio.wait(awaited)
         await asyncio.gather(*(session.stop() for session in list(self._sessions.values())), return_exceptions=True)
-
-
-def _settle(answer: Future[Answer], task: asyncio.Task[Answer]) -> None:
-    """Tell the waiting thread, if it still waits, how its call ended."""
-    if answer.set_running_or_notify_cancel():
-        try:
-            answer.set_result(task.result())
-        except BaseException as error:
-            answer.set_exception(error)
 
 
 _bridge = Bridge()

@@ -103,7 +103,7 @@ class Batcher(Generic[Item, Answer]):
         That is a future if there is room: a coroutine around it would take as long as all else, for every add.
         """
         if not self._is_open:
-            return self._squeeze(item, size, queue, since)
+            return asyncio.ensure_future(self._squeeze(item, size, queue, since))  # a task: adds of `sync` have none
         answer: asyncio.Future[Answer] = self._loop.create_future()
         chosen = self._queues[queue]
         if not chosen.waiting:

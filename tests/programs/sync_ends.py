@@ -69,7 +69,7 @@ def is_interrupted() -> None:
     os.kill(server, signal.SIGSTOP)
 
     def interrupt() -> None:
-        while not sync._bridge._tasks:
+        while not sync._bridge._under_way:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -86,7 +86,7 @@ def leaves_a_server_that_hangs() -> None:
     engine.sync.add("k", 1)
     os.kill(server, signal.SIGSTOP)
     threading.Thread(target=engine.sync.add, args=["k", 2], daemon=True).start()
-    while not sync._bridge._tasks:
+    while not sync._bridge._under_way:
         time.sleep(0.01)
 
 
