@@ -490,10 +490,27 @@ async def deliver_one(
     return traced.spans()[0], inbox
 
 
-async def test_no_more_than_128_spans_are_linked(traced: Traced) -> None:
-    span, inbox = await deliver_one(traced, adds=150)
-    assert len(inbox.digests[0].records) == 150
-    assert traced.added_in(span) == [f"add {number}" for number in range(128)]
+@pytest.mark.parametrize(("adds", "dropped"), [(32, None), (33, 1), (150, 118)])
+async def test_the_first_32_spans_are_linked_and_the_others_counted(
+    adds: int, dropped: int | None, traced: Traced
+) -> None:
+    span, inbox = await deliver_one(traced, adds=adds)
+    assert len(inbox.digests[0].records) == adds
+    assert traced.added_in(span) == [f"add {number}" for number in range(32)]
+    assert facts_of(span).get("aiodigest.links.dropped") == dropped
+
+
+async def test_a_span_that_added_many_records_counts_as_one_link(traced: Traced) -> None:
+    engine, inbox = watched(traced)
+    async with engine:
+        for name in ("first", "second"):
+            with traced.tracer.start_as_current_span(name):
+                await engine.add_many(Entry(KEY, number) for number in range(50))
+    async with engine.delivering(inbox):
+        await inbox.outcome()
+    [span] = traced.spans("deliver test")
+    assert traced.added_in(span) == ["first", "second"]
+    assert "aiodigest.links.dropped" not in facts_of(span)
 
 
 async def test_a_delivery_begins_a_trace_of_its_own_and_what_its_callback_does_is_within_it(traced: Traced) -> None:
@@ -619,6 +636,16 @@ async def test_no_span_stops_a_delivery(method: str, traced: Traced, caplog: pyt
     ]
     fields = {"timeline": KEY, "digest_id": inbox.digests[0].id, "attempt": 1}
     assert vars(line).items() >= fields.items()
+
+
+async def test_an_add_in_an_empty_context_looks_for_no_span(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = watched(traced)
+    monkeypatch.setattr(trace, "get_current_span", None)
+    async with engine:
+        assert await engine.add(KEY, 1)
+    assert caplog.records == []
 
 
 async def test_an_unreadable_span_stops_no_record(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:

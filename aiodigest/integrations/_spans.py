@@ -17,7 +17,7 @@ from aiodigest.worker.delivery import TracedAttempt, Tracing
 
 logger = logger_of(__name__)
 
-MOST_LINKS = 128
+MOST_LINKS = 32  # each costs the exporter as much as a small span
 ERRORS = ("failed", "timeout", "buried")
 
 
@@ -30,6 +30,8 @@ class Spans(Tracing):
 
     def context(self) -> bytes:
         try:
+            if not contexts.get_current():  # as without an SDK; one that is set later fills it from then on
+                return b""
             span = trace.get_current_span().get_span_context()
         except Exception as error:  # whatever goes wrong with a span, the record is stored
             facts = {"namespace": self._namespace, "reason": str(error)}
@@ -43,7 +45,8 @@ class Spans(Tracing):
         return _Attempt(digest, partial(self._begin, digest, contexts))
 
     def _begin(self, digest: Digest[Any], added: Sequence[bytes]) -> Span:
-        links = [Link(span) for span in map(_unpacked, list(dict.fromkeys(added))[:MOST_LINKS]) if span.is_valid]
+        spans = [span for span in map(_unpacked, dict.fromkeys(added)) if span.is_valid]
+        left_out = len(spans) - MOST_LINKS
         return self._tracer.start_span(
             f"deliver {self._namespace}",
             contexts.Context(),  # not that in which the engine was entered, perhaps weeks ago
@@ -58,8 +61,9 @@ class Spans(Tracing):
                 "aiodigest.attempt": digest.attempt,
                 "aiodigest.iteration": digest.iteration,
                 "aiodigest.records": len(digest.records),
+                **({"aiodigest.links.dropped": left_out} if left_out > 0 else {}),
             },
-            links,
+            [Link(span) for span in spans[:MOST_LINKS]],
         )
 
 

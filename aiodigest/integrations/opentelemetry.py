@@ -42,8 +42,9 @@ def instrument(
     if it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
     own event loop cannot wait for the answer, and has the figures of the previous one.
 
-    A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to at most 128 of the spans in
-    which its records were added, if these are recorded. It is current while the callback runs. Its attribute
+    A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to the spans in which its records
+    were added, if these are recorded: to the first 32, in the order in which the records arrived. If there are more,
+    the attribute ``aiodigest.links.dropped`` has their number. It is current while the callback runs. Its attribute
     ``aiodigest.outcome`` is the result reported to observers (``Delivery``): delivered, partial, deferred, rejected,
     failed, timeout or buried, the last three of which are errors; or cancelled, for an attempt that was cut short. The
     store answers "lost" or "deleted" after the span has ended. The key is not an attribute, since it is often
