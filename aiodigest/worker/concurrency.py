@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from math import inf
@@ -147,7 +147,7 @@ class Shared(ABC):
     limits: Limits
     lease_timeout: float
     timeout: float
-    observers: Iterable[Observer]
+    observers: Sequence[Observer]
     limit: ConcurrencyLimit = field(init=False)
     standstill: Standstill = field(init=False)
     stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)

@@ -30,6 +30,7 @@ from aiodigest.worker.reasons import (
     text_of,
     times,
 )
+from aiodigest.worker.tasks import TimeLimit
 
 logger = logger_of(__name__)
 
@@ -208,6 +209,7 @@ class Dispatcher(Generic[T]):
         self._size_of = sizes_of(self.codec)
         self._told_limits = False
         self._reading = asyncio.Lock()
+        self._limit = TimeLimit(self.delivery_timeout)
         self._last_kind: object = None  # of failure: of several in a row the first one's traceback is logged
 
     def size_of(self, entry: bytes) -> int:
@@ -251,7 +253,7 @@ class Dispatcher(Generic[T]):
         span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self.delivery_timeout
         try:
-            error = await self._call(digest)
+            error = await self._call(digest, task)
             if error is None:
                 outcome = self._closed(attempt, "delivered")
                 self._last_kind = None
@@ -297,11 +299,11 @@ class Dispatcher(Generic[T]):
                     raise asyncio.CancelledError from error
                 return self._failed(attempt, error)
 
-    async def _call(self, digest: Digest[T]) -> BaseException | None:
+    async def _call(self, digest: Digest[T], task: asyncio.Task[Any] | None) -> BaseException | None:
         """Call back; return what was raised: were it caught further out, its traceback would hold the outcome."""
-        timer = asyncio.timeout(self.delivery_timeout)
+        limited = self._limit.begin(task)
         try:
-            async with timer:
+            try:
                 ending = self.callback(digest)
                 is_async = isawaitable(ending)
                 if is_async:
@@ -313,8 +315,10 @@ class Dispatcher(Generic[T]):
                         "the callback returned %r: it must be an async function", type(ending).__name__,
                         extra={"timeline": digest.key, "digest_id": digest.id, "attempt": digest.attempt},
                     )  # fmt: skip
+            finally:
+                self._limit.end(limited)
         except BaseException as error:
-            return self._meant_by(error, timer.expired())
+            return self._meant_by(limited.explained(error), limited.expired)
         return None
 
     def _meant_by(self, error: BaseException, expired: bool) -> BaseException:
@@ -331,7 +335,7 @@ class Dispatcher(Generic[T]):
     def _closed(self, attempt: Attempt[T], result: Result) -> Outcome:
         contents = attempt.contents
         delivered = len(contents.records)
-        letters = self._letters(attempt)
+        letters = self._letters(attempt) if contents.undecodable else []
         if letters and result == "empty":
             result = "buried"
         report = self._close(attempt, delivered, letters, counts=bool(delivered or letters))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 from contextvars import Context
 from typing import Protocol
 from weakref import WeakSet, WeakValueDictionary
@@ -44,6 +44,8 @@ class Doubts:
     @property
     def alone(self) -> Delivery | None:
         """The delivery beside which nothing may run; it may be waiting for its turn."""
+        if not self._doubtful:
+            return None
         return next((each for each in self._doubtful if each.lease.is_alone and each.is_waited_for), None)
 
     @property
@@ -101,19 +103,18 @@ class Doubts:
         """Return True if a delivery that has not begun is not to wait: another is to be alone."""
         return self.alone not in (None, delivery)
 
-    @asynccontextmanager
-    async def turn(self, delivery: Delivery, stopping: asyncio.Event) -> AsyncGenerator[None]:
-        """Wait until a delivery may run, or its worker stops, and count it as running within."""
+    async def begin(self, delivery: Delivery, stopping: asyncio.Event) -> None:
+        """Wait until a delivery may run, or its worker stops, and count it as running, until ``left``."""
         while not (stopping.is_set() or self.may_run(delivery)):
             await elapse(self._changed, PERIOD)
         self._running[delivery] = None
-        try:
-            yield
-        finally:
-            del self._running[delivery]
-            self.look_again()
-            if delivery in self._doubtful:
-                self._let_claim()  # its first part may have been delivered: with what is left there is no doubt
+
+    def left(self, delivery: Delivery) -> None:
+        """Note that a delivery that has begun runs no more, or that its next part has to begin."""
+        del self._running[delivery]
+        self.look_again()
+        if delivery in self._doubtful:
+            self._let_claim()  # its first part may have been delivered: with what is left there is no doubt
 
     def may_run(self, delivery: Delivery) -> bool:
         """Return True if a delivery may run beside those that run."""

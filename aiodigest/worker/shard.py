@@ -245,9 +245,12 @@ class ShardWorker:
             with suppress(NoRoom):
                 # the next part, too, needs the lease
                 while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
-                    async with doubts.turn(active, stopping):
+                    await doubts.begin(active, stopping)
+                    try:
                         if not (stopping.is_set() or await self._deliver_part(active)):
                             return
+                    finally:
+                        doubts.left(active)
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))
@@ -268,36 +271,36 @@ class ShardWorker:
 
     async def _deliver_part(self, active: ActiveDelivery) -> bool:
         """Deliver a digest, or its next part; True if there is more to do under this lease."""
-        loop, lease, read = asyncio.get_running_loop(), active.lease, self._shared.backend.read
-        async with self._shared.limit.gate:
-            dispatcher, page = self._shared.dispatcher, partial(read, self.shard, lease)
-            lease, entries = await self._shared.limit.room.read(
-                active,
-                lambda start, count: self._until_answered(partial(page, start, count), active),
-                dispatcher.size_of,
-            )
-            if not self._shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
+        shared, clock = self._shared, asyncio.get_running_loop().time
+        dispatcher, standstill = shared.dispatcher, shared.standstill
+        async with shared.limit.gate:
+            lease, entries = await shared.limit.room.read(active, partial(self._read, active), dispatcher.size_of)
+            if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
                 return True
             attempt = await dispatcher.prepare(lease, entries)
             del entries  # the records are all that is kept while they are delivered
-            if self._shared.stopping.is_set():
+            if shared.stopping.is_set():
                 return True
-            if (started := loop.time()) >= active.ends:  # this process was stopped while others ran
+            if (started := clock()) >= active.ends:  # this process was stopped while others ran
                 raise LeaseLost(f"the lease on timeline {lease.key!r} ended before its delivery began")
             active.stage = "calling"
-            with self._shared.standstill.calling(active.lease.key):
+            standstill.entered(active, lease.key)
+            try:
                 outcome = await dispatcher.deliver(attempt, active.call)
+            finally:
+                standstill.left(active)
             active.stage = "reporting"
             del attempt
-            self._shared.limit.room.give_back(active)  # a server that is away keeps nobody waiting
+            shared.limit.room.give_back(active)  # a server that is away keeps nobody waiting
             if self.leases.is_cut_off:
-                self._shared.limit.changed.set()
-            ended = loop.time()
+                shared.limit.changed.set()
+            ended = clock()
             active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
         closed = await self._until_answered(report, active)
         log_let_go(self.shard, closed.let_go)
-        tell(self._shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
+        if shared.observers:
+            tell(shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
             raise LeaseLost(f"digest {lease.digest_id} of {lease.key!r} ended, or is another worker's")
         if closed.status != "part":
@@ -305,6 +308,11 @@ class ShardWorker:
         active.lease, active.stage = outcome.rest(closed), "claimed"
         self.leases.extend(active, max(ended, active.ends - self._shared.lease_timeout))  # the store has renewed it too
         return True
+
+    async def _read(self, active: ActiveDelivery, start: int, count: int) -> list[bytes]:
+        """Read a page of the entries that did not fit into a claim."""
+        page = partial(self._shared.backend.read, self.shard, active.lease, start, count)
+        return await self._until_answered(page, active)
 
     def _on_done(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
         """Make room for another delivery, even if this one's task was cancelled before it ran."""

@@ -48,20 +48,19 @@ class Standstill:
         finally:
             timer.cancel()
 
-    @contextmanager
-    def calling(self, key: str) -> Generator[None]:
-        """Know that the callback of a timeline is under way within."""
-        call = object()
+    def entered(self, call: object, key: str) -> None:
+        """Know that the callback of a timeline is under way, until ``left``; ``call`` tells it from others."""
         self._hear()
         self._under_way[call] = self._name = key
-        try:
-            yield
-        finally:
-            self._hear(self._under_way.pop(call))
+
+    def left(self, call: object) -> None:
+        """Note that a callback has ended."""
+        self._hear(self._under_way.pop(call))
 
     def _hear(self, ended: str | None = None) -> None:
         now = self._clock()
-        self._worst = max(self._worst, (now - self._at, self._name or ended), key=lambda silence: silence[0])
+        if now - self._at > self._worst[0]:
+            self._worst = now - self._at, self._name or ended
         self._at, self._name = now, None
 
     def look(self) -> None:

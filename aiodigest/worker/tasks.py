@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -53,3 +54,60 @@ class Timer:
     def _fire(self) -> None:
         self.at, self._handle = inf, None
         self._callback()
+
+
+@dataclass(slots=True, eq=False)
+class Limited:
+    """A call whose time is limited."""
+
+    task: asyncio.Task[Any] | None
+    cancelling: int  # how many requests to cancel the task there were when it began
+    ends: float
+    expired: bool = False
+    is_due_to_it: bool = False  # the only cancellation that is left is that for its time
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return what the call has ended with: the TimeoutError that a cancellation stands for, if its time was over."""
+        if not (self.is_due_to_it and isinstance(error, asyncio.CancelledError)):
+            return error
+        timeout = TimeoutError()
+        timeout.__cause__ = error
+        return timeout
+
+
+class TimeLimit:
+    """Limits the time of calls as ``asyncio.timeout`` does, with one timer for all that are under way in an event loop.
+
+    All have the same number of seconds, so those that began first are over first.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._under_way: dict[Limited, None] = {}  # in the order in which they began
+        self._timer = Timer(self._expire, Context())
+
+    def begin(self, task: asyncio.Task[Any] | None) -> Limited:
+        """Limit a call of this task, until its ``end``."""
+        ends = asyncio.get_running_loop().time() + self._seconds
+        limited = Limited(task, 0 if task is None else task.cancelling(), ends)
+        self._under_way[limited] = None
+        self._timer.set(ends)
+        return limited
+
+    def end(self, limited: Limited) -> None:
+        """Note that a call has ended, however it did, and take back its own cancellation."""
+        self._under_way.pop(limited, None)
+        if limited.expired and limited.task is not None:
+            limited.is_due_to_it = limited.task.uncancel() <= limited.cancelling
+
+    def _expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._under_way:
+            first = next(iter(self._under_way))
+            if first.ends > now:
+                self._timer.set(first.ends)
+                return
+            del self._under_way[first]
+            first.expired = True
+            if first.task is not None:
+                first.task.cancel()
