@@ -121,7 +121,8 @@ async def entries_of(
         page = await read(place, lease.taken - place)
         if not page:
             raise LeaseLost(f"the entries of timeline {lease.key!r} went away under delivery")
-    return replace(lease, later=lease.later[len(entries) :] or later), entries, size
+    later = lease.later[len(entries) :] or later
+    return replace(lease, later=later) if later or lease.later else lease, entries, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,14 @@ class Policy:
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
-        delay = self.minimum_delay(iteration) if callable(self.minimum_delay) else self.minimum_delay
+        return self._clamped(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._steady_ms
+
+    @cached_property
+    def _steady_ms(self) -> int:
+        """The cool-down after each digest, where it is always the same."""
+        return 0 if callable(self.minimum_delay) else self._clamped(self.minimum_delay)
+
+    def _clamped(self, delay: float | timedelta) -> int:
         return min(milliseconds(duration(delay, "minimum_delay")), self.terms.maximum_ms)
 
     @cached_property

@@ -22,6 +22,7 @@ Item = TypeVar("Item")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
 FAR = 10**12  # seconds: beyond every year that there is
+EXACT = 2**32 * 1_000_000  # microseconds below which a float of seconds is right to a quarter of one
 TEN_YEARS = 315_360_000  # seconds
 NOT_AWAITABLE = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_", "IS_OP", "CONTAINS_OP", "UNARY_NOT")  # what these put out
 
@@ -124,6 +125,8 @@ def microseconds(timestamp: datetime | float, what: str = "timestamp") -> int:
 
 def moment(micros: int, what: str = "timestamp") -> datetime:
     """Convert microseconds since the epoch to an aware datetime."""
+    if 0 <= micros < EXACT:  # in half the time
+        return datetime.fromtimestamp(micros / 1_000_000, UTC)
     try:
         return EPOCH + timedelta(microseconds=micros)
     except OverflowError:

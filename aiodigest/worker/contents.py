@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from aiodigest.codecs import Codec
 from aiodigest.models import Record
 from aiodigest.records.entries import RawRecord, id_of, unpack, unpack_latest
-from aiodigest.records.validation import EPOCH, moment
+from aiodigest.records.validation import EPOCH, FIRST_MS, moment
 from aiodigest.worker.reasons import describe
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later
     Large input is decoded a slice at a time, so that the event loop can do other things in between.
     """
     contents: Contents[T] = Contents()
-    cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
-    records, until = contents.records, clock() + TURN
+    cut, clock, decode = cut_ms * 1000, asyncio.get_running_loop().time, codec.decode
+    records, until, newest, in_order = contents.records, clock() + TURN, FIRST_MS * 1000, True
     last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
     for start in range(0, len(entries), MANY):
         unpack_latest(entries[start : start + MANY], last)
@@ -61,18 +61,21 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later
         try:
             if raw is None:
                 raw = unpack(entry)  # which says what is wrong with it
-            if cut and raw.timestamp_us < cut:
+            micros, _, value, context = raw
+            if cut and micros < cut:
                 contents.aged += 1
                 continue
-            timestamp = moment(raw.timestamp_us)
-            records.append(Record(id_of(name), codec.decode(raw.value), timestamp))
-            if raw.context:
-                contents.contexts.append(raw.context)
+            timestamp = moment(micros)
+            records.append(Record(id_of(name), decode(value), timestamp))
+            in_order, newest = in_order and micros >= newest, micros
+            if context:
+                contents.contexts.append(context)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
             contents.undecodable[name] = describe(error)
             unread = ("?", entry) if raw is None else (id_of(name, "replace"), raw.value)
             contents.raw.append(Record(*unread, timestamp))
-    records.sort(key=attrgetter("timestamp"))
+    if not in_order:  # which most are
+        records.sort(key=attrgetter("timestamp"))
     return contents
