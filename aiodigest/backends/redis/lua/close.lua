@@ -24,7 +24,7 @@ call('PERSIST', layout)
 
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
 -- Return how many older ones were let go.
-local function set_aside(held, item, nonce)
+local function set_aside(held, item)
   -- Needs    entries lists dead
   local let_go = 0
 
@@ -69,7 +69,7 @@ local function set_aside(held, item, nonce)
       end
     end
     if #records > 0 then
-      local id = nonce .. '-' .. number
+      local id = new_name() .. '-' .. number
       local facts = tag .. 'letter:' .. id
       rewrite(tag .. 'remains:' .. id, records, #records, DEAD_LETTER_TTL_MS)
       call('HSET', facts, 'key', held.key, 'reason', letter.reason, 'buried', now,
@@ -86,7 +86,7 @@ local function set_aside(held, item, nonce)
   return let_go
 end
 
-local function close(item, nonce)
+local function close(item)
   local held, problem = load_all(item.key)
   if not held then
     return problem
@@ -101,15 +101,15 @@ local function close(item, nonce)
     if type(readable) == 'table' then
       return readable.err
     end
-    let_go = set_aside(held, item, nonce)
+    let_go = set_aside(held, item)
   end
   count('digests', item.delivered > 0 and 1 or 0)
   count('delivered', item.delivered)
   count('aged', item.aged)
   if held.opened > item.taken then
-    status, next_id, left = 'part', nonce, held.opened - item.taken
+    status, next_id, left = 'part', new_name(), held.opened - item.taken
     call('LTRIM', opens .. held.key, item.taken, -1)
-    held.id, held.attempts, held.lost, held.open_dropped, held.since = nonce, 0, 0, 0, 0
+    held.id, held.attempts, held.lost, held.open_dropped, held.since = next_id, 0, 0, 0, 0
     held.frozen, held.error = nil, nil
     held.parted = (held.parted or item.counts) and '1' or nil
     touch(held, item.ttl) -- or the rest might end before its turn
@@ -130,10 +130,12 @@ local function close(item, nonce)
 end
 
 local function next_item()
+  local at = skip(11) -- a call for each of these would take as long as two commands
   local item = {
-    key = next_argument(), token = next_argument(), digest_id = next_argument(), taken = next_number(),
-    delivered = next_number(), aged = next_number(), counts = next_flag(), cool = next_number(), lease = next_number(),
-    max_size = next_number(), ttl = next_number(), letters = {},
+    key = ARGV[at], token = ARGV[at + 1], digest_id = ARGV[at + 2], taken = tonumber(ARGV[at + 3]),
+    delivered = tonumber(ARGV[at + 4]), aged = tonumber(ARGV[at + 5]), counts = ARGV[at + 6] == '1',
+    cool = tonumber(ARGV[at + 7]), lease = tonumber(ARGV[at + 8]), max_size = tonumber(ARGV[at + 9]),
+    ttl = tonumber(ARGV[at + 10]), letters = {},
   }
   for index = 1, next_number() do
     item.letters[index] = {

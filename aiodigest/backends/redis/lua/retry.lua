@@ -21,7 +21,7 @@ call('PERSIST', layout)
 -- Needs     tick
 
 -- Keep of the first `taken` entries only those that failed. An empty choice would leave nothing to try: all stay.
-local function keep(held, item, nonce)
+local function keep(held, item)
   -- Needs    entries lists
   local open = opens .. held.key
   local kept = {}
@@ -36,7 +36,7 @@ local function keep(held, item, nonce)
   call('LTRIM', open, item.taken, -1)
   push_front(open, kept)
   call('PEXPIRE', open, lifetime(held, item.ttl))
-  held.id, held.open_dropped = nonce, 0
+  held.id, held.open_dropped = new_name(), 0
   if item.delivered > 0 then
     held.parted = '1'
     count('digests', 1)
@@ -45,13 +45,13 @@ local function keep(held, item, nonce)
   count('aged', item.aged)
 end
 
-local function retry(item, nonce)
+local function retry(item)
   local held, answered = load_held(load_all, item.key, item.token, item.digest_id)
   if not held then
     return answered
   end
   if item.failed and not held.frozen then
-    keep(held, item, nonce)
+    keep(held, item)
   end
   if item.unknown then
     held.frozen = '1'

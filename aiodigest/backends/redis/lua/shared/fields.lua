@@ -56,30 +56,33 @@ local function uncount(held)
   end
 end
 
+local changed, gone = {}, {} -- of the timeline that is saved: made once, since a call may save a hundred
+
 -- Write those of the fields `names` that differ from what is stored, and renew the expiries that are due.
 local function save(held, names)
-  local changed, gone = {}, {}
-  local stored = held.stored
-  for _, name in ipairs(names) do
-    local value = rawget(held, name)
+  local stored, written, dropped = held.stored, 0, 0
+  for index = 1, #names do
+    local name = names[index]
+    local value = held[name]
     if value == 0 or value == '' then
       value = nil
     end
     if value ~= stored[name] then
       if value then
-        changed[#changed + 1] = name
-        changed[#changed + 1] = value
+        changed[written + 1], changed[written + 2] = name, value
+        written = written + 2
       else
-        gone[#gone + 1] = name
+        dropped = dropped + 1
+        gone[dropped] = name
       end
     end
   end
   local meta = metas .. held.key
-  if #changed > 0 then
-    call('HSET', meta, unpack(changed))
+  if written > 0 then
+    call('HSET', meta, unpack(changed, 1, written))
   end
-  if #gone > 0 then
-    call('HDEL', meta, unpack(gone))
+  if dropped > 0 then
+    call('HDEL', meta, unpack(gone, 1, dropped))
   end
   if held.touched then
     call('PEXPIRE', logs .. held.key, held.touched)

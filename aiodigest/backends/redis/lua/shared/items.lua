@@ -35,11 +35,25 @@ local function next_ids()
   return ids
 end
 
+-- Return where the next arguments begin, and go on behind so many of them.
+local function skip(number)
+  cursor = cursor + number
+  return cursor - number
+end
+
+local place = first - 1 -- of the item that is being answered
+
+-- Return the name for what an item makes.
+local function new_name()
+  return nonce .. '-' .. place
+end
+
 -- Answer item after item, until enough has been read; end the script.
 local function answer_each(next_item, transition)
   local answers = {}
   while cursor <= #ARGV and scanned < SLICE do
-    answers[#answers + 1] = transition(next_item(), nonce .. '-' .. first + #answers)
+    place = place + 1
+    answers[#answers + 1] = transition(next_item())
   end
   write_counts()
   wake()

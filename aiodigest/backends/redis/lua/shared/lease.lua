@@ -13,6 +13,16 @@ local function inline(list, length)
     if #page == 0 then
       break
     end
+    if #page == length then -- most digests are one page, which need not be copied
+      local bytes = 0
+      for index = 1, length do
+        bytes = bytes + #page[index]
+      end
+      if bytes <= room_bytes then
+        room_bytes, room_entries = room_bytes - bytes, room_entries - length
+        return page
+      end
+    end
     for _, entry in ipairs(page) do
       room_bytes = room_bytes - #entry
       if room_bytes < 0 then

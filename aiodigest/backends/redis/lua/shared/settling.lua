@@ -7,8 +7,8 @@ local DELIVERY = {
 }
 
 local function end_delivery(held)
-  for _, name in ipairs(DELIVERY) do
-    held[name] = nil
+  for index = 1, #DELIVERY do
+    held[DELIVERY[index]] = nil
   end
   call('UNLINK', opens .. held.key)
 end

@@ -12,7 +12,11 @@ for _, name in ipairs(FIELDS) do
 end
 
 local function thaw(key, fields)
-  local held = setmetatable({key = key, stored = {}}, ABSENT)
+  local held = { -- with room for what it will hold: it would have to grow four times
+    key = key, stored = {}, logged = 0, opened = 0, ['end'] = 0, attempts = 0, lost = 0, iteration = 0, last = 0, cool = 0,
+    dropped = 0, open_dropped = 0, part = 0, cut = 0, since = 0,
+  }
+  setmetatable(held, ABSENT)
   for index = 1, #fields, 2 do
     if KNOWN[fields[index]] then
       thaw_field(held, fields[index], fields[index + 1])
