@@ -41,18 +41,18 @@ local function skip(number)
   return cursor - number
 end
 
-local place = first - 1 -- of the item that is being answered
+local item_number = first - 1 -- of the item that is being answered
 
 -- Return the name for what an item makes.
 local function new_name()
-  return nonce .. '-' .. place
+  return nonce .. '-' .. item_number
 end
 
 -- Answer item after item, until enough has been read; end the script.
 local function answer_each(next_item, transition)
   local answers = {}
   while cursor <= #ARGV and scanned < SLICE do
-    place = place + 1
+    item_number = item_number + 1
     answers[#answers + 1] = transition(next_item())
   end
   write_counts()
