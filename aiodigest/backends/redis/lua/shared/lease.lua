@@ -7,31 +7,22 @@ local room_entries, room_bytes = SLICE, INLINE_BYTES -- for the entries that one
 
 -- Return the first entries of a list, as many as there is room for; read a few at a time, since a value may be large.
 local function inline(list, length)
-  local entries = {}
-  while #entries < length and room_entries > 0 do
-    local page = call('LRANGE', list, #entries, math.min(#entries + 32, #entries + room_entries, length) - 1)
+  local entries, number = {}, 0
+  while number < length and room_entries > 0 do
+    local page = call('LRANGE', list, number, math.min(number + 32, number + room_entries, length) - 1)
     if #page == 0 then
       break
     end
-    if #page == length then -- most digests are one page, which need not be copied
-      local bytes = 0
-      for index = 1, length do
-        bytes = bytes + #page[index]
-      end
-      if bytes <= room_bytes then
-        room_bytes, room_entries = room_bytes - bytes, room_entries - length
-        return page
-      end
-    end
-    for _, entry in ipairs(page) do
-      room_bytes = room_bytes - #entry
+    for index = 1, #page do
+      room_bytes = room_bytes - #page[index]
       if room_bytes < 0 then
         room_entries = 0
         return entries
       end
-      entries[#entries + 1] = entry
-      room_entries = room_entries - 1
+      number = number + 1
+      entries[number] = page[index]
     end
+    room_entries = room_entries - #page
   end
   return entries
 end
