@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from pydantic_core import ValidationError, from_json, to_json
@@ -33,6 +34,7 @@ FRAME_HEADER = 32  # bytes: more than it has
 
 _PLAIN = b"\x01"
 _ZSTD = b"\x02"
+_MAGIC = b"\xb5/\xfd"  # near the beginning of what zstd has compressed, in all its versions; JSON has no such bytes
 
 
 class Codec(Protocol[T]):
@@ -198,6 +200,24 @@ def sizes_of(codec: Codec[Any]) -> Callable[[bytes], int]:
             return len(value)
 
     return size_of
+
+
+def most_of(codec: Codec[Any]) -> Callable[[Sequence[bytes]], float]:
+    """Return a function that tells at a look how many bytes the values in some entries decode to at the most; it says
+    infinity where each has to be measured."""
+    measure: Callable[[bytes], int] | None = getattr(codec, "decoded_size", None)
+    if measure is None:
+        return _length_of
+    is_ours = getattr(measure, "__func__", None) is JSONCodec[Any].decoded_size  # and not of a class made from it
+    return _length_unless_packed if is_ours else lambda entries: inf
+
+
+def _length_of(entries: Sequence[bytes]) -> int:
+    return sum(map(len, entries))
+
+
+def _length_unless_packed(entries: Sequence[bytes]) -> float:
+    return inf if any(_MAGIC in entry for entry in entries) else _length_of(entries)
 
 
 @dataclass(slots=True)

@@ -139,23 +139,34 @@ def identity(entry: bytes) -> bytes:
     return entry if found is None else entry[found[0] : found[1]]
 
 
-def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[bytes, RawRecord | None]]) -> None:
-    """Keep the last entry of each record in ``last``, by identity, in order of arrival; None if it is unreadable."""
+def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[int, bytes, bytes, bytes] | None]) -> None:
+    """Keep the last entry of each record in ``last``, by identity, in order of arrival: with what a ``RawRecord`` has,
+    or None if it is unreadable, and so its own identity."""
     for entry in entries:
+        raw = None
         try:
-            raw = unpack(entry)
-        except CodecError:
-            raw = None
-        name = entry if raw is None else raw.identity
-        last.pop(name, None)  # so that it comes after what came before it
-        last[name] = entry, raw
+            flags, high, low, size = _unpack_arrival(entry)
+            end = ARRIVAL_END + 1 + (size & LONGEST_SHORT)
+            if flags == _ARRIVING and size and len(entry) >= end:  # as in `unpack`, without a call and a named tuple
+                raw = (high << 32 | low) * 1000, entry[ARRIVAL_END:end], entry[end:], b""
+            else:
+                raw = unpack(entry)
+        except (struct.error, CodecError):
+            pass
+        name = entry if raw is None else raw[1]
+        if name in last:
+            del last[name]  # so that it comes after what came before it
+        last[name] = raw
 
 
 def latest(entries: Sequence[bytes]) -> list[bytes]:
     """Return the last entry of each record, in order of arrival."""
-    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
-    unpack_latest(entries, last)
-    return [entry for entry, _ in last.values()]
+    last: dict[bytes, bytes] = {}
+    for entry in entries:
+        name = identity(entry)
+        last.pop(name, None)  # so that it comes after what came before it
+        last[name] = entry
+    return list(last.values())
 
 
 def aged(entry: bytes, cut_ms: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from aiodigest.codecs import Codec
 from aiodigest.models import Record
-from aiodigest.records.entries import RawRecord, id_of, unpack, unpack_latest
+from aiodigest.records.entries import id_of, unpack, unpack_latest
 from aiodigest.records.validation import EPOCH, FIRST_MS, moment
 from aiodigest.worker.reasons import describe
 
@@ -47,20 +47,23 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later
     contents: Contents[T] = Contents()
     cut, clock, decode = cut_ms * 1000, asyncio.get_running_loop().time, codec.decode
     records, until, newest, in_order = contents.records, clock() + TURN, FIRST_MS * 1000, True
-    last: dict[bytes, tuple[bytes, RawRecord | None]] = {}
+    last: dict[bytes, tuple[int, bytes, bytes, bytes] | None] = {}
     for start in range(0, len(entries), MANY):
         unpack_latest(entries[start : start + MANY], last)
         if len(entries) > MANY:
             await asyncio.sleep(0)
-    contents.replaced = sum(last.pop(name, None) is not None for name in later)
-    for name, (entry, raw) in last.items():
+    found = len(last)
+    for name in later:
+        last.pop(name, None)
+    contents.replaced = found - len(last)
+    for name, raw in last.items():
         if clock() > until:
             await asyncio.sleep(0)
             until = clock() + TURN
         timestamp = EPOCH
         try:
             if raw is None:
-                raw = unpack(entry)  # which says what is wrong with it
+                raw = unpack(name)  # which says what is wrong with it
             micros, _, value, context = raw
             if cut and micros < cut:
                 contents.aged += 1
@@ -74,7 +77,7 @@ async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later
             raise
         except BaseException as error:  # a codec may raise anything; a panic of Rust code is no Exception
             contents.undecodable[name] = describe(error)
-            unread = ("?", entry) if raw is None else (id_of(name, "replace"), raw.value)
+            unread = ("?", name) if raw is None else (id_of(name, "replace"), raw[2])
             contents.raw.append(Record(*unread, timestamp))
     if not in_order:  # which most are
         records.sort(key=attrgetter("timestamp"))

@@ -12,7 +12,7 @@ from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
-from aiodigest.codecs import Codec, sizes_of
+from aiodigest.codecs import Codec, most_of, sizes_of
 from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
@@ -207,6 +207,7 @@ class Dispatcher(Generic[T]):
     def __post_init__(self) -> None:
         self._lease_ms = milliseconds(self.lease_timeout)
         self._size_of = sizes_of(self.codec)
+        self.most_of = most_of(self.codec)
         self._told_limits = False
         self._reading = asyncio.Lock()
         self._limit = TimeLimit(self.delivery_timeout)

@@ -51,12 +51,18 @@ class Room:
         """The number of digests that wait for room."""
         return len(self._waiting)
 
-    async def read(self, delivery: Delivery, page: Pages, size_of: Callable[[bytes], int]) -> tuple[Lease, list[bytes]]:
+    async def read(
+        self,
+        delivery: Delivery,
+        page: Pages,
+        size_of: Callable[[bytes], int],
+        most_of: Callable[[Sequence[bytes]], int | None] | None = None,
+    ) -> tuple[Lease, list[bytes]]:
         """Return the entries of a digest, or of its next part, as ``entries_of`` does, once there is room for them.
 
         Raises NoRoom if it is not to wait any longer.
         """
-        lease, entries, size = await entries_of(delivery.lease, partial(self._page, delivery, page), size_of)
+        lease, entries, size = await entries_of(delivery.lease, partial(self._page, delivery, page), size_of, most_of)
         if size > SMALL or delivery in self._taken:
             await self._take(delivery, size)
         return lease, entries

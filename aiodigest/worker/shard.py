@@ -274,7 +274,9 @@ class ShardWorker:
         shared, clock = self._shared, asyncio.get_running_loop().time
         dispatcher, standstill = shared.dispatcher, shared.standstill
         async with shared.limit.gate:
-            lease, entries = await shared.limit.room.read(active, partial(self._read, active), dispatcher.size_of)
+            lease, entries = await shared.limit.room.read(
+                active, partial(self._read, active), dispatcher.size_of, dispatcher.most_of
+            )
             if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
                 return True
             attempt = await dispatcher.prepare(lease, entries)
