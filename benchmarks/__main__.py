@@ -37,6 +37,7 @@ BY_LOOP: Mapping[str, Compare] = {
 ONCE: Mapping[str, Compare] = {
     "before": before.compare,
     "time": costs.time_of_adds,
+    "digest-time": costs.time_of_digests,
     "hot": costs.time_of_one,
     "memory": costs.memory,
     "callback": waiting.to_callback,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from benchmarks.baselines import TIMELINES, VALUE, Adder, engine, key_of, naive, spread
+from aiodigest.backend import DIGEST_BYTES, Close, Lease
+from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
+from benchmarks.baselines import NAMESPACE, TIMELINES, VALUE, Adder, engine, key_of, naive, spread
+from benchmarks.delivering import AT_ONCE, LEASE, fill
 from benchmarks.layout2017 import Layout
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
@@ -182,3 +185,97 @@ async def time_of_one(setting: Setting) -> AsyncGenerator[Row, None]:
         "server time an add, ready timelines, the least of its goes", SCRIPT, "us", took["ready"], took["old"], 0.28
     )
     yield Row("server time an add, ready timelines, the least of its goes", lean, "us", took["ready"], took["lean"])
+
+
+# The very commands that a claim and a close run, and nothing else: what is read is not looked at, and nothing that a
+# timeline keeps is worked out.
+BARE_CLAIM = """
+local tag, time = string.sub(KEYS[1], 1, -7), redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HGET', tag .. 'nothing', 'version')
+redis.call('HMGET', KEYS[1], 'version', 'shift', 'clock')
+redis.call('PERSIST', KEYS[1])
+redis.call('XREVRANGE', tag .. 'wake', '+', '-', 'COUNT', 1)
+redis.call('HMGET', KEYS[1], 'seen', 'hold', 'past')
+redis.call('HSET', KEYS[1], 'seen', now, 'hold', 0, 'lease', ARGV[4], 'past', 0)
+redis.call('ZCARD', tag .. 'postponed')
+redis.call('ZRANGEBYSCORE', tag .. 'waiting', '-inf', now, 'WITHSCORES', 'LIMIT', 0, 200)
+redis.call('ZRANGEBYSCORE', tag .. 'leased', '-inf', now, 'WITHSCORES', 'LIMIT', 0, 1)
+local leases, found = {}, redis.call('ZRANGE', tag .. 'ready', 0, ARGV[3] - 1, 'WITHSCORES')
+for index = 1, #found, 2 do
+  local key, token = found[index], ARGV[6] .. '-' .. index
+  local log, open, meta = tag .. 'log:' .. key, tag .. 'open:' .. key, tag .. 'meta:' .. key
+  redis.call('HGETALL', meta)
+  redis.call('LLEN', log)
+  redis.call('LLEN', open)
+  redis.call('RENAME', log, open)
+  redis.call('ZREM', tag .. 'ready', key)
+  redis.call('ZADD', tag .. 'leased', now + ARGV[4], key)
+  redis.call('HSET', meta, 'id', token, 'token', token)
+  leases[#leases + 1] = {
+    key, token, token, 1, 1, 0, found[index + 1], 10, 0, 0, '', 0, 0, '', redis.call('LRANGE', open, 0, 9)
+  }
+end
+redis.call('ZCARD', tag .. 'ready')
+redis.call('ZRANGEBYSCORE', tag .. 'leased', '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+return {now, 0, '0-0', leases, {}, {}, 0}
+"""
+BARE_CLOSE = """
+local tag, time, answers = string.sub(KEYS[1], 1, -7), redis.call('TIME'), {}
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HGET', tag .. 'nothing', 'version')
+redis.call('HMGET', KEYS[1], 'version', 'shift', 'clock')
+redis.call('PERSIST', KEYS[1])
+redis.call('ZCARD', tag .. 'ready')
+redis.call('ZRANGE', tag .. 'waiting', 0, 0, 'WITHSCORES')
+for index = 5, #ARGV, 12 do
+  local key = ARGV[index]
+  local meta = tag .. 'meta:' .. key
+  redis.call('HGETALL', meta)
+  redis.call('LLEN', tag .. 'log:' .. key)
+  redis.call('LLEN', tag .. 'open:' .. key)
+  redis.call('UNLINK', tag .. 'open:' .. key)
+  redis.call('ZREM', tag .. 'leased', key)
+  redis.call('HSET', meta, 'done', ARGV[index + 1] .. ' ' .. ARGV[index + 2], 'iteration', 1, 'last', now, 'cool', now)
+  redis.call('HDEL', meta, 'end', 'token', 'id')
+  redis.call('PEXPIRE', meta, 600000)
+  answers[#answers + 1] = {'closed', '', 0, 0}
+end
+redis.call('HINCRBY', KEYS[1], 'digests', #answers)
+redis.call('HINCRBY', KEYS[1], 'delivered', 10 * #answers)
+return answers
+"""
+
+
+async def time_of_digests(setting: Setting) -> AsyncGenerator[Row, None]:
+    """Claims and closes of ten digests of ten records, beside their bare commands."""
+    digests = setting.some(2_000, 20)
+    took: dict[str, list[float]] = {"claim": [], "close": [], "bare claim": [], "bare close": []}
+
+    async def measure(client: Any, claim: str, close: str, name: str) -> None:
+        await setting.flush()
+        await fill(setting.url, NAMESPACE, digests)
+        claims, closes = await client.script_load(claim), await client.script_load(close)
+        key, head, limits, found = f"{{{NAMESPACE}}}:layout", ("2:1:1", ""), Policy().terms.limits, list[list[Lease]]()
+
+        async def claim_all() -> None:
+            for number in range(0, digests, AT_ONCE):
+                arguments = *head, AT_ONCE, LEASE, pack_limits(limits), f"n{number}", 0, DIGEST_BYTES, 1
+                found.append([*map(unpack_lease, (await client.evalsha(claims, 1, key, *arguments))[3])])
+
+        async def close_all() -> None:
+            for number, leases in enumerate(found):
+                items = [pack_close(Close(lease, lease.size, lease.size, 300_000, limits, LEASE)) for lease in leases]
+                await client.evalsha(closes, 1, key, *head, f"m{number}", 1, *chain.from_iterable(items))
+
+        took[f"{name}claim"].append(await spent(client, claim_all, digests))
+        took[f"{name}close"].append(await spent(client, close_all, digests))
+
+    async with setting.client() as client:
+        for number in range(2 * setting.rounds):
+            ours, bare = (load_script("claim").source, load_script("close").source, ""), (BARE_CLAIM, BARE_CLOSE, "bare ")
+            for each in (ours, bare) if number % 2 else (bare, ours):
+                await measure(client, *each)
+    for name in ("claim", "close"):
+        what = f"server time a digest of 10 records, {name} of ten"
+        yield Row(what, "its bare commands", "us", took[name], took[f"bare {name}"], 1.6)
