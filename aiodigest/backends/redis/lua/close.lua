@@ -24,7 +24,7 @@ call('PERSIST', layout)
 
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
 -- Return how many older ones were let go.
-local function set_aside(held, item)
+local function set_aside(held, letters, taken)
   -- Needs    entries lists dead
   local let_go = 0
 
@@ -47,12 +47,12 @@ local function set_aside(held, item)
     return time < held.cut * 1000
   end
 
-  local part = collect({}, {}, opens .. held.key, math.min(item.taken, held.opened)) -- newest first
+  local part = collect({}, {}, opens .. held.key, math.min(taken, held.opened)) -- newest first
   local places = {} -- looked up, not searched: there may be a letter for every record
   for index, entry in ipairs(part) do
     places[identity(entry)] = index
   end
-  for number, letter in ipairs(item.letters) do
+  for number, letter in ipairs(letters) do
     local chosen, records, bytes = {}, {}, DEAD_LETTER_BASE + #held.key + #letter.reason
     if letter.wanted then
       for record_id in pairs(letter.wanted) do
@@ -86,63 +86,59 @@ local function set_aside(held, item)
   return let_go
 end
 
-local function close(item)
-  local held, problem = load_all(item.key)
+local function close(letters, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl)
+  taken, delivered, max_size, ttl = tonumber(taken), tonumber(delivered), tonumber(max_size), tonumber(ttl)
+  local held, problem = load_all(key)
   if not held then
     return problem
   end
-  local status, next_id, left = fenced(held, item.token, item.digest_id)
+  local status, next_id, left = fenced(held, token, digest_id)
   if status ~= 'held' then
     return {status, next_id, left}
   end
   local let_go = 0
-  if #item.letters > 0 then
+  if #letters > 0 then
     local readable = try('ZCARD', tag .. 'dead')
     if type(readable) == 'table' then
       return readable.err
     end
-    let_go = set_aside(held, item)
+    let_go = set_aside(held, letters, taken)
   end
-  count('digests', item.delivered > 0 and 1 or 0)
-  count('delivered', item.delivered)
-  count('aged', item.aged)
-  if held.opened > item.taken then
-    status, next_id, left = 'part', new_name(), held.opened - item.taken
-    call('LTRIM', opens .. held.key, item.taken, -1)
+  count('digests', delivered > 0 and 1 or 0)
+  count('delivered', delivered)
+  count('aged', tonumber(aged))
+  if held.opened > taken then
+    status, next_id, left = 'part', new_name(), held.opened - taken
+    call('LTRIM', opens .. key, taken, -1)
     held.id, held.attempts, held.lost, held.open_dropped, held.since = next_id, 0, 0, 0, 0
     held.frozen, held.error = nil, nil
-    held.parted = (held.parted or item.counts) and '1' or nil
-    touch(held, item.ttl) -- or the rest might end before its turn
-    leave(held.key)
-    call('ZADD', leased, now + item.lease, held.key)
+    held.parted = (held.parted or counts == '1') and '1' or nil
+    touch(held, ttl) -- or the rest might end before its turn
+    leave(key)
+    call('ZADD', leased, now + lease, key)
   else
     status, next_id, left = 'closed', '', 0
-    if item.counts or held.parted then
+    if counts == '1' or held.parted then
       held.iteration = held.iteration + 1
-      held.last, held.cool = now, now + item.cool
+      held.last, held.cool = now, now + cool
     end
     end_delivery(held)
-    settle(held, item.max_size, item.ttl)
+    settle(held, max_size, ttl)
   end
-  answer(held, item.token, item.digest_id, status, next_id, left)
+  answer(held, token, digest_id, status, next_id, left)
   save(held, FIELDS)
   return {status, next_id, left, let_go}
 end
 
+-- Return the arguments of an item, its dead letters first: a table of them would take as long as two commands.
 local function next_item()
-  local at = skip(11) -- a call for each of these would take as long as two commands
-  local item = {
-    key = ARGV[at], token = ARGV[at + 1], digest_id = ARGV[at + 2], taken = tonumber(ARGV[at + 3]),
-    delivered = tonumber(ARGV[at + 4]), aged = tonumber(ARGV[at + 5]), counts = ARGV[at + 6] == '1',
-    cool = tonumber(ARGV[at + 7]), lease = tonumber(ARGV[at + 8]), max_size = tonumber(ARGV[at + 9]),
-    ttl = tonumber(ARGV[at + 10]), letters = {},
-  }
+  local at, letters = skip(11), {}
   for index = 1, next_number() do
-    item.letters[index] = {
+    letters[index] = {
       reason = next_argument(), limits = next_argument(), most = next_number(), wanted = next_ids(),
     }
   end
-  return item
+  return letters, unpack(ARGV, at, at + 10)
 end
 
 return answer_each(next_item, close)

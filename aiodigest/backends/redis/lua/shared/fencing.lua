@@ -32,5 +32,5 @@ end
 
 -- Note what the outcome of a delivery is answered, for a call that is repeated.
 local function answer(held, token, digest_id, status, next_id, left)
-  held.done = string.format('%s %s %s %s %.0f', token, digest_id, status, next_id, left)
+  held.done = token .. ' ' .. digest_id .. ' ' .. status .. ' ' .. next_id .. ' ' .. left
 end

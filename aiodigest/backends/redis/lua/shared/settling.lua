@@ -2,14 +2,9 @@
 --
 -- Needs    budget timelines schedule
 
-local DELIVERY = {
-  'id', 'token', 'attempts', 'lost', 'open_dropped', 'part', 'cut', 'bound', 'frozen', 'parted', 'since', 'error',
-}
-
 local function end_delivery(held)
-  for index = 1, #DELIVERY do
-    held[DELIVERY[index]] = nil
-  end
+  held.id, held.token, held.attempts, held.lost, held.open_dropped, held.part = nil
+  held.cut, held.bound, held.frozen, held.parted, held.since, held.error = nil
   call('UNLINK', opens .. held.key)
 end
 
