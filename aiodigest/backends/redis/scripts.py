@@ -11,7 +11,7 @@ from functools import cache, cached_property, lru_cache
 from hashlib import sha1
 from pathlib import Path
 from textwrap import indent
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest import backend
 from aiodigest.backend import Add, Close, Closed, Lease, Postpone, Retry, StoredTimeline
@@ -253,9 +253,9 @@ def fits(reply: object, shape: Shape) -> bool:
     return each.types.issuperset(map(type, items)) or all(fits(item, each) for item in items)
 
 
-def text(value: object) -> str:
+def text(value: Any) -> str:
     """Decode a name or a message. Text from another program may not be UTF-8, and is shown as well as possible."""
-    return cast("bytes", value).decode(errors="replace")
+    return value.decode(errors="replace")
 
 
 def number(value: object) -> int:
