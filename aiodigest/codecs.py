@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 from pydantic_core import ValidationError, from_json, to_json
@@ -202,23 +201,23 @@ def sizes_of(codec: Codec[Any]) -> Callable[[bytes], int]:
     return size_of
 
 
-def most_of(codec: Codec[Any]) -> Callable[[Sequence[bytes]], float]:
+def most_of(codec: Codec[Any]) -> Callable[[Sequence[bytes]], int | None]:
     """Return a function that tells at a look how many bytes the values in some entries decode to at the most; it says
-    infinity where each has to be measured."""
+    None where each has to be measured."""
     measure: Callable[[bytes], int] | None = getattr(codec, "decoded_size", None)
     if measure is None:
         return _length_of
-    is_ours = getattr(measure, "__func__", None) is JSONCodec[Any].decoded_size  # and not of a class made from it
-    return _length_unless_packed if is_ours else lambda entries: inf
+    is_ours = getattr(measure, "__func__", None) is JSONCodec[Any].decoded_size  # and not that of a class made from it
+    return _length_unless_packed if is_ours else lambda entries: None
 
 
 def _length_of(entries: Sequence[bytes]) -> int:
     return sum(map(len, entries))
 
 
-def _length_unless_packed(entries: Sequence[bytes]) -> float:
+def _length_unless_packed(entries: Sequence[bytes]) -> int | None:
     joined = b"".join(entries)  # to look through each would take five times as long; a single byte is found at once
-    return inf if _MAGIC[-1:] in joined and _MAGIC in joined else len(joined)
+    return None if _MAGIC[-1:] in joined and _MAGIC in joined else len(joined)
 
 
 @dataclass(slots=True)

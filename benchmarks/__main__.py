@@ -60,7 +60,7 @@ TABLES: Mapping[str, Sequence[str]] = {
     "bench": ("adding", "before", "delivering", "time", "hot", "memory", "callback", "lateness", "idle", "import"),
     "bench-more": (
         "adding-uvloop", "delivering-uvloop", "sync", "telemetry", "worker-memory", "large", "due", "size", "producers",
-        "one", "aside",
+        "one", "aside", "digest-time",
     ),
 }  # fmt: skip
 BEFORE = "c01ff09"  # the last commit whose adds to one timeline were appended one by one

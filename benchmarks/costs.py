@@ -273,7 +273,8 @@ async def time_of_digests(setting: Setting) -> AsyncGenerator[Row, None]:
 
     async with setting.client() as client:
         for number in range(2 * setting.rounds):
-            ours, bare = (load_script("claim").source, load_script("close").source, ""), (BARE_CLAIM, BARE_CLOSE, "bare ")
+            ours = load_script("claim").source, load_script("close").source, ""
+            bare = BARE_CLAIM, BARE_CLOSE, "bare "
             for each in (ours, bare) if number % 2 else (bare, ours):
                 await measure(client, *each)
     for name in ("claim", "close"):

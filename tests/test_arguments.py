@@ -13,6 +13,7 @@ from aiodigest.records.entries import ARRIVAL, CONTEXT_SIZE, pack, stamp, unpack
 from aiodigest.records.validation import (
     DEFAULT,
     EPOCH,
+    EXACT,
     TEN_YEARS,
     Bounds,
     duration,
@@ -62,6 +63,11 @@ def test_an_aware_datetime_keeps_its_instant(value: datetime) -> None:
             microseconds(value)
     else:
         assert moment(microseconds(value)) == instant
+
+
+@given(st.integers(0, 2 * EXACT))
+def test_an_instant_of_the_last_and_the_next_century_is_right_to_the_microsecond(micros: int) -> None:
+    assert moment(micros) == EPOCH + timedelta(microseconds=micros)
 
 
 @given(st.one_of(st.floats(), st.integers()))

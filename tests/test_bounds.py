@@ -23,7 +23,7 @@ from aiodigest import (
     Reject,
 )
 from aiodigest.backend import Claims, Lease, entries_of
-from aiodigest.codecs import Codec, sizes_of, zstd
+from aiodigest.codecs import Codec, most_of, sizes_of, zstd
 from aiodigest.records.entries import identity_of, pack
 from aiodigest.testing import TestEngine
 
@@ -176,6 +176,32 @@ def test_what_does_not_decode_counts_as_what_is_stored_and_a_frame_that_lies_as_
     untold = b"\x02" + stream.compress(b" " * 50) + stream.flush(zstd.ZstdCompressor.FLUSH_BLOCK) + stream.flush()
     assert codec.decoded_size(untold) == 1_000
     assert sizes_of(codec)(untold) == 1_000
+
+
+class Sealed(JSONCodec[JSON]):
+    """One made from ours, that knows better what its values decode to."""
+
+    def decoded_size(self, data: bytes, /) -> int:
+        return 10 * super().decoded_size(data)
+
+
+class Untold:
+    """One that does not tell."""
+
+    encode = decode = bytes
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"), [(JSONCodec[JSON](), 130), (Untold(), 130), (Sealed(), None)], ids=["ours", "untold", "sealed"]
+)
+def test_what_entries_decode_to_is_told_at_a_look_only_if_none_is_packed_and_the_codec_is_ours(
+    codec: Codec[Any], most: int | None
+) -> None:
+    entries = [pack(b"one", 5, b"\x01" + b"1" * 50), pack(b"other", 5, b"\x01" + b"2" * 50)]
+    assert most_of(codec)(entries) == most
+    packed = pack(b"packed", 5, b"\x02" + zstd.compress(b" " * 5_000))
+    assert most_of(codec)([*entries, packed]) == (None if isinstance(codec, JSONCodec) else 130 + len(packed))
+    assert most_of(JSONCodec())([pack(b"\xfd", 5, b"\x010")]) is not None  # the byte alone tells nothing
 
 
 def entry_of(number: int) -> bytes:

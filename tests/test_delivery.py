@@ -297,6 +297,27 @@ async def test_only_a_callback_that_overstays_has_an_unknown_outcome(callback: R
     assert await plain(callback, A) == outcome
 
 
+async def test_each_callback_has_its_whole_time_whenever_others_began_and_ended() -> None:
+    loop, took = asyncio.get_running_loop(), dict[str, float]()
+
+    async def callback(digest: Digest[JSON]) -> None:
+        [record] = digest.records
+        began = loop.time()
+        try:
+            await asyncio.sleep(float(record.id))
+        finally:
+            took[record.id] = loop.time() - began
+
+    dispatcher, results = dispatcher_to(callback), list[str]()
+    for seconds in ("5", "100", "29", "1000", "2"):
+        task = asyncio.create_task(delivered(dispatcher, entry(seconds)))
+        task.add_done_callback(lambda task: results.append(task.result().result))
+        await asyncio.sleep(7)
+    await asyncio.sleep(2 * TIMEOUT)
+    assert took == {"5": 5, "2": 2, "100": TIMEOUT, "29": 29, "1000": TIMEOUT}
+    assert results == ["delivered", "delivered", "timeout", "delivered", "timeout"]
+
+
 @pytest.mark.parametrize(
     ("callback", "call"),
     [

@@ -154,8 +154,7 @@ def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[int, bytes, 
         except (struct.error, CodecError):
             pass
         name = entry if raw is None else raw[1]
-        if name in last:
-            del last[name]  # so that it comes after what came before it
+        last.pop(name, None)  # so that it comes after what came before it
         last[name] = raw
 
 

@@ -67,7 +67,7 @@ class Limited:
     is_due_to_it: bool = False  # the only cancellation that is left is that for its time
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return what the call has ended with: the TimeoutError that a cancellation stands for, if its time was over."""
+        """Return what the call ended with: the TimeoutError that a cancellation stands for, if its time was over."""
         if not (self.is_due_to_it and isinstance(error, asyncio.CancelledError)):
             return error
         timeout = TimeoutError()
