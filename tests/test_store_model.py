@@ -1056,7 +1056,6 @@ ELSEWHERE = {
     "shared/promotion.lua keys and not call('ZMSCORE', waiting, call('ZRANGE', postponed, 0, 0)[1])[1]: yes": (
         "test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten"
     ),
-    "shared/reading.lua bytes >= PAGE_BYTES: yes": "test_large_values_do_not_swell_an_answer",
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",
     "delete.lua leave(key): yes": "test_deleting_a_timeline_takes_it_out_of_every_set_it_is_in",
 }
