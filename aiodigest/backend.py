@@ -6,7 +6,7 @@ store can answer them in one round trip. Each item has its own answer, in order;
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,7 @@ from math import inf
 from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 from zlib import crc32
 
-from aiodigest.errors import AiodigestError, InvalidState, LeaseLost
+from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, printable
 from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.records.entries import LONGEST_IDENTITY, aged, identity, latest
@@ -34,6 +34,8 @@ ENOUGH = 0.1  # of a call's time: with less left it is not sent any more, but an
 SLICE = 1_000  # how much one script does at the most: entries read or inlined, timelines looked at
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
+ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
+FEATURES: frozenset[str] = frozenset()  # what this version knows of that timelines may need
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
@@ -94,6 +96,16 @@ class Lease:
         return min(self.part or self.size, self.size)
 
 
+def unknown_need(needs: str, known: Collection[str]) -> str | None:
+    """Return the first of the features that a timeline needs, separated by spaces, that is not known."""
+    return next((name for name in needs.split() if name not in known), None)
+
+
+def needs_unknown(key: str, name: str) -> InvalidState:
+    """Return the error of a timeline that needs a feature which nobody here knows."""
+    return InvalidState(f"timeline {key!r} needs {printable(name)!r}, which this version of aiodigest does not know")
+
+
 async def entries_of(
     lease: Lease,
     read: Callable[[int, int], Awaitable[Sequence[bytes]]],
@@ -141,6 +153,7 @@ class Claims:
     ``wake_up`` is the last entry of the shard's wake-up stream, for ``Backend.wait``. ``wait_ms`` is the time until
     something is due (0: there is more now; None: nothing is held). ``broken`` names timelines whose keys could not be
     read, set aside for one lease. ``expired`` pairs a key with the number of its records that outlived their ttl.
+    ``left`` pairs a key with a feature that the timeline needs and nobody here knows: it was left to other workers.
     ``barred``: there are doubtful digests that this claim could not take; ``wait_ms`` does not tell of them.
     """
 
@@ -151,6 +164,7 @@ class Claims:
     broken: Sequence[tuple[str, str]] = ()
     expired: Sequence[tuple[str, int]] = ()
     barred: bool = False
+    left: Sequence[tuple[str, str]] = ()
 
 
 class NewDeadLetter(NamedTuple):
@@ -496,7 +510,7 @@ class Backend(Protocol):
         ...
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        """Claim one timeline if it is ready."""
+        """Claim one timeline if it is ready. ``InvalidState`` if it needs a feature that nobody here knows."""
         ...
 
     @asynccontextmanager

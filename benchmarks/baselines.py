@@ -12,6 +12,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 
 from aiodigest import JSON, DigestEngine, Policy
 from aiodigest.backend import Add
+from aiodigest.backends.redis.layout import Layout
 from aiodigest.backends.redis.scripts import Argument, load_script, pack_adds
 from aiodigest.codecs import JSONCodec
 from aiodigest.records.entries import pack
@@ -50,23 +51,25 @@ class Scripts:
     def __init__(self, client: Any, policy: Policy = Policy()) -> None:
         self.client = client
         self._script, self._terms, self._codec = load_script("add"), policy.terms, JSONCodec[JSON](JSON)
-        self._key, self._version = f"{{{NAMESPACE}}}:layout", "2:1:1"
+        self.key, self._version = f"{{{NAMESPACE}}}:layout", Layout(1).version
 
     async def begin(self) -> None:
         await self.client.script_load(self._script.source)
-        await self.client.hset(self._key, "version", self._version)
+        await self.client.hset(self.key, "version", self._version)
 
     async def add(self, key: str, value: str) -> None:
         await self.send(self.packed(key, value))
 
     def packed(self, key: str, value: str) -> Sequence[Argument]:
-        """The arguments of an add, of a record with an id of its own."""
-        add = Add(key, pack(uuid4().hex.encode(), None, self._codec.encode(value)), self._terms)
-        head, [item] = pack_adds([add])
-        return [*head, *item]
+        """The arguments of an add."""
+        return pack_adds([self.record(key, value)], [0])[0]
+
+    def record(self, key: str, value: str) -> Add:
+        """A record with an id of its own."""
+        return Add(key, pack(uuid4().hex.encode(), None, self._codec.encode(value)), self._terms)
 
     async def send(self, arguments: Sequence[Argument]) -> None:
-        await self.client.evalsha(self._script.sha, 1, self._key, self._version, "", *arguments)
+        await self.client.evalsha(self._script.sha, 1, self.key, self._version, "", *arguments)
 
 
 @asynccontextmanager

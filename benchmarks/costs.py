@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from aiodigest.backend import DIGEST_BYTES, Close, Lease
-from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
+from aiodigest.backend import DIGEST_BYTES, Add, Close, Lease
+from aiodigest.backends.redis.scripts import load_script, pack_adds, pack_close, pack_limits, unpack_lease
 from benchmarks.baselines import NAMESPACE, TIMELINES, VALUE, Adder, engine, key_of, naive, spread
 from benchmarks.delivering import AT_ONCE, LEASE, fill
 from benchmarks.layout2017 import Layout
@@ -19,6 +20,8 @@ from benchmarks.setting import Setting, in_turn
 SIDE = 1_000  # timelines of a small namespace
 LATER = Policy(initial_delay=1_000)
 SCRIPT = "a script like those of 2017"
+BARE = Path(__file__).with_name("bare.lua").read_text(encoding="utf-8")
+A_CALL = range(200)
 
 
 async def spent(client: Any, work: Callable[[], Awaitable[object]], adds: int) -> float:
@@ -67,6 +70,48 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
         beside, old = "the layout of 2017", took[f"old_{state}"]
         yield Row(f"server time an add, batched, {state} timelines", beside, "us", took[state], old, bound)
         yield Row(f"server time an add, a call each, {state} timelines", beside, "us", took[f"alone_{state}"], old)
+    async for row in beside_bare(setting):
+        yield row
+
+
+async def beside_bare(setting: Setting) -> AsyncGenerator[Row, None]:
+    """What a call of 200 adds takes of the server, beside the commands that it runs, on the same timelines.
+
+    The least of several calls, as another program that takes the core makes some longer, and nothing makes one shorter.
+    A timeline to which all go is left for another before it is full, so that nothing is compacted.
+    """
+    calls = setting.some(30, 2)
+
+    async def least(each: int, policy: Policy) -> tuple[float, float]:
+        """Microseconds of an add, and of its commands; so many go to a timeline, one after the other."""
+        await setting.flush()
+        numbers, state = count(TIMELINES * each), "waiting" if policy is LATER else "ready"
+        async with naive(setting.url, policy) as scripts:
+            sha = await scripts.client.script_load(BARE)
+            await spread(scripts.add, TIMELINES, 20)
+
+            def some() -> list[Add]:
+                return [scripts.record(key_of(next(numbers) // each), VALUE) for _ in A_CALL]
+
+            async def ours() -> None:
+                await scripts.send(pack_adds(some(), A_CALL)[0])
+
+            async def bare() -> None:
+                arguments = [argument for add in some() for argument in (add.key, add.entry)]
+                await scripts.client.evalsha(sha, 1, scripts.key, state, *arguments)
+
+            took = [[await spent(scripts.client, work, len(A_CALL)) for work in (ours, bare)] for _ in range(calls)]
+            return min(mine for mine, _ in took), min(commands for _, commands in took)
+
+    cases = {
+        "ready timelines": (1, Policy(), 1.5),
+        "waiting timelines": (1, LATER, 1.8),
+        "all to one ready timeline": (800, Policy(), 0.8),
+    }
+    for name, (each, policy, bound) in cases.items():
+        took = [await least(each, policy) for _ in range(setting.rounds)]
+        mine, commands = [one for one, _ in took], [other for _, other in took]
+        yield Row(f"server time an add, 200 a call, {name}", "its bare commands", "us", mine, commands, bound)
 
 
 async def memory(setting: Setting) -> AsyncGenerator[Row, None]:

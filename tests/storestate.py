@@ -16,10 +16,10 @@ ORDERED = (*SETS, "postponed")  # of timelines, by times
 SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
-    "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted",
+    "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted", "needs",
 }  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"ids", b"letter", b"remains", b"moved")
-REMEMBERED = {"iteration", "last", "cool", "done", "opening"}  # of a timeline without records
+REMEMBERED = {"iteration", "last", "cool", "done", "opening", "needs"}  # of a timeline without records
 COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
 
 
@@ -50,7 +50,7 @@ def _timeline(held: Held) -> State:
     delivery = held.delivery
     meta: dict[str, str | int] = {
         "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
-        "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms,
+        "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms, "needs": held.needs,
     }  # fmt: skip
     if held.own:
         meta["own"] = " ".join(map(str, held.own))

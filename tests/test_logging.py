@@ -149,6 +149,28 @@ async def test_a_worker_whose_policy_has_other_limits_than_the_adder_s_says_so_o
 
 
 @virtual_time
+async def test_what_needs_an_unknown_feature_is_said_once_and_left_to_workers_that_know_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend, newer, old, new = WatchedBackend(), WatchedBackend(), Inbox(), Inbox()
+    newer.machines, newer._features = backend.machines, {"the-future"}
+    for key in ("ann", "bob", "eve"):
+        await backend.put(key, 1)
+    for key in ("ann", "bob"):
+        backend.machines[0].held[key].needs = "the-future"
+    async with delivering(old, backend):
+        await asyncio.sleep(60)
+        assert [digest.key for digest in old.digests] == ["eve"]
+        [(level, facts)] = told_of(caplog, "which this version of aiodigest does not know")
+        assert (level, facts["timeline"], facts["feature"]) == ("WARNING", "ann", "the-future")
+        async with delivering(new, newer):
+            await new.digest(2)
+            await asyncio.sleep(60)
+    assert sorted((digest.key, digest.attempt) for digest in new.digests) == [("ann", 1), ("bob", 1)]
+    assert len(old.digests) == 1
+
+
+@virtual_time
 async def test_a_worker_whose_policy_has_the_limits_of_the_adder_s_says_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -19,11 +19,12 @@ from redis.crc import key_slot
 from replicas import until
 from servers import Proxy, Server, running_server
 from stores import DAY, LEASE, NOW
-from storestate import check_invariants, redis_state
+from storestate import check_invariants, redis_state, reference_state
 from test_cluster import VERBS, Held
 
 from aiodigest import DigestEngine, Entry, Stats
-from aiodigest.backend import MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
+from aiodigest.backend import ASIDE_MS, MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
+from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.server import ServerConnections
@@ -185,9 +186,28 @@ async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, c
     adds = [Add(f"k{number % 5}", pack(b"%d" % (number // 5 % 1_000), None, b"v"), terms) for number in range(10_000)]
     client.config_resetstat()
     assert [result for result in await backend.add(0, adds) if result not in (True, False)] == []
-    # 40 batches; each compaction reads some 1,000 entries, after which a call ends
-    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 50
-    assert all([(await seen(backend, f"k{number}")).logged <= 900 * 5 // 4 for number in range(5)])
+    # 40 batches; each compaction reads some 1,350 entries, and the next one is left to the next call
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] > 45
+    assert all([(await seen(backend, f"k{number}")).logged <= 900 * 3 // 2 for number in range(5)])
+
+
+@pytest.mark.parametrize("names", [3, 700, 20_000])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(), Policy(initial_delay=600, capacity=7), Policy(initial_delay=600, capacity=900, max_size=800)],
+    ids=("ready", "waiting", "sized"),
+)
+async def test_a_long_burst_is_what_its_adds_are_one_by_one(
+    backend: RedisBackend, client: Any, namespace: str, clock: Clock, policy: Policy, names: int
+) -> None:
+    """Whatever is compacted on the way, and in however many calls: the reference adds one by one."""
+    reference, numbers = ReferenceBackend(now=lambda: clock.now), iter(range(100_000))
+    for length in (7, 1_000, 3, 2_000):
+        entries = [(number, pack(b"%d" % (number % names), None, b"%d" % number)) for number in islice(numbers, length)]
+        adds = [Add(f"k{number % 2}", entry, policy.terms) for number, entry in entries]
+        assert await backend.add(0, adds) == await reference.add(0, adds)
+        assert redis_state(client, namespace) == reference_state(reference.machines[0])
+        clock.now += 1_000
 
 
 @pytest.mark.parametrize(("size", "distinct"), [(5, 1), (5, 4), (100, 99), (1_000, 999)])
@@ -708,9 +728,9 @@ async def test_backends_with_the_same_client_share_connections(server: Server, n
 
 async def test_a_compaction_goes_on_where_the_count_of_drops_is_no_number(backend: RedisBackend, raw: Raw) -> None:
     terms = Policy(capacity=4).terms
-    await backend.add(0, [Add("k", pack(b"%d" % number, 0, b"v"), terms) for number in range(5)])
+    await backend.add(0, [Add("k", pack(b"%d" % number, 0, b"v"), terms) for number in range(6)])
     raw.client.hset(raw.key("meta:k"), "dropped", "x")
-    added = await backend.add(0, [Add("k", pack(b"5", 0, b"v"), terms), record("sound")])
+    added = await backend.add(0, [Add("k", pack(b"6", 0, b"v"), terms), record("sound")])
     assert added == [False, True]
     assert raw.client.llen(raw.key("log:k")) == 4
 
@@ -970,3 +990,62 @@ async def test_two_that_listen_on_the_connections_of_one_client_leave_none_behin
     for backend in backends:
         await backend.aclose()
     await given.aclose()
+
+
+async def test_what_needs_a_feature_that_a_worker_does_not_know_is_left_to_others_uncharged(
+    server: Server, raw: Raw, namespace: str, clock: Clock
+) -> None:
+    """It is not in the way of others, stays due when it was, and keeps what it needs whatever is done with it."""
+    backend = RedisBackend(server.url, namespace=namespace, now=lambda: clock.now)
+    newer = RedisBackend(server.url, namespace=namespace, now=lambda: clock.now, features=("far", "new"))
+    async with aclosing(backend), aclosing(newer):
+        await backend.connect()
+        await newer.connect()
+
+        def needs() -> bytes | None:
+            return raw.client.hget(raw.key("meta:k"), "needs")
+
+        await backend.add(0, [record("k")])
+        due, clock.now = clock.now, clock.now + 1
+        await backend.add(0, [record("sound")])
+        raw.client.hset(raw.key("meta:k"), "needs", "new far")
+        claims = await claim(backend)
+        assert ([lease.key for lease in claims.leases], claims.left, claims.wait_ms) == (
+            ["sound"],
+            [("k", "new")],
+            5_000,
+        )
+        assert await backend.close(0, [closing(claims.leases[0])]) == [Closed("closed")]
+        window = await seen(backend, "k")
+        assert (window.state, window.due_ms, window.attempt) == ("waiting", due, 0)
+        assert await backend.add(0, [record("k", "c")]) == [False]
+        assert (await seen(backend, "k")).due_ms == due
+        with pytest.raises(InvalidState, match="'k' is not ready"):
+            async with backend.digest("k", POLICY):
+                pass
+        assert await backend.flush("k")
+        assert await backend.add(0, [record("k", "b")]) == [False]
+        with pytest.raises(InvalidState, match="'k' needs 'new', which this version of aiodigest does not know"):
+            async with backend.digest("k", POLICY):
+                pass
+        assert not (await claim(backend)).leases
+        clock.now += ASIDE_MS
+        [lease] = (await claim(newer)).leases
+        assert (lease.key, lease.attempt, lease.due_ms) == ("k", 1, due)
+        assert await newer.retry(0, [Retry(lease, 0, "boo", LIMITS)]) == [True]
+        assert not (await claim(backend)).leases
+        clock.now += ASIDE_MS
+        [lease] = (await claim(newer)).leases
+        clock.now += LEASE  # in which nobody renews
+        await claim(backend)
+        clock.now += LEASE
+        claims = await claim(backend)
+        assert (claims.leases, claims.left) == ([], [("k", "new")])
+        clock.now += ASIDE_MS
+        [again] = (await claim(newer)).leases
+        assert (again.digest_id, again.lost) == (lease.digest_id, 1)
+        assert await newer.close(0, [closing(again)]) == [Closed("closed")]
+        await backend.add(0, [record("k")])
+        assert needs() == b"new far"
+        assert await backend.delete("k")
+        assert needs() is None

@@ -89,6 +89,7 @@ STEPS = (
 )  # fmt: skip
 BACK = (1, 1_000, 1_001, 2_500, 40_000, 3_600_000, 40 * DAY)  # how far the clock steps
 CLOCK = ("clock", "shift", "stepped", "step")
+KNOWN = ("one", "other")  # features
 PARTS = ("log", "open", "meta")  # the keys of a timeline
 FOREIGN = ("stored", "key", "touched", "idle", "problem", "logged", "opened", "theirs")  # fields of its meta, not ours
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
@@ -141,9 +142,9 @@ class Pair:
         self.alone = alone
         self.clock = SimpleNamespace(now=NOW)
         times: dict[str, Any] = {"now": lambda: self.clock.now, "nonce": lambda: f"n{self._calls}"}
-        self.reference = ReferenceBackend(**times, draw=self._draw_again)
+        self.reference = ReferenceBackend(**times, draw=self._draw_again, features=KNOWN)
         self._drawn: list[str] = []
-        self.redis = RedisBackend(source, namespace=namespace, **times)
+        self.redis = RedisBackend(source, namespace=namespace, **times, features=KNOWN)
         self.kept: State = {}
         self._namespace = namespace
         self._client = place.client_of(namespace)
@@ -173,7 +174,8 @@ class Pair:
         call = attrgetter(f"operations.{name}" if name in LOOKS else name)
         actual = await outcome(call(self.redis)(*arguments, **named))
         if isinstance(actual, Claims):
-            self._drawn = [*(key for key, _ in actual.expired), *(lease.key for lease in actual.leases)]
+            gone = (*actual.expired, *actual.left)
+            self._drawn = [*(key for key, _ in gone), *(lease.key for lease in actual.leases)]
         expected = await outcome(call(self.reference)(*arguments, **named))
         told = comparable if self.alone else without_count
         assert told(actual) == told(expected)
@@ -261,6 +263,12 @@ class Pair:
         if sound:
             client.restore(name, DAY, sound)
         assert self.state() == kept, "something was changed"
+
+    def need(self, key: str, names: str) -> None:
+        """Write down what a timeline needs, as a later version may."""
+        self.reference.machines[0].held[key].needs = names
+        self._client.hset(self._key(f"meta:{key}"), "needs", names)
+        self.state()
 
     def add_fields(self, key: str) -> None:
         """Write fields that are not ours into the meta of a timeline that has one."""
@@ -616,6 +624,19 @@ class Stores(RuleBasedStateMachine):
         self.adds = [Add(key, self.entry(name, None), policy.terms, own) for name in names]
         self.call("add", 0, self.adds)
 
+    @rule(
+        picked=some(numbers, st.sampled_from((*MOVABLE, *KINDS)), sized, st.booleans()),
+        turns=st.lists(st.tuples(small, small), min_size=2, max_size=30),
+    )
+    def adds_come_in_bursts(self, picked: Sequence[Any], turns: Sequence[tuple[int, int]]) -> None:
+        """In turn to a few timelines, or to one under terms that change within the call."""
+        targets = [(self.key(number, kind, policy), policy.terms, own) for number, kind, policy, own in picked]
+        self.adds = []
+        for target, name in turns:
+            key, terms, own = targets[target % len(targets)]
+            self.adds.append(Add(key, self.entry(IDS[name], None), terms, own))
+        self.call("add", 0, self.adds)
+
     @rule(number=numbers, policy=sized, times=st.integers(3, 8), others=small, lost=st.booleans())
     def add_one_again_and_again(self, number: int, policy: Policy, times: int, others: int, lost: bool) -> None:
         """Make the entries as many as ``max_size``, and the records fewer; add others, or something else drops all."""
@@ -647,6 +668,28 @@ class Stores(RuleBasedStateMachine):
         key = self.key(number, kind)
         self.call("claim", 0, 0, LEASE, POLICIES[0].terms.limits)  # so that nothing is due that is not ready
         self.loop.run_until_complete(self.stores.break_off(key, part))
+
+    @precondition(lambda self: self.alone)
+    @rule(
+        number=numbers,
+        kind=st.sampled_from(("ready", "ready", "leased", *KINDS)),
+        names=st.sampled_from(("one", "other one", "new", "one new newer")),
+        slots=small,
+        sample=st.booleans(),
+        late=st.booleans(),
+    )
+    def something_newer_needs_a_feature(
+        self, number: int, kind: str, names: str, slots: int, sample: bool, late: bool
+    ) -> None:
+        """A timeline that needs what nobody here knows is left alone, and keeps its place."""
+        key = self.key(number, kind)
+        if self.machine.placed(key):
+            self.stores.need(key, names)
+            if late:
+                self.a_lease_goes_by(0)
+            self.claim(slots, POLICIES[0], LEASE, sample)
+            self.open(5 * number, "ready", POLICIES[0])
+            self.clock.now += 5_000
 
     @precondition(lambda self: self.alone)
     @rule(number=numbers, kind=kinds)
@@ -1047,6 +1090,7 @@ def test_the_scripts_do_what_the_reference_does(place: Place) -> None:
 # Outcomes of conditions that no rule leads to, with the test of test_redisbackend.py that does; '' where a script makes
 # sure of it itself.
 ELSEWHERE = {
+    "add.lua room < 1: yes": "test_much_to_compact_is_done_in_several_calls",
     "shared/clock.lua not now: yes": "test_200_concurrent_adds_share_a_few_connections",
     "shared/late.lua server_time >= tonumber(too_late): yes": "test_a_script_that_comes_too_late_does_nothing",
     "shared/late.lua too_late: no": "test_a_script_that_comes_too_late_does_nothing",

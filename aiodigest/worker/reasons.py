@@ -12,6 +12,7 @@ logger = logger_of(__name__)
 
 ERROR_LENGTH = 500
 LATER = "; it runs alone from the second time on"
+_unknown_needs = set[str]()  # of which this process has told
 FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
@@ -96,6 +97,15 @@ def log_rest(destination: str, seconds: float, *, is_over: bool = False) -> None
         logger.info("%s delivers again, %.1f s after it began to rest", who, seconds, extra=facts)
     else:
         logger.warning("%s rests for %.1f s: its latest deliveries have all failed", who, seconds, extra=facts)
+
+
+def log_needs(claims: Claims) -> None:
+    """Log of each feature that timelines need and this version does not know, once a process."""
+    for key, name in claims.left:
+        if name not in _unknown_needs:
+            _unknown_needs.add(name)
+            line = "timeline %r needs %s, which this version of aiodigest does not know: such are left to other workers"
+            logger.warning(line, key, shown(name), extra={"timeline": key, "feature": name})
 
 
 def log_losses(claims: Claims) -> None:

@@ -17,7 +17,7 @@ from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
 from aiodigest.worker.delivery import tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
-from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses
+from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses, log_needs
 from aiodigest.worker.room import NoRoom
 from aiodigest.worker.tasks import retrieve
 
@@ -194,6 +194,7 @@ class ShardWorker:
             self._claim_failed = False
             shared.notice_layout()
             log_losses(claims)
+            log_needs(claims)
             now = loop.time()
             chosen, postponed = shared.limit.sort(claims.leases, count, now)
             self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)

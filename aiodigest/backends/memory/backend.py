@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,9 @@ from uuid import uuid4
 
 from aiodigest.backend import (
     ALONE,
+    ASIDE_MS,
     DIGEST_BYTES,
+    FEATURES,
     GIVE_BACK_MS,
     SAME_MS,
     SAMPLE,
@@ -36,6 +38,8 @@ from aiodigest.backend import (
     ShardMap,
     StoredDeadLetter,
     StoredTimeline,
+    needs_unknown,
+    unknown_need,
 )
 from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest, only, page_of, pushed
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost, LimitExceeded
@@ -62,6 +66,7 @@ class ReferenceBackend(Backend, Operations):
         now: Callable[[], int] = system_ms,
         nonce: Callable[[], str] = lambda: uuid4().hex,
         draw: Callable[[Sequence[str], int], Sequence[str]] = sample_of,
+        features: Collection[str] = FEATURES,
     ) -> None:
         self.machines = [Shard() for _ in range(shards)]
         self._shard_map = ShardMap(shards, range(shards))
@@ -71,6 +76,7 @@ class ReferenceBackend(Backend, Operations):
         self._now = now
         self._nonce = nonce
         self._draw = draw
+        self._features = features
 
     @property
     def url(self) -> str:
@@ -139,7 +145,7 @@ class ReferenceBackend(Backend, Operations):
                 held.own = limits if own else None
                 held.touch(limits.ttl_ms, now)
                 ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
-                if len(held.log) > limits.capacity + limits.capacity // 4:
+                if len(held.log) > limits.capacity + limits.capacity // 2:
                     held.log = machine.compact(held, held.log, limits.capacity)
                 answers.append(ready)
         return answers
@@ -159,6 +165,7 @@ class ReferenceBackend(Backend, Operations):
     ) -> Claims:
         leases: list[Lease] = []
         expired: list[tuple[str, int]] = []
+        left: list[tuple[str, str]] = []
         with self._lock:  # it wakes nobody: it has seen what it makes ready
             (machine, now), nonce = self._tick(shard, begins=True), self._nonce()
             machine.watch_gap(lease_ms, now)
@@ -169,7 +176,12 @@ class ReferenceBackend(Backend, Operations):
                 held = machine.held.get(key, Held())
                 is_doubtful = key in machine.leased or (held.delivery is not None and held.delivery.is_doubtful)
                 is_alone = held.delivery is not None and held.delivery.lost + bool(held.delivery.token) >= ALONE
-                if held.empty or held.end_ms <= now:
+                if need := unknown_need(held.needs, self._features):
+                    due = machine.ready[key] if key in machine.ready else machine.leased[key]
+                    machine.place(key, now + ASIDE_MS, now)
+                    machine.postponed[key] = due
+                    left.append((key, need))
+                elif held.empty or held.end_ms <= now:
                     size = distinct(held.entries)
                     machine.leave(key)
                     machine.held.pop(key, None)
@@ -201,7 +213,7 @@ class ReferenceBackend(Backend, Operations):
             nexts = [*machine.waiting.values(), *ends]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             barred = bool(ended) and not doubtful
-            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred)
+            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred, left)
 
     def _oldest(self, machine: Shard, now: int) -> list[str]:
         return [key for key, _ in earliest(machine.ready)[:SLICE]]
@@ -225,6 +237,8 @@ class ReferenceBackend(Backend, Operations):
             (machine, now), nonce = self._tick(shard), self._nonce()
             if key not in machine.ready or machine.held.get(key, Held()).empty:
                 return None
+            if need := unknown_need(machine.held[key].needs, self._features):
+                raise needs_unknown(key, need)
             return machine.lease(key, lease_ms, limits, now, f"{nonce}-1", DIGEST_BYTES)
 
     async def read(self, shard: int, lease: Lease, start: int, count: int) -> list[bytes]:

@@ -64,6 +64,7 @@ class Held:
     end_ms: int = 0
     flush: bool = False
     own: Limits | None = None
+    needs: str = ""  # features, separated by spaces: who does not know them all leaves it to others
     done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
 
     @property
@@ -239,13 +240,13 @@ class Shard:
             held.last_ms = now
             held.opening_ms = now + terms.initial_ms if terms.initial_ms else 0
             return self.place(key, now + terms.initial_ms, now)
-        if held.delivery or due <= now:
+        if held.delivery or due <= now or key in self.postponed:  # or it is left to other workers, and was due
             return False
         return self.place(key, pushed(held, due, terms), now)
 
     def fill(self, key: str, held: Held, max_size: int, now: int) -> bool:
         """Make a waiting timeline ready if it holds ``max_size`` records, and compact one with many more entries."""
-        if key not in self.waiting or held.delivery or not max_size:
+        if key not in self.waiting or held.delivery or not max_size or key in self.postponed:
             return False
         if len(held.log) >= max_size and distinct(held.log) >= max_size:
             return self.place(key, min(self.waiting[key], now), now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from math import inf
 from operator import attrgetter
 from typing import Any, Self, cast
@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from aiodigest.backend import (
     DIGEST_BYTES,
+    FEATURES,
     Add,
     Backend,
     Claims,
@@ -22,10 +23,11 @@ from aiodigest.backend import (
     Retired,
     Retry,
     ShardMap,
+    needs_unknown,
 )
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.url import Source
-from aiodigest.backends.redis.namespace import Namespace, Server
+from aiodigest.backends.redis.namespace import BATCH, Namespace, Server
 from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.backends.redis.scripts import Argument, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
@@ -41,7 +43,7 @@ class RedisBackend(Backend):
     ``source`` is a URL, a client whose settings are copied, or a server that is started with the backend. ``shards``:
     None for as many as the namespace has, 1 if it is new. ``timeout``: seconds for a call, from its wait for a
     connection to its answer. An add returns once ``wait_replicas`` replicas have it (``WAIT``). Tests give their own
-    clock ``now`` (ms; None: the server's) and source of names that no other has.
+    clock ``now`` (ms; None: the server's), source of names that no other has, and ``features`` that are known.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class RedisBackend(Backend):
         wait_replicas: int = 0,
         now: Callable[[], int] | None = None,
         nonce: Callable[[], str] = lambda: uuid4().hex,
+        features: Collection[str] = FEATURES,
     ) -> None:
         self._settings: dict[str, Any] = {
-            "namespace": namespace, "shards": shards, "timeout": timeout, "wait_replicas": wait_replicas, "now": now
+            "namespace": namespace, "shards": shards, "timeout": timeout, "wait_replicas": wait_replicas, "now": now,
+            "features": features,
         }  # fmt: skip
+        self._features = " ".join(features)
         self.namespace = Namespace(source, namespace, shards, timeout, wait_replicas, now)
         self._operations = RedisOperations(self.namespace)
         self._nonce = nonce
@@ -107,24 +112,42 @@ class RedisBackend(Backend):
         unsent: list[tuple[int, Sequence[int]]] = [(shard, range(len(adds)))]
         late = min(map(attrgetter("until"), adds), default=inf)
         for where, indices in unsent:
-            told: list[bool | AiodigestError] = []
-            head, items = scripts.pack_adds([adds[index] for index in indices])
             try:
-                await self.namespace.call_each("add", where, head, items, scripts.done, told=told, late=late)
+                await self._add(where, adds, indices, answers, late)
             except Retired:
                 groups: dict[int, list[int]] = {}
-                for index in indices[len(told) :]:
-                    groups.setdefault(self.shard_map.shard_of(adds[index].key), []).append(index)
+                for index in indices:
+                    if index not in answers:
+                        groups.setdefault(self.shard_map.shard_of(adds[index].key), []).append(index)
                 unsent += groups.items()
             except AiodigestError as error:
                 if type(error) is AiodigestError:  # nobody foresaw it; a proxy may say so of what did arrive
                     error = BackendUnavailable(str(error), stored="unknown")
-                if not told and len(indices) == len(adds):  # so it is the error of each
+                if not answers and len(indices) == len(adds):  # so it is the error of each
                     raise error from error.__cause__
-                told += [error] * (len(indices) - len(told))
-            for index, answer in zip(indices, told, strict=False):
-                answers[index] = answer if isinstance(answer, bool) else _of_record(adds[index], answer)
-        return [answers[index] for index in range(len(adds))]
+                answers |= {index: error for index in indices if index not in answers}
+        return [
+            answer if isinstance(answer := answers[index], bool) else _of_record(add, answer)
+            for index, add in enumerate(adds)
+        ]
+
+    async def _add(
+        self,
+        shard: int,
+        adds: Sequence[Add],
+        indices: Sequence[int],
+        answers: dict[int, bool | AiodigestError],
+        late: float,
+    ) -> None:
+        """Add some of the adds, in as many calls as needed; note the answers, also those before a call that fails."""
+        namespace, now, left = self.namespace, self.namespace.time(), indices
+        while left:
+            arguments, order = scripts.pack_adds(adds, left[:BATCH])
+            reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
+            keys = [adds[index].key for index in order]
+            told = await namespace.answers_of(shard, scripts.unpack_added(reply), keys, scripts.done)
+            answers.update(zip(order, told, strict=False))
+            left = [*order[len(told) :], *left[BATCH:]]
 
     # Delivering
 
@@ -139,10 +162,10 @@ class RedisBackend(Backend):
         doubtful: bool = True,
         bound: int = DIGEST_BYTES,
     ) -> Claims:
-        packed, flags = scripts.pack_limits(limits), (int(sample), bound, int(doubtful))
+        packed, flags = scripts.pack_limits(limits), (int(sample), bound, int(doubtful), self._features)
         reply = await self.namespace.call("claim", shard, count, lease_ms, packed, self._nonce(), *flags)
-        now, wait, wake_up, leases, broken, expired, barred = cast(
-            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int]", reply
+        now, wait, wake_up, leases, broken, expired, barred, left = cast(
+            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int, list[bytes]]", reply
         )
         return Claims(
             [scripts.unpack_lease(lease) for lease in leases],
@@ -152,10 +175,14 @@ class RedisBackend(Backend):
             [(text(key), text(problem)) for key, problem in zip(broken[::2], broken[1::2], strict=True)],
             [(text(key), number(size)) for key, size in zip(expired[::2], expired[1::2], strict=True)],
             barred == 1,
+            [(text(key), text(need)) for key, need in zip(left[::2], left[1::2], strict=True)],
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
-        reply = await self.namespace.call("open", shard, key, lease_ms, scripts.pack_limits(limits), self._nonce())
+        packed = scripts.pack_limits(limits)
+        reply = await self.namespace.call("open", shard, key, lease_ms, packed, self._nonce(), self._features)
+        if isinstance(reply, bytes) and reply.startswith(b"NEEDS "):
+            raise needs_unknown(key, text(reply).removeprefix("NEEDS "))
         if isinstance(reply, bytes):
             raise self.namespace.broken(key, text(reply))
         return None if reply is None else scripts.unpack_lease(cast("Sequence[object]", reply))

@@ -289,15 +289,13 @@ class Namespace:
         read: Callable[[object], T],
         *,
         numbered: bool = False,
-        told: list[T | AiodigestError] | None = None,
-        late: float = inf,
     ) -> list[T | AiodigestError]:
         """Call a script for all items, in as many calls as needed; return their answers, or their timelines' errors.
 
-        ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item. ``told`` is
-        where the answers are put, also those of the calls before one that fails. Nothing is done from ``late`` on.
+        ``read`` unpacks an answer. ``numbered`` if the script is to be told the number of its first item.
         """
-        told, now = [] if told is None else told, self.time()
+        told: list[T | AiodigestError] = []
+        now = self.time()
         while left := items[len(told) :]:
             arguments, sent = [*head, len(told) + 1] if numbered else [*head], 0
             for item in left[:BATCH]:
@@ -305,22 +303,28 @@ class Namespace:
                     break
                 arguments += item
                 sent += 1
-            answers = cast("list[object]", await self.call(name, shard, *arguments, now=now, late=late))
-            problems = [text(answer) for answer in answers if isinstance(answer, bytes)]
-            fits = 0 < len(answers) <= sent  # else they are none at all, or another question's
-            if not fits or DEMOTED.intersection(map(code_of, problems)):
-                await self.leave(shard)
-            if not fits:
-                problem = f"it returned {len(answers)} answers for {sent} items"
-                raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
-            if problems:
-                told += [
-                    self.broken(str(item[0]), text(answer)) if isinstance(answer, bytes) else read(answer)
-                    for item, answer in zip(left, answers, strict=False)
-                ]
-            else:
-                told += map(read, answers)
+            reply = cast("list[object]", await self.call(name, shard, *arguments, now=now))
+            told += await self.answers_of(shard, reply, [str(item[0]) for item in left[:sent]], read)
         return told
+
+    async def answers_of(
+        self, shard: int, answers: Sequence[object], keys: Sequence[str], read: Callable[[object], T]
+    ) -> list[T | AiodigestError]:
+        """Unpack the answers of the first of some items, by their timelines' keys; no answer, or more than there are
+        items, was another question's."""
+        problems = [text(answer) for answer in answers if isinstance(answer, bytes)]
+        fits = 0 < len(answers) <= len(keys)
+        if not fits or DEMOTED.intersection(map(code_of, problems)):
+            await self.leave(shard)
+        if not fits:
+            problem = f"it returned {len(answers)} answers for {len(keys)} items"
+            raise BackendUnavailable(f"{self.url} is unavailable: {problem}", stored="unknown")
+        if not problems:
+            return [*map(read, answers)]
+        return [
+            self.broken(key, text(answer)) if isinstance(answer, bytes) else read(answer)
+            for key, answer in zip(keys, answers, strict=False)
+        ]
 
     async def read(self, shard: int, key: str, token: str, digest_id: str, start: int, count: int) -> list[bytes]:
         """Return up to ``count`` entries of a timeline from ``start`` on; fewer if they are large, none after the last.

@@ -6,7 +6,7 @@ A script is a file ``lua/NAME.lua``, and the comment at its top declares it: doc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from hashlib import sha1
 from pathlib import Path
@@ -19,8 +19,11 @@ from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records import entries as records
+from aiodigest.records.entries import ARRIVAL, ARRIVAL_END, VERSION
 
 Argument: TypeAlias = bytes | str | int
+
+ARRIVING = VERSION | ARRIVAL  # the first byte of most entries
 
 # Dragonfly, where no other keys than the given one may be used unless a script's first line says so; else a comment
 FIRST = "--!df flags=allow-undeclared-keys\n"
@@ -28,7 +31,10 @@ LUA = Path(__file__).with_name("lua")
 CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
-        (backend, ("ALONE", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES")),
+        (
+            backend,
+            ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES"),
+        ),
         (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
@@ -150,20 +156,44 @@ def pack_delays(terms: Terms) -> str:
     return " ".join(map(str, terms[:-1]))  # but its limits, which are packed by themselves
 
 
-def pack_adds(adds: Sequence[Add]) -> tuple[list[Argument], list[tuple[Argument, ...]]]:
-    """Return the terms of adds, and the arguments of each add."""
-    numbers: dict[tuple[Terms, bool], int] = {}
-    items: list[tuple[Argument, ...]] = []
-    terms, own, number = None, False, 0
-    for add in adds:
-        if add.terms is not terms or add.own is not own:  # most adds of a call have the same policy
-            terms, own = add.terms, add.own
-            number = numbers.setdefault((terms, own), len(numbers) + 1)
-        items.append((add.key, number, add.entry))
-    head: list[Argument] = [len(numbers)]
-    for terms, own in numbers:
-        head += (pack_delays(terms), pack_limits(terms.limits), int(own))
-    return head, items
+def pack_adds(adds: Sequence[Add], indices: Iterable[int]) -> tuple[list[Argument], list[int]]:
+    """Return the arguments for some of the adds, and the order in which they stand there.
+
+    Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order.
+    """
+    parts: list[tuple[Terms, bool, dict[str, list[int]]]] = []
+    places: dict[tuple[Terms, bool], int] = {}  # of terms: the last part that has them
+    begun: dict[str, int] = {}  # of a timeline: the last part that has it, if that is not the first
+    seen, own, place = None, False, 0
+    for index in indices:
+        add = adds[index]
+        terms = add.terms
+        if terms is not seen or add.own is not own:  # most adds of a call have the same policy
+            seen, own = terms, add.own
+            place = places.get((terms, own), len(parts))
+        if place == len(parts) or (begun and begun.get(add.key, 0) > place):  # not before what came to it earlier
+            place = places[terms, own] = len(parts)
+            parts.append((terms, own, {}))
+        if place:
+            begun[add.key] = place
+        if group := parts[place][2].get(add.key):
+            group.append(index)
+        else:
+            parts[place][2][add.key] = [index]
+    arguments: list[Argument] = []
+    order: list[int] = []
+    for terms, own, groups in parts:
+        arguments += (pack_delays(terms), pack_limits(terms.limits), int(own), len(groups))
+        for key, group in groups.items():
+            order += group
+            if len(group) == 1:  # as most have, where timelines are many: half the time
+                entry = adds[group[0]].entry
+                arguments += (key, -1, entry[ARRIVAL_END:]) if entry[0] == ARRIVING else (key, 1, entry)
+                continue
+            entries = [adds[index].entry for index in group]
+            short = [entry[ARRIVAL_END:] for entry in entries if entry[0] == ARRIVING]  # the script knows the rest
+            arguments += (key, -len(short), *short) if len(short) == len(group) else (key, len(group), *entries)
+    return arguments, order
 
 
 def pack_lease(lease: Lease) -> tuple[str, str, str]:
@@ -271,6 +301,22 @@ def unpack_limits(packed: str) -> Limits | None:
 
 def done(answer: object) -> bool:
     return answer == 1
+
+
+def unpack_added(reply: Sequence[object]) -> list[object]:
+    """Return the answer of each add that was looked at: True if it made its timeline ready, or the text of its error.
+    None of them if this is no reply to adds."""
+    looked, *told = reply or (0,)
+    answers: list[object] = [False] * looked if type(looked) is int else []
+    last = 0
+    for found in told:
+        if type(found) is int and last < found <= len(answers):
+            answers[found - 1], last = True, found
+        elif type(found) is bytes and last and answers[last - 1] is True:
+            answers[last - 1] = found
+        else:
+            return []
+    return answers
 
 
 def unpack_counts(reply: object) -> dict[str, int]:

@@ -115,7 +115,7 @@ class ServerConnections:
                     command = command if late is None else self._timed(command, late)
                     sent = True
                     reply = await converse(connection, name, command, source)
-                    if replicas and wrote(reply):
+                    if replicas and wrote(name, reply):
                         await self._replicated(connection, replicas, until)
                 except (exceptions.ResponseError, BackendUnavailable) as error:  # an answer, or too few replicas
                     if told := LATE.match(str(error)):
@@ -257,9 +257,12 @@ class ServerConnections:
         await drop(connection)
 
 
-def wrote(reply: object) -> bool:
-    """True if a script's answer is a number, or holds one for an item that was stored, not only error texts."""
-    return int in map(type, cast("list[object]", reply) if isinstance(reply, list) else [reply])
+def wrote(name: str, reply: object) -> bool:
+    """True if a script's answer is a number, or holds one; of adds, if fewer have failed than were looked at."""
+    answers = cast("list[object]", reply) if isinstance(reply, list) else [reply]
+    if name == "add" and answers and isinstance(answers[0], int):
+        return sum(isinstance(answer, bytes) for answer in answers) < answers[0]
+    return int in map(type, answers)
 
 
 async def converse(connection: Connection, name: str, command: Sequence[Argument], source: str = "") -> object:

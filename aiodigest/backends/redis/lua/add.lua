@@ -7,26 +7,33 @@
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
--- ARGV[3]   kinds (int): how many different terms follow
--- then      for each of these: delays "initial increment maximum", ms; limits "capacity max_size max_age ttl", times
---           in ms; 1 if these limits are the timeline's own
--- then      for each add: key; number of its terms, from 1; entry
--- Returns   for each add: 1 if it made its timeline ready, 0 if not, or the text of its error. Fewer than asked for if
---           much had to be compacted; the rest was not looked at.
+-- then      for each terms of a policy: delays "initial increment maximum", ms; limits "capacity max_size max_age ttl",
+--           times in ms; 1 if these limits are the timeline's own; how many groups follow. A group is what is added to
+--           one timeline: key; number of entries, negative if each lacks what is filled in at its beginning; the entries
+-- Returns   the number of entries that were looked at: less than all if much had to be compacted. Then, for each of them
+--           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error.
 --
 -- Needs     guard clock tick budget window
 
-local kinds = tonumber(ARGV[3])
-local all_terms = {}
-local cursor = 4
-for index = 1, kinds do
-  all_terms[index] = parse_terms(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2] == '1')
-  cursor = cursor + 3
-end
+-- All that an add must know of its timeline: little if that is ready or leased, more to push a window, all to open one.
+local SETTLED = {'end', 'own'}
+local PUSHED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs'}
+local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening'}
 
--- All that an add must know of its timeline: little if that is ready or leased, and more to open or push a window.
-local FEW = {'end', 'own'}
-local MORE = {'end', 'own', 'id', 'last', 'cool', 'iteration', 'opening', 'counted'}
+-- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
+local arrival = struct.pack('>I6', now - shift)
+local head = string.char(VERSION + ARRIVAL) .. arrival
+
+local function stamp(first, last, are_short)
+  for index = first, last do
+    local entry = ARGV[index]
+    if are_short then
+      ARGV[index] = head .. entry
+    elseif math.floor(string.byte(entry) / ARRIVAL) % 2 == 1 then
+      ARGV[index] = string.sub(entry, 1, 1) .. arrival .. string.sub(entry, 8)
+    end
+  end
+end
 
 -- Drop what a log holds more than once or beyond its capacity.
 local function compact(held, length, terms)
@@ -45,58 +52,134 @@ local function compact(held, length, terms)
   end
 end
 
-local function append(key, terms, entry)
-  local settled, due = call('ZSCORE', ready, key), nil
-  if not settled then
-    due = tonumber(call('ZSCORE', waiting, key))
-    settled = not due and call('ZSCORE', leased, key)
-  end
-  local names = settled and FEW or MORE
-  local fields = try('HMGET', metas .. key, unpack(names))
-  if fields.err then
-    return fields.err
-  end
+-- Return what is known of a timeline from fields of these names.
+local function take_over(key, names, fields)
   local held = setmetatable({key = key, stored = {}}, ABSENT)
   for index, name in ipairs(names) do
     if fields[index] then
       thaw_field(held, name, fields[index])
     end
   end
-  if held.problem then
-    return held.problem
+  return held
+end
+
+-- Return what an add that changes nothing of the meta must know of a timeline that waits; nothing if it must know more.
+local function take_little(key, due, fields)
+  local id, last, cool, counted = fields[3], fields[4], fields[5], fields[6]
+  if due > now and last and not (id or counted) then
+    local held = {key = key, last = whole(last), cool = whole(cool or '0')}
+    return held.last and held.cool and held
   end
-  local flags, log = string.byte(entry), logs .. key
-  if math.floor(flags / ARRIVAL) % 2 == 1 then -- fill in the time of arrival
-    entry = string.sub(entry, 1, 1) .. struct.pack('>I6', now - shift) .. string.sub(entry, 8)
+end
+
+-- Append ARGV[first] to ARGV[last] to the log of a timeline: all of them, or up to the first that brings the log to a
+-- bound, or none if it would have to be read then and much has been read already. So nothing has to be looked at but
+-- after the last of them, and it is as if they had come one by one. Return which was the last, which made the timeline
+-- ready, if one did, and the error of all, if they have one.
+local function append(key, terms, first, last)
+  local log, meta = logs .. key, metas .. key
+  local settled, due, names, fields = call('ZSCORE', ready, key), nil, SETTLED, nil
+  if settled then
+    fields = try('HMGET', meta, 'end', 'own')
+  else
+    due = tonumber(call('ZSCORE', waiting, key))
+    settled = not due and call('ZSCORE', leased, key)
+    names = settled and SETTLED or due and PUSHED or OPENED
+    fields = try('HMGET', meta, unpack(names))
   end
-  local length = try('RPUSH', log, entry)
+  if fields.err then
+    return last, nil, fields.err
+  end
+  if due and fields[7] and call('ZSCORE', postponed, key) then
+    settled, due = true, nil -- it was ready, and was left to other workers
+  end
+  -- Most adds change nothing of the meta, and are spared what follows for the others: of a timeline that is ready or leased
+  -- they change nothing but its log. Here `end` is only compared; a claim finds one that is another kind of number.
+  local ends, held = fields[1] and tonumber(fields[1]), nil
+  local plain = ends and ends >= terms.fresh and ends < 1e15 and fields[2] == terms.kept
+  if not settled then
+    held = plain and due and terms.max_size == 0 and take_little(key, due, fields)
+    plain = held
+  end
+  if not plain then
+    held = take_over(key, names, fields)
+    if held.problem then
+      return last, nil, held.problem
+    end
+  end
+
+  local number = last - first + 1
+  local length = number == 1 and try('RPUSH', log, ARGV[first]) or try('RPUSH', log, unpack(ARGV, first, last))
   if type(length) == 'table' then
-    return length.err
+    return last, nil, length.err
+  elseif plain and length > number and length <= terms.most then
+    return last, due and open_or_push(held, due, terms, number) and first
   end
+  held = plain and take_over(key, names, fields) or held
+  local bound = terms.most + 1
+  if not settled and terms.max_size > 0 and not held.id then
+    bound = held.counted and 0 or math.min(bound, terms.max_size)
+  end
+  local room = bound - length + number -- with the one that reaches the bound
+  room = scanned < SLICE and math.max(1, room) or room - 1
+  if number > room then
+    call('LTRIM', log, 0, -number - 1)
+    if room < 1 then
+      return first - 1
+    end
+    number, last = room, first + room - 1
+    length = call('RPUSH', log, unpack(ARGV, first, last))
+  end
+
   local changed = held.own ~= terms.own
   held.own = terms.own
   touch(held, terms.ttl)
-  if length == 1 and not held.touched then
+  if length == number and not held.touched then
     call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
-  local is_ready = not settled and open_or_push(held, due, terms)
-  if not settled and not is_ready then
-    is_ready, length = fill(held, length, terms, due, entry)
+  local made_ready
+  if not settled and open_or_push(held, due, terms, number) then
+    made_ready = first
+  elseif not settled then
+    local is_full
+    is_full, length = fill(held, length, terms, due, ARGV[last])
+    made_ready = is_full and last
   end
-  if length > terms.capacity + math.floor(terms.capacity / 4) then
+  if length > terms.most then
     uncount(held)
     compact(held, length, terms)
   end
-  if changed or held.touched or not (settled or due) or held.counted ~= held.stored.counted then
+  if changed or held.touched or not (settled or due) or held.counted ~= (fields[6] or nil) then
     save(held, names)
   end
-  return is_ready and 1 or 0
+  return last, made_ready
 end
 
-local answers = {}
-while cursor <= #ARGV and scanned < SLICE do
-  answers[#answers + 1] = append(ARGV[cursor], all_terms[tonumber(ARGV[cursor + 1])], ARGV[cursor + 2])
-  cursor = cursor + 3
+local cursor, looked, answer, is_spent = 3, 0, {0}, false
+while cursor <= #ARGV and not is_spent do
+  local terms = parse_terms(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2] == '1')
+  terms.kept, terms.most = terms.own or false, terms.capacity + math.floor(terms.capacity / 2)
+  terms.fresh = now + terms.ttl
+  local groups = tonumber(ARGV[cursor + 3])
+  cursor = cursor + 4
+  while groups > 0 and not is_spent do
+    local key, number, first = ARGV[cursor], tonumber(ARGV[cursor + 1]), cursor + 2
+    cursor, groups = first + math.abs(number), groups - 1
+    stamp(first, cursor - 1, number < 0)
+    while first < cursor and not is_spent do
+      local last, made_ready, problem = append(key, terms, first, cursor - 1)
+      if made_ready then
+        answer[#answer + 1] = looked + made_ready - first + 1
+      end
+      for index = first, problem and last or 0 do
+        answer[#answer + 1] = looked + index - first + 1
+        answer[#answer + 1] = problem
+      end
+      is_spent = last < first
+      looked, first = looked + last - first + 1, last + 1
+    end
+  end
 end
+answer[1] = looked
 wake()
-return answers
+return answer

@@ -4,7 +4,7 @@
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
 --           ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
--- Reply     [int, int, text, [list...], [text...], [number...], int]
+-- Reply     [int, int, text, [list...], [text...], [number...], int, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
@@ -16,20 +16,22 @@
 -- ARGV[8]   bound (int, bytes): what a digest may decode to, kept with each that is new
 -- ARGV[9]   doubtful (flag): open one digest whose lease ended without a word, if there is one; it may end its worker.
 --           One that is to run alone is opened alone: what came with it would end with it
+-- ARGV[10]  features (text): that the worker knows, separated by spaces
 -- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
---           claim could not take
+--           claim could not take; timelines that are left to others (key, a feature that it needs, ...)
 --
--- Needs     guard clock budget lease promotion gap
+-- Needs     guard clock budget lease promotion gap needs
 
 call('PERSIST', layout) -- a write that needs no memory: after it a full server lets this script drain it
 -- Needs     tick
 
 local slots, lease, limits, nonce = tonumber(ARGV[3]), tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
 local sample, bound = ARGV[7] == '1', tonumber(ARGV[8])
+local features = ARGV[10]
 local doubtful = ARGV[9] == '1' -- from now on: whether it may be given one
 local most = math.min(slots, 100)
-local leases, broken, expired = {}, {}, {}
+local leases, broken, expired, left = {}, {}, {}, {}
 -- Read before anything is taken. Where another program has put what cannot wake anybody (a key of another type, or an id
 -- after which there is none), it goes.
 local stream = tag .. 'wake'
@@ -100,14 +102,26 @@ promote(waiting, now)
 
 local is_empty = false -- nothing is ready any more
 
+-- Leave a timeline to workers that know what it needs: it is no longer in the way of others, and stays due when it was.
+local function leave_to_others(key, from, due, need)
+  call('ZREM', from, key)
+  call('ZADD', waiting, now + ASIDE_MS, key)
+  call('ZADD', postponed, due, key)
+  left[#left + 1] = key
+  left[#left + 1] = need
+end
+
 local function consider(from, key, due)
   local held, problem = load_all(key)
+  local need = held and unknown_need(held, features)
   looked = looked + 1
   if not held then
     call('ZREM', from, key)
     call('ZADD', waiting, now + lease, key)
     broken[#broken + 1] = key
     broken[#broken + 1] = problem
+  elseif need then
+    leave_to_others(key, from, due, need)
   elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
     expire(held, from)
   elseif from == ready and is_doubtful(held) and not doubtful then
@@ -165,4 +179,4 @@ else
     wait = math.max(0, math.min(next_due or math.huge, next_end or math.huge) - now)
   end
 end
-return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0}
+return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left}

@@ -10,14 +10,16 @@
 -- ARGV[4]   lease (int, ms)
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of the token and the digest
--- Returns   the lease, or nothing; the text of an error if the timeline is broken
+-- ARGV[7]   features (text): that the caller knows, separated by spaces
+-- Returns   the lease, or nothing; the text of an error if the timeline is broken, or "NEEDS" and a feature
 --
--- Needs     guard clock lease
+-- Needs     guard clock lease needs
 
 call('PERSIST', layout)
 -- Needs     tick
 
 local key, lease, limits, nonce = ARGV[3], tonumber(ARGV[4]), parse_limits(ARGV[5]), ARGV[6]
+local features = ARGV[7]
 local due = tonumber(call('ZSCORE', ready, key))
 if not due then
   return false
@@ -28,5 +30,9 @@ if not held then
 end
 if held.logged + held.opened == 0 then
   return false
+end
+local need = unknown_need(held, features)
+if need then
+  return 'NEEDS ' .. need
 end
 return take(held, due, lease, limits, nonce .. '-1', DIGEST_BYTES)

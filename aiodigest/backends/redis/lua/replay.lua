@@ -43,7 +43,7 @@ if size > terms.capacity then
 end
 
 local due = tonumber(call('ZSCORE', waiting, key))
-local is_ready, settled = false, call('ZSCORE', ready, key)
+local is_ready, settled = false, call('ZSCORE', ready, key) or call('ZSCORE', postponed, key) -- left to other workers
 push_front(logs .. key, buried)
 held.own = terms.own
 touch(held, terms.ttl)
@@ -51,7 +51,7 @@ if held.logged == 0 and not held.touched then
   call('PEXPIRE', logs .. key, lifetime(held, terms.ttl))
 end
 if not settled then
-  is_ready = open_or_push(held, due, terms)
+  is_ready = open_or_push(held, due, terms, 1)
   local length = held.logged + #buried
   if not is_ready then
     is_ready = fill(held, length, terms, due)

@@ -20,11 +20,15 @@ local function are_limits(value)
   return fitting[value]
 end
 
--- Take over a field if a script can reckon with it. Another program may have written anything, on which it would break
--- off half-way.
+-- Return the whole number that a text is, or nothing: another program may have written anything.
+local function whole(text)
+  return #text < 16 and string.find(text, '^%-?%d+$') and tonumber(text)
+end
+
+-- Take over a field if a script can reckon with it: else it would break off half-way.
 local function thaw_field(held, name, value)
   if NUMBERS[name] then
-    value = #value < 16 and string.find(value, '^%-?%d+$') and tonumber(value)
+    value = whole(value)
   elseif name == 'own' then
     value = are_limits(value) and value
   end

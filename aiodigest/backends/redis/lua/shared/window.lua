@@ -11,26 +11,32 @@ local function parse_terms(delays, limits, own)
   return terms
 end
 
-local function pushed(held, due, terms)
-  return math.max(held.cool, math.min(due + terms.increment, held.last + terms.maximum))
+-- Return when a timeline is due once it has been pushed a number of times: once if none is given.
+local function pushed(held, due, terms, times)
+  local later = math.max(held.cool, math.min(due + terms.increment, held.last + terms.maximum))
+  if (times or 1) > 1 then -- from then on it is no less than `cool`, and the rest is one push
+    return math.max(held.cool, math.min(later + (times - 1) * terms.increment, held.last + terms.maximum))
+  end
+  return later
 end
 
--- Open the window of a timeline, or push it. `due` is its score in `waiting`, or nil if it is in no set. Return whether
--- it became ready.
-local function open_or_push(held, due, terms)
+-- Open the window of a timeline, or push it, for a number of records that were added. `due` is its score in `waiting`, or
+-- nil if it is in no set. Return whether it became ready, which is by the first of them.
+local function open_or_push(held, due, terms, number)
   if due then
     if held.id or due <= now then
       return false -- a retry wait, or due already: nothing may push it
     end
-    local later = pushed(held, due, terms)
+    local later = pushed(held, due, terms, number)
     return later ~= due and place(held.key, later, true)
   end
   if held.cool > now then
-    return place(held.key, pushed(held, held.cool, terms))
+    return place(held.key, pushed(held, held.cool, terms, number))
   end
   held.iteration, held.cool, held.last = 0, 0, now
   held.opening = terms.initial > 0 and now + terms.initial or 0
-  return place(held.key, now + terms.initial)
+  due = now + terms.initial
+  return place(held.key, number > 1 and due > now and pushed(held, due, terms, number - 1) or due)
 end
 
 -- Make a waiting timeline ready if its log holds `max_size` records; one that was due already keeps its place. `entry`
