@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from aiodigest.backend import Add, Backend, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
@@ -26,10 +27,8 @@ def weight(add: Add) -> int:
 
 def place(shard_map: ShardMap, key: str) -> tuple[int, int]:
     """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-    shards = shard_map.current
-    if len(shards) > 1:
-        return shard_map.shard_of(key), 0
-    return shards[0], str.__hash__(key) % CALLS  # any hash will do that this process keeps to
+    shards, hashed = shard_map.current, crc32(key.encode())
+    return (shards[0], hashed % CALLS) if len(shards) == 1 else (shards[hashed % len(shards)], 0)
 
 
 class Adder:

@@ -29,6 +29,7 @@ class Receipt:
     told: bool = False  # the store was known to know that it was delivered
     tells: bool = True  # something of its receiver
     stubborn: bool = False  # its callback ignores its cancellation
+    lost: int = 0  # leases on it that had ended without a word, when its own was given
 
     def delivered(self, serial: int) -> bool:
         return self.ending == "returned" or (self.ending == "partial" and serial not in self.failed)

@@ -58,6 +58,7 @@ class Conduct:
     since: float  # when its process began
     held: dict[str, float] = field(default_factory=dict[str, float])  # token of a lease: counted from when
     tokens: dict[str, str] = field(default_factory=dict[str, str])  # of the leases, by their digests
+    lost: dict[str, int] = field(default_factory=dict[str, int])  # how many leases on a digest had been, at its latest
     given_up: set[str] = field(default_factory=set[str])  # digests whose leases it took for over
     sent: Counter[str] = field(default_factory=Counter[str])
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=200)))
@@ -160,7 +161,7 @@ class Witness:
             self.conducts[process].given_up.discard(lease.digest_id)
             self._leased_at[lease.digest_id] = self._loop.time()
             self._leases[lease.digest_id] += 1
-            self._lost[lease.digest_id] = lease.lost
+            self._lost[lease.digest_id] = self.conducts[process].lost[lease.digest_id] = lease.lost
         if claims.leases:
             self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
 
@@ -206,6 +207,7 @@ class Witness:
         if digest.id in conduct.given_up:
             self.broken(f"{process} begins {digest.id} under a lease that it took for over")
         receipt = self.records.begun(process, digest, now)
+        receipt.lost = conduct.lost.get(digest.id, 0)
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
         if digest.attempt > setup.max_attempts:
             self.broken(f"digest {digest.id} is tried for the {digest.attempt}th time")
@@ -225,16 +227,16 @@ class Witness:
 
     def _see_doubts(self, receipt: Receipt) -> None:
         """See that no process delivers two doubtful digests at once, nor anything beside one that is to be alone."""
-        now, lost = self._loop.time(), self._lost
+        now = self._loop.time()
         for other in self._running(receipt.process):
             is_over = other.stubborn or now > other.began + self.setup.delivery_timeout
             if other is receipt or is_over:
                 continue
-            if max(lost[other.digest_id], lost[receipt.digest_id]) >= ALONE:
+            if max(other.lost, receipt.lost) >= ALONE:
                 self.broken(
                     f"{receipt.process} delivers {receipt.digest_id} beside {other.digest_id}, one of them alone"
                 )
-            elif lost[other.digest_id] and lost[receipt.digest_id]:
+            elif other.lost and receipt.lost:
                 self.broken(f"{receipt.process} delivers {receipt.digest_id} and {other.digest_id}, both doubtful")
 
     def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
