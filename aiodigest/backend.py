@@ -159,7 +159,7 @@ class Claims:
 
     leases: Sequence[Lease] = ()
     wake_up: str = "0-0"
-    wait_ms: int | None = None
+    wait_ms: float | None = None
     now_ms: int = 0
     broken: Sequence[tuple[str, str]] = ()
     expired: Sequence[tuple[str, int]] = ()

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar
@@ -225,7 +226,7 @@ class Run(Generic[T]):
     async def due(self) -> tuple[int | None, int]:
         """Return when to claim next, and the number of timelines that wait or are due."""
         stats, claims = await self.engine.stats(), await self._claims(0)
-        due = None if claims.wait_ms is None else claims.now_ms + claims.wait_ms
+        due = None if claims.wait_ms is None else claims.now_ms + ceil(claims.wait_ms)
         return due, stats.waiting + stats.ready
 
     async def claim(self, now: int) -> Sequence[Lease]:

@@ -265,6 +265,25 @@ async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clo
 
 
 @pytest.mark.usefixtures("emptied")
+async def test_a_claim_tells_how_long_to_wait_by_more_than_the_milliseconds_of_the_clock(
+    server: Server, namespace: str, client: Any
+) -> None:
+    def micros() -> int:
+        seconds, rest = client.time()
+        return 1_000_000 * seconds + rest
+
+    async with connected(server.url, namespace) as backend:
+        await backend.add(0, [record("k", policy=Policy(initial_delay=600))])
+        stored = await backend.operations.look("k")
+        assert stored is not None
+        due = stored.due_ms
+        for _ in range(20):
+            before = micros()
+            wait_ms = (await claim(backend)).wait_ms
+            assert wait_ms is not None
+            assert 1000 * due - micros() <= round(1000 * wait_ms) <= 1000 * due - before
+
+
 async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend: RedisBackend, clock: Clock) -> None:
     await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
     clock.now += 2_000

@@ -30,7 +30,7 @@ BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
 
-def time_to_sleep(wait_ms: int | None, passed: float, longest: float) -> float:
+def time_to_sleep(wait_ms: float | None, passed: float, longest: float) -> float:
     """Seconds until something is due, as a claim has told that was sent ``passed`` seconds ago; at most ``longest``.
 
     The store told it before its answer set out, which may have waited for a disk: so the sleep counts from the call.

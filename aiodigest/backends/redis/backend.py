@@ -170,7 +170,7 @@ class RedisBackend(Backend):
         return Claims(
             [scripts.unpack_lease(lease) for lease in leases],
             text(wake_up),
-            None if wait < 0 else wait,
+            None if wait < 0 else wait / 1000,
             now,
             [(text(key), text(problem)) for key, problem in zip(broken[::2], broken[1::2], strict=True)],
             [(text(key), number(size)) for key, size in zip(expired[::2], expired[1::2], strict=True)],

@@ -17,7 +17,7 @@
 -- ARGV[9]   doubtful (flag): open one digest whose lease ended without a word, if there is one; it may end its worker.
 --           One that is to run alone is opened alone: what came with it would end with it
 -- ARGV[10]  features (text): that the worker knows, separated by spaces
--- Returns   now; how long until something is due, ms (-1: nothing is held); id of the last wake-up; leases; broken
+-- Returns   now; how long until something is due, us (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
 --           claim could not take; timelines that are left to others (key, a feature that it needs, ...)
 --
@@ -176,7 +176,7 @@ else
     if next_end and next_end > recoverable then
       next_end = math.max(next_end, hold)
     end
-    wait = math.max(0, math.min(next_due or math.huge, next_end or math.huge) - now)
+    wait = math.max(0, 1000 * (math.min(next_due or math.huge, next_end or math.huge) - now) - micros)
   end
 end
 return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left}

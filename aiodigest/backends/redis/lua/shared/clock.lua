@@ -11,7 +11,7 @@
 local now = tonumber(ARGV[2])
 if not now then
   local time = call('TIME')
-  now = time[1] * 1000 + math.floor(time[2] / 1000)
+  now, micros = time[1] * 1000 + math.floor(time[2] / 1000), time[2] % 1000
 end
 
 -- Return a time that the layout keeps, 0 if there is none; another program may have written anything.

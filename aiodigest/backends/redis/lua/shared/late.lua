@@ -4,7 +4,7 @@
 --          ms by the server's clock. What is left in ARGV[2] is the time of the call.
 -- Returns  the error "LATE" and the server's time
 
-local timing = ARGV[2]
+local timing, micros = ARGV[2], 0 -- of the server's time, microseconds beyond its milliseconds
 local given, too_late = string.match(timing, '^(%d*)<(%d+)$')
 if too_late then
   local time = redis.call('TIME')
@@ -12,5 +12,5 @@ if too_late then
   if server_time >= tonumber(too_late) then
     return redis.error_reply(string.format('LATE %.0f', server_time))
   end
-  ARGV[2] = given ~= '' and given or server_time
+  ARGV[2], micros = given ~= '' and given or server_time, given ~= '' and 0 or time[2] % 1000
 end
