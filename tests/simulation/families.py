@@ -110,10 +110,11 @@ class Innocents(Family):
     async def _harm(self, actor: Actor) -> None: ...
 
     def _see_spared(self, digest: Digest[int]) -> None:
-        """See that an innocent is charged for what was reported of it alone, and does not come again and again."""
+        """See that an innocent is charged for what was reported of it alone, and does not come again and again. It may
+        be charged too if its process ends, or blocks, while it waits there for what it is to run alone after."""
         if digest.attempt == 1:
             self._failures[digest.key] = 0
-        allowed = 1 + self._failures[digest.key]
+        allowed = 1 + self._failures[digest.key] + max(0, self.witness.idle[digest.id])
         if digest.attempt > allowed:
             self.witness.broken(
                 f"{digest.key} is charged for its neighbour: attempt {digest.attempt}, of which {allowed} were its own"

@@ -101,6 +101,7 @@ class Witness:
         self._owners: dict[str, Process] = {}
         self._leased_at: dict[str, float] = {}  # by digest
         self._leases = Counter[str]()  # of a digest, also those that nobody has heard of
+        self.idle = Counter[str]()  # of each digest, how many leases to run it alone have begun no delivery
         self._lost = Counter[str]()  # how many of these had ended without a word by the last one
 
     @property
@@ -162,6 +163,7 @@ class Witness:
             self._leased_at[lease.digest_id] = self._loop.time()
             self._leases[lease.digest_id] += 1
             self._lost[lease.digest_id] = self.conducts[process].lost[lease.digest_id] = lease.lost
+            self.idle[lease.digest_id] += lease.is_alone
         if claims.leases:
             self.tell(f"{process} leases {', '.join(f'{lease.key} {lease.digest_id}' for lease in claims.leases)}")
 
@@ -208,6 +210,7 @@ class Witness:
             self.broken(f"{process} begins {digest.id} under a lease that it took for over")
         receipt = self.records.begun(process, digest, now)
         receipt.lost = conduct.lost.get(digest.id, 0)
+        self.idle[digest.id] -= receipt.lost >= ALONE
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
         if digest.attempt > setup.max_attempts:
             self.broken(f"digest {digest.id} is tried for the {digest.attempt}th time")
