@@ -193,11 +193,11 @@ async def test_dead_letters_that_were_let_go_are_counted(prometheus: Prometheus)
 async def test_the_figures_of_the_server_are_those_at_the_time_of_the_collection(prometheus: Prometheus) -> None:
     engine, _ = watched(prometheus, policy=policy(capacity=2))
     async with engine:
-        await engine.add_many(Entry(KEY, number) for number in range(3))
+        await engine.add_many(Entry(KEY, number) for number in range(4))
         figures = await prometheus.scrape()
         assert figures["aiodigest_timelines{namespace=test,state=ready}"] == 1
         assert figures["aiodigest_timelines{namespace=test,state=waiting}"] == 0
-        assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 1
+        assert figures["aiodigest_records_dropped_total{namespace=test,reason=capacity}"] == 2
         assert figures["aiodigest_oldest_overdue_seconds{namespace=test}"] >= 0
         await engine.delete(KEY)
         figures = await prometheus.scrape()
