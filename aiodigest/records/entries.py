@@ -26,6 +26,7 @@ ARRIVAL = 0x10  # the time is that of arrival
 TRACED = 0x20  # a trace context follows the identity
 VERSION_BITS = 0xFF ^ ARRIVAL ^ TRACED  # a flag that is not known may change what follows
 CONTEXT_SIZE = 25  # 16 bytes of the trace's id, 8 of the span's, and 1 of flags: W3C Trace Context, version 00
+ARRIVING = VERSION | ARRIVAL  # the first byte of most entries
 ARRIVAL_END, EXACT_END = 7, 9  # where the identity begins
 PACKED = 0x80
 LONGEST_SHORT = 0x7F  # bytes of an id whose length takes one
@@ -33,8 +34,7 @@ LONGEST_IDENTITY = 3 + 0xFFFF
 DIGITS = b"0123456789abcdef"
 MADE_UP = 20  # digits of an id that is made up
 
-_ARRIVING = VERSION | ARRIVAL  # the first byte of most entries
-_HEAD, _TRACED_HEAD = (bytes([_ARRIVING | traced]) + bytes(6) for traced in (0, TRACED))
+_HEAD, _TRACED_HEAD = (bytes([ARRIVING | traced]) + bytes(6) for traced in (0, TRACED))
 _SIZES = [bytes([size]) for size in range(256)]
 _MADE_UP = _SIZES[PACKED + MADE_UP // 2]
 _pack_exact = struct.Struct(">Bq").pack  # looked up once, and not for each record
@@ -116,7 +116,7 @@ def unpack(entry: bytes) -> RawRecord:
     if len(entry) > ARRIVAL_END:  # most are like this, and it takes half the time
         flags, high, low, size = _unpack_arrival(entry)
         end = ARRIVAL_END + 1 + (size & LONGEST_SHORT)
-        if flags == _ARRIVING and size and len(entry) >= end:
+        if flags == ARRIVING and size and len(entry) >= end:
             return _new(RawRecord, ((high << 32 | low) * 1000, entry[ARRIVAL_END:end], entry[end:], b""))
     found = places(entry)
     if found is None:
@@ -147,7 +147,7 @@ def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[int, bytes, 
         try:
             flags, high, low, size = _unpack_arrival(entry)
             end = ARRIVAL_END + 1 + (size & LONGEST_SHORT)
-            if flags == _ARRIVING and size and len(entry) >= end:  # as in `unpack`, without a call and a named tuple
+            if flags == ARRIVING and size and len(entry) >= end:  # as in `unpack`, without a call and a named tuple
                 raw = (high << 32 | low) * 1000, entry[ARRIVAL_END:end], entry[end:], b""
             else:
                 raw = unpack(entry)

@@ -19,11 +19,9 @@ from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records import entries as records
-from aiodigest.records.entries import ARRIVAL, ARRIVAL_END, VERSION
+from aiodigest.records.entries import ARRIVAL_END, ARRIVING
 
 Argument: TypeAlias = bytes | str | int
-
-ARRIVING = VERSION | ARRIVAL  # the first byte of most entries
 
 # Dragonfly, where no other keys than the given one may be used unless a script's first line says so; else a comment
 FIRST = "--!df flags=allow-undeclared-keys\n"
