@@ -22,6 +22,7 @@ VALUE = "x" * 198  # 200 bytes as JSON
 TIMELINES = 1_000
 PIPELINE = 100
 NAMESPACE = "bench"
+ONE_SHARD = Layout(1).version  # what each script is told of the layout
 
 
 def key_of(number: int) -> str:
@@ -51,7 +52,7 @@ class Scripts:
     def __init__(self, client: Any, policy: Policy = Policy()) -> None:
         self.client = client
         self._script, self._terms, self._codec = load_script("add"), policy.terms, JSONCodec[JSON](JSON)
-        self.key, self._version = f"{{{NAMESPACE}}}:layout", Layout(1).version
+        self.key, self._version = f"{{{NAMESPACE}}}:layout", ONE_SHARD
 
     async def begin(self) -> None:
         await self.client.script_load(self._script.source)

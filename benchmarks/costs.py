@@ -11,7 +11,7 @@ from typing import Any
 from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backend import DIGEST_BYTES, Add, Close, Lease
 from aiodigest.backends.redis.scripts import load_script, pack_adds, pack_close, pack_limits, unpack_lease
-from benchmarks.baselines import NAMESPACE, TIMELINES, VALUE, Adder, engine, key_of, naive, spread
+from benchmarks.baselines import NAMESPACE, ONE_SHARD, TIMELINES, VALUE, Adder, engine, key_of, naive, spread
 from benchmarks.delivering import AT_ONCE, LEASE, fill
 from benchmarks.layout2017 import Layout
 from benchmarks.report import Row
@@ -301,11 +301,12 @@ async def time_of_digests(setting: Setting) -> AsyncGenerator[Row, None]:
         await setting.flush()
         await fill(setting.url, NAMESPACE, digests)
         claims, closes = await client.script_load(claim), await client.script_load(close)
-        key, head, limits, found = f"{{{NAMESPACE}}}:layout", ("2:1:1", ""), Policy().terms.limits, list[list[Lease]]()
+        key, head, limits = f"{{{NAMESPACE}}}:layout", (ONE_SHARD, ""), Policy().terms.limits
+        found = list[list[Lease]]()
 
         async def claim_all() -> None:
             for number in range(0, digests, AT_ONCE):
-                arguments = *head, AT_ONCE, LEASE, pack_limits(limits), f"n{number}", 0, DIGEST_BYTES, 1
+                arguments = *head, AT_ONCE, LEASE, pack_limits(limits), f"n{number}", 0, DIGEST_BYTES, 1, ""
                 found.append([*map(unpack_lease, (await client.evalsha(claims, 1, key, *arguments))[3])])
 
         async def close_all() -> None:

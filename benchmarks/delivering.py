@@ -11,7 +11,7 @@ from typing import Any
 from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backend import Close
 from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
-from benchmarks.baselines import VALUE
+from benchmarks.baselines import ONE_SHARD, VALUE
 from benchmarks.peers.environments import Peer
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
@@ -37,7 +37,7 @@ async def directly(client: Any, namespace: str, timelines: int) -> float:
     claim, close = load_script("claim"), load_script("close")
     for script in (claim, close):
         await client.script_load(script.source)
-    key, head, limits = f"{{{namespace}}}:layout", ("2:1:1", ""), Policy().terms.limits
+    key, head, limits = f"{{{namespace}}}:layout", (ONE_SHARD, ""), Policy().terms.limits
     began, done = time.perf_counter(), 0
     while done < timelines:
         arguments = (*head, AT_ONCE, LEASE, pack_limits(limits), f"n{done}")
