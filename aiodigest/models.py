@@ -235,8 +235,8 @@ class Activity:
     concurrency. ``resting`` counts the destinations that are in backoff mode, or that a callback has paused: without
     ``destination`` there is one for all. ``unavailable`` is True if its latest calls to the server failed. ``fault`` is
     the fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process is
-    restarted. ``room_taken`` is how many bytes of JSON the records of digests under delivery decode to, of which a
-    process has at most 16 times ``bounds.digest`` at once, and ``awaiting_room`` counts the digests that wait until
+    restarted. ``room_taken`` is how many bytes of JSON the records of digests under delivery decode to, of which it
+    has at most 16 times ``bounds.digest`` at once, and ``awaiting_room`` counts the digests that wait until
     others have been delivered. Digests of up to 256 KiB are not counted, and do not wait.
     """
 
