@@ -264,7 +264,6 @@ async def test_20_000_move_in_slices(backend: RedisBackend, raw: Raw, clock: Clo
     assert calls == len(slices) + 1, "a call for each slice, and one that finds nothing"
 
 
-@pytest.mark.usefixtures("emptied")
 async def test_a_claim_tells_how_long_to_wait_by_more_than_the_milliseconds_of_the_clock(
     server: Server, namespace: str, client: Any
 ) -> None:
@@ -284,6 +283,7 @@ async def test_a_claim_tells_how_long_to_wait_by_more_than_the_milliseconds_of_t
             assert 1000 * due - micros() <= round(1000 * wait_ms) <= 1000 * due - before
 
 
+@pytest.mark.usefixtures("emptied")
 async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend: RedisBackend, clock: Clock) -> None:
     await backend.add(0, [record(f"k{number}", policy=Policy(initial_delay=1)) for number in range(3_000)])
     clock.now += 2_000
