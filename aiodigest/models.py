@@ -237,7 +237,7 @@ class Activity:
     the fault of aiodigest that ended its background task, if one did: it delivers nothing more until the process is
     restarted. ``room_taken`` is how many bytes of JSON the records of digests under delivery decode to, of which it
     has at most 16 times ``bounds.digest`` at once, and ``awaiting_room`` counts the digests that wait until
-    others have been delivered. Digests of up to 256 KiB are not counted, and do not wait.
+    others have been delivered. Digests of up to 256 KiB and 1,000 records are not counted, and do not wait.
     """
 
     adds: int = 0
