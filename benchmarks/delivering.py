@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from aiodigest import JSON, DigestEngine, Entry, Policy
-from aiodigest.backend import Close
+from aiodigest.backend import DIGEST_BYTES, Close
 from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
 from benchmarks.baselines import ONE_SHARD, VALUE
 from benchmarks.peers.environments import Peer
@@ -40,7 +40,7 @@ async def directly(client: Any, namespace: str, timelines: int) -> float:
     key, head, limits = f"{{{namespace}}}:layout", (ONE_SHARD, ""), Policy().terms.limits
     began, done = time.perf_counter(), 0
     while done < timelines:
-        arguments = (*head, AT_ONCE, LEASE, pack_limits(limits), f"n{done}")
+        arguments = (*head, AT_ONCE, LEASE, pack_limits(limits), f"n{done}", 0, DIGEST_BYTES, 1, "")
         leases = [unpack_lease(fields) for fields in (await client.evalsha(claim.sha, 1, key, *arguments))[3]]
         closes: list[Any] = []
         for lease in leases:

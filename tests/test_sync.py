@@ -214,7 +214,7 @@ def test_threads_whose_adds_are_cut_short_from_outside_hold_up_no_other() -> Non
         for number, each in enumerate(adding):
             error = each.exception(DEADLINE)
             assert isinstance(error, Cut) if number % 3 == 0 else error is None
-    assert not sync._bridge._ended
+    until(lambda: not sync._bridge._ended, "nobody is left to be woken")
 
 
 def test_an_add_is_begun_although_the_thread_that_was_to_ask_for_it_was_interrupted(

@@ -62,9 +62,9 @@ class Batcher(Generic[Item, Answer]):
     ``share`` is the number of batchers that divide the room among them.
 
     ``send`` answers each item with a result or an error. An item cancelled before it is sent is withdrawn.
-    An item without an answer ``timeout`` seconds after ``submit`` raises BackendUnavailable, which says whether it
-    was sent: none is in the last tenth of its time. Without room, ``submit`` waits for some within that time.
-    ``failed`` is told of such an error.
+    An item without an answer ``timeout`` seconds after its time began raises BackendUnavailable, which says whether it
+    was sent: none is in the last tenth of its time. Without room, it waits for some within that time. ``failed`` is
+    told of such errors, and of those of items that are left without an answer at the end.
     """
 
     def __init__(

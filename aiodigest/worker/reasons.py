@@ -13,6 +13,7 @@ logger = logger_of(__name__)
 ERROR_LENGTH = 500
 LATER = "; it runs alone from the second time on"
 _unknown_needs = set[str]()  # of which this process has told
+MOST_NEEDS = 50  # of which it tells: another program may write any
 FEW = 5  # timelines of a claim named in the log, if something is wrong with many
 
 
@@ -102,7 +103,7 @@ def log_rest(destination: str, seconds: float, *, is_over: bool = False) -> None
 def log_needs(claims: Claims) -> None:
     """Log of each feature that timelines need and this version does not know, once a process."""
     for key, name in claims.left:
-        if name not in _unknown_needs:
+        if name not in _unknown_needs and len(_unknown_needs) < MOST_NEEDS:
             _unknown_needs.add(name)
             line = "timeline %r needs %s, which this version of aiodigest does not know: such are left to other workers"
             logger.warning(line, key, shown(name), extra={"timeline": key, "feature": name})

@@ -30,7 +30,7 @@ TRUSTED = 60.0  # seconds for which a server's clock, once told, is taken to go 
 KEPT = 2  # are left open all the same: one for calls, and one to listen on
 LATE = re.compile(r"LATE (\d+)")  # is what scripts answer that come too late, with the server's time
 # How long to listen to a wake-up stream at a time; its end tells an idle worker that a server is frozen or cut off.
-BLOCK_MS = 20_000
+BLOCK_MS = 30_000
 
 
 @dataclass(eq=False)
