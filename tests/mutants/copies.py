@@ -34,7 +34,8 @@ class Run:
     @property
     def failed(self) -> bool:
         """A test failed: that it cannot be collected, or its fixtures cannot be made, shows nothing."""
-        return self.status == 1 and " failed" in self.output.splitlines()[-1]
+        said = self.output.splitlines()[-2:]  # a warning may come after it
+        return self.status == 1 and any(" failed" in line for line in said)
 
 
 def copy(folder: Path, source: Path = ROOT) -> None:
