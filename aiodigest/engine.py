@@ -62,6 +62,7 @@ from aiodigest.records.validation import (
     name,
     nearest,
     pack_entry,
+    plain,
     require,
     taken,
     whole,
@@ -528,7 +529,7 @@ class DigestEngine(Generic[T]):
         results: list[bool | AiodigestError] = [False] * len(entries)
         indices, adds = list[int](), list[Add]()
         if (fixed := self._policies.fixed) is None:
-            keys = [entry.key for entry in entries if self._has_key(entry) and entry.key not in policies]
+            keys = [plain(entry.key) for entry in entries if self._has_key(entry) and plain(entry.key) not in policies]
             policies |= await self._policies.of_all(keys, self.timeout)
         for index, entry in enumerate(entries):
             if index % CHUNK == CHUNK - 1:
@@ -537,7 +538,7 @@ class DigestEngine(Generic[T]):
                 if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InvalidArgument(f"add_many takes no {type(entry).__name__}: give Entry(key, value)")
                 record = self._identify(entry.key, entry.record_id)
-                policy = fixed or policies[entry.key]
+                policy = fixed or policies[plain(entry.key)]
                 if isinstance(policy, BaseException):
                     raise policy
                 adds.append(self._encode(entry.key, record, entry.value, entry.timestamp, policy))
@@ -580,7 +581,7 @@ class DigestEngine(Generic[T]):
         entry = pack_entry(record_id, timestamp, encoded, self.bounds.value, context)
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:
             raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")
-        return Add(key, entry, policy.terms, self._policies.own, until)
+        return Add(plain(key), entry, policy.terms, self._policies.own, until)
 
     # Looking at timelines and dead letters, and moving them by hand
 

@@ -177,6 +177,32 @@ async def test_add_many_asks_a_policy_function_once_a_key_and_for_several_keys_a
     assert now() == pytest.approx(4)
 
 
+class Loose(str):
+    """Text that is equal to what differs in its case alone."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.lower() == other.lower()
+
+    def __hash__(self) -> int:
+        return hash(self.lower())
+
+
+def by_length(key: str) -> Policy:
+    return Policy(capacity=len(key))
+
+
+@pytest.mark.parametrize("chosen", [Policy(), by_length], ids=["fixed", "function"])
+async def test_a_key_of_a_class_of_its_own_is_the_text_that_it_holds(chosen: Any) -> None:
+    backend = WatchedBackend()
+    async with engine_on(backend, policy=chosen) as engine:
+        assert await engine.add_many([Entry(Loose("User"), 1), Entry(Loose("user"), 2)]) == [True, True]
+        assert await engine.add(Loose("USER"), 3)
+    keys = [*backend.machines[0].held]
+    assert (keys, {type(key) for key in keys}) == (["User", "user", "USER"], {str})
+
+
 async def test_an_add_whose_policy_function_hangs_fails_after_the_timeout_and_stores_nothing() -> None:
     async with adding(policy=slowly(inf), timeout=5) as (engine, backend):
         for call in (engine.add("key", 1), engine.remove("key", "x"), engine.reschedule("key")):

@@ -24,8 +24,7 @@ from engines import (
 from aiodigest import JSON, Bounds, Digest, DigestEngine, Policy
 from aiodigest.backend import Claims, Lease
 from aiodigest.records.entries import pack
-from aiodigest.worker.room import FULL, SMALL, NoRoom, Room
-from aiodigest.worker.shard import CLAIM
+from aiodigest.worker.room import FULL, QUEUE, SMALL, NoRoom, Room
 
 pytestmark = pytest.mark.virtual_time
 
@@ -103,7 +102,7 @@ def numbered(count: int) -> list[str]:
 async def test_as_many_large_digests_are_under_delivery_as_there_is_room_for_and_the_others_wait_in_order(
     kind: type[WatchedBackend],
 ) -> None:
-    inbox, backend, keys = Tally(), kind(), numbered(64)
+    inbox, backend, keys = Tally(), kind(), numbered(FULL + QUEUE)
     for key in keys:
         await large(backend, key)
         await settle()  # so that it is due later
@@ -112,23 +111,31 @@ async def test_as_many_large_digests_are_under_delivery_as_there_is_room_for_and
         await settle()
         assert engine.activity.room_taken == FULL * DIGEST
         assert engine.activity.awaiting_room > 0
-        await inbox.outcome(64)
+        await inbox.outcome(FULL + QUEUE)
         assert (engine.activity.room_taken, engine.activity.awaiting_room) == (0, 0)
     assert inbox.keys == keys
     assert (inbox.most, inbox.most_bytes) == (FULL, FULL * DIGEST)
     assert {digest.attempt for digest in inbox.digests} == {1}
 
 
-async def test_no_more_are_claimed_while_as_many_wait_for_room_as_a_claim_brings() -> None:
-    inbox, backend = Tally(LEASE / 2), WatchedBackend()
-    await large(backend, *numbered(100))
-    async with working(inbox, backend, concurrency=200) as (engine, _):
+async def test_those_that_find_many_waiting_are_put_aside_uncharged_and_hold_up_no_small_ones() -> None:
+    inbox, backend, keys = Tally(4 * LEASE), WatchedBackend(), numbered(48)
+    await large(backend, *keys)
+    async with working(inbox, backend, delivery_timeout=8 * LEASE) as (engine, _):
         await inbox.digest(FULL)
-        await settle()
-        assert CLAIM <= engine.activity.awaiting_room <= 2 * CLAIM  # another claim goes out before they begin to wait
-        claims = backend.count("claim")
-        await inbox.digest(FULL + 1)
-        assert backend.count("claim") == claims
+        for number in range(20):
+            await settle()
+            assert engine.activity.awaiting_room <= QUEUE
+            assert engine.activity.delivering <= FULL + QUEUE
+            before = now()
+            await large(backend, f"small-{number}", value="y")
+            await inbox.digest(FULL + number + 1)
+            assert now() < before + 0.1
+            await asyncio.sleep(7)
+        away = set(keys) - set(inbox.keys)
+        assert {(await state_of(backend, key)) for key in away} <= {("waiting", 0), ("ready", 0), ("leased", 1)}
+        await inbox.outcome(48)
+    assert {digest.attempt for digest in inbox.digests} == {1}
 
 
 async def test_small_digests_wait_for_no_large_ones() -> None:
@@ -310,9 +317,8 @@ class Hall:
     """A room for a million bytes, and who is in it."""
 
     def __init__(self) -> None:
-        self.changed = asyncio.Event()
         self.gone = set[str]()  # keys of those that are to leave
-        self.room = Room(1_000_000, LEASE, self.changed, lambda each: each.lease.key in self.gone)
+        self.room = Room(1_000_000, LEASE, lambda each: each.lease.key in self.gone)
         self.inside: list[str] = []
 
     def enter(self, delivery: Waiting, size: int) -> asyncio.Task[None]:
@@ -328,11 +334,9 @@ async def test_those_that_wait_come_in_in_order_though_a_later_one_would_fit() -
     tasks = [hall.enter(a, 500_000), hall.enter(b, 600_000), hall.enter(c, 300_000), hall.enter(d, 400_000)]
     await settle()
     assert (hall.inside, hall.room.taken, hall.room.waiting) == (["a"], 500_000, 3)
-    hall.changed.clear()
     hall.room.give_back(a)
     await settle()
     assert (hall.inside, hall.room.taken, hall.room.waiting) == (["a", "b", "c"], 900_000, 1)
-    assert hall.changed.is_set()
     hall.room.give_back(c)
     await settle()
     assert (hall.inside, hall.room.taken) == (["a", "b", "c", "d"], 1_000_000)

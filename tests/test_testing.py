@@ -96,6 +96,16 @@ async def test_nothing_is_delivered_until_the_test_says_so() -> None:
         assert callback.came == [(0, [1])]
 
 
+async def test_no_timer_of_a_delivery_is_left_in_the_loop() -> None:
+    loop: Any = asyncio.get_running_loop()
+    async with rehearsing(policy=Policy(minimum_delay=1, increment_delay=0, maximum_delay=5)) as (mail, t, callback):
+        for number in range(20):
+            await mail.add(f"k{number}", number)
+        await t.advance()
+        assert len(callback.came) == 20
+        assert not [timer for timer in loop._scheduled if not timer.cancelled()]
+
+
 async def test_the_clock_starts_at_the_real_time_if_no_other_is_given() -> None:
     before = datetime.now(UTC)
     with TestEngine(engine()) as t:

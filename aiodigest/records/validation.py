@@ -90,6 +90,11 @@ class Bounds:
 DEFAULT = Bounds()
 
 
+def plain(text: str) -> str:
+    """Return a text as a plain ``str``: of a class of its own it may be equal to others, or not to itself."""
+    return text if type(text) is str else str.__str__(text)
+
+
 def name(value: str, what: str, most: int = DEFAULT.name) -> bytes:
     """Return a key or id as bytes: any string of 1 to ``most`` bytes of UTF-8."""
     if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -50,7 +50,7 @@ class ConcurrencyLimit:
         self.changed = asyncio.Event()  # more may be available
         self.doubts = doubts_of_loop()
         self.doubts.more.add(self.changed)
-        self.room = Room(room, patience, self.changed, lambda one: stopping.is_set() or self.doubts.must_go(one))
+        self.room = Room(room, patience, lambda one: stopping.is_set() or self.doubts.must_go(one))
         self._concurrency = concurrency
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
@@ -63,8 +63,7 @@ class ConcurrencyLimit:
 
         Reserve them with ``reserve`` before awaiting anything. The shards take turns, in the order in which they began
         to wait: a claim of many digests costs little more than one of a few, so they do not share what is available.
-        In backoff mode they do: one may hold none but timelines that fail. Digests that wait for room count as claimed
-        by this claim, so that few are held, which others could have.
+        In backoff mode they do: one may hold none but timelines that fail.
         """
         self._queue += 1
         try:
@@ -73,10 +72,9 @@ class ConcurrencyLimit:
                 while not self._stopping.is_set():
                     self.changed.clear()
                     now = loop.time()
-                    if (count := min(self._count(now), most - self.room.waiting)) > 0:
-                        return 1 if self.draws and self._queue > 1 else count
-                    rests = self._all.paused_until, self.room.spares_until, self._all.backoff.resumes_at or 0.0
-                    rest = max(rests) - now
+                    if count := self._count(now):
+                        return 1 if self.draws and self._queue > 1 else min(count, most)
+                    rest = max(self._all.paused_until, self._all.backoff.resumes_at or 0.0) - now
                     unheard = self._reserved or self.doubts.alone  # no event tells that one is waited for no more
                     await elapse(self.changed, rest if rest > 0 else RESERVED_FOR if unheard else None)
             return 0
@@ -85,7 +83,7 @@ class ConcurrencyLimit:
 
     def _count(self, now: float) -> int:
         backoff = self._all.backoff
-        if now < max(self._all.paused_until, self.room.spares_until) or self.doubts.alone:
+        if now < self._all.paused_until or self.doubts.alone:
             return 0
         brief = inf if backoff.level else RESERVED_FOR  # while few are let through, each counts
         reserved = sum(count for count, since in self._reserved.values() if now < since + brief)

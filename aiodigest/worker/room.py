@@ -12,14 +12,19 @@ from aiodigest.worker.doubts import PERIOD, Delivery
 from aiodigest.worker.tasks import elapse
 
 FULL = 16  # digests of ``bounds.digest`` for which there is room at once
-SPARED = 1.0  # seconds in which other workers may claim what was given back
+QUEUE = 16  # digests that wait for room at once: others could have them
+ASIDE_MS = 5_000  # for how long one is put aside which finds so many waiting, or has waited too long
 SMALL = 262_144  # bytes: a digest that decodes to less needs no room, as it fits into an answer of the store
 
 Pages: TypeAlias = Callable[[int, int], Awaitable[Sequence[bytes]]]
 
 
 class NoRoom(Exception):
-    """A digest is to wait for room no longer, and is given back."""
+    """A digest is not to wait for room: it is given back at once, or put aside for some seconds."""
+
+    def __init__(self, aside_ms: int) -> None:
+        super().__init__(aside_ms)
+        self.aside_ms = aside_ms
 
 
 class Room:
@@ -27,18 +32,17 @@ class Room:
     of more, when no other is there.
 
     Small ones pass: they are not counted, and are not kept waiting by large ones whose callbacks take long. One that
-    waits longer than ``patience`` seconds, or which ``leaves`` says is to go, is given back, so that another worker can
-    have it. One that runs alone waits for nobody: what is there by then are callbacks that ignore their end.
+    finds QUEUE waiting, or has waited for ``patience`` seconds, is put aside, so that another worker can have it, and
+    others its place; one which ``leaves`` says is to go is given back. One that runs alone waits for nobody: what is
+    there by then are callbacks that ignore their end.
     """
 
-    def __init__(self, most: int, patience: float, changed: asyncio.Event, leaves: Callable[[Delivery], bool]) -> None:
+    def __init__(self, most: int, patience: float, leaves: Callable[[Delivery], bool]) -> None:
         self._most = most
         self._patience = patience
-        self._fewer = changed  # set when fewer wait
         self._leaves = leaves
         self._taken: dict[Delivery, int] = {}
         self._waiting: dict[Delivery, None] = {}  # in order
-        self.spares_until = 0.0  # by the loop's clock: until then this worker claims nothing
         self._changed = asyncio.Event()  # only set for a moment
 
     @property
@@ -60,7 +64,7 @@ class Room:
     ) -> tuple[Lease, list[bytes]]:
         """Return the entries of a digest, or of its next part, as ``entries_of`` does, once there is room for them.
 
-        Raises NoRoom if it is not to wait any longer.
+        Raises NoRoom if it is not to wait, or not any longer.
         """
         lease, entries, size = await entries_of(delivery.lease, partial(self._page, delivery, page), size_of, most_of)
         if size > SMALL or delivery in self._taken:
@@ -83,18 +87,18 @@ class Room:
     async def _turn(self, delivery: Delivery, size: int) -> None:
         clock = asyncio.get_running_loop().time
         ends = clock() + self._patience
+        if len(self._waiting) >= QUEUE:
+            raise NoRoom(ASIDE_MS)
         self._waiting[delivery] = None
         try:
             while next(iter(self._waiting)) is not delivery or (self._taken and self.taken + size > self._most):
-                if (now := clock()) >= ends:
-                    self.spares_until = now + SPARED
-                    raise NoRoom
                 if self._leaves(delivery):
-                    raise NoRoom
+                    raise NoRoom(0)
+                if clock() >= ends:
+                    raise NoRoom(ASIDE_MS)
                 await elapse(self._changed, PERIOD)
         finally:
             del self._waiting[delivery]
-            self._fewer.set()
             self.look_again()
 
     def give_back(self, delivery: Delivery) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -243,7 +242,7 @@ class ShardWorker:
         """Deliver a digest in all its parts, and end only this delivery if something fails."""
         try:
             stopping, doubts = self._shared.stopping, self._shared.limit.doubts
-            with suppress(NoRoom):
+            try:
                 # the next part, too, needs the lease
                 while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
                     await doubts.begin(active, stopping)
@@ -252,6 +251,9 @@ class ShardWorker:
                             return
                     finally:
                         doubts.left(active)
+            except NoRoom as full:
+                if full.aside_ms:
+                    return await self._postpone([Postpone(active.lease, full.aside_ms)], active.ends)
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))

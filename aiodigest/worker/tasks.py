@@ -97,6 +97,8 @@ class TimeLimit:
     def end(self, limited: Limited) -> None:
         """Note that a call has ended, however it did, and take back its own cancellation."""
         self._under_way.pop(limited, None)
+        if not self._under_way:
+            self._timer.cancel()  # else it would keep this, and those that ever were
         if limited.expired and limited.task is not None:
             limited.is_due_to_it = limited.task.uncancel() <= limited.cancelling
 
