@@ -39,9 +39,8 @@ SCRIPTS = (
     "import json; from aiodigest.backends.redis.scripts import *; "
     "print(json.dumps({name: script.source for name, script in load_scripts().items()}))"
 )
-# They know of newcomers by now, take other arguments, or the answers of the old version were wrong, or say less: both
-# run in the processes above alone, and this version's must cope with what the others leave.
-CHANGED = {"add", "claim", "open"}
+# Scripts that take other arguments by now, or answer other things: they run in the processes above alone.
+CHANGED = frozenset[str]()
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 
