@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from engines import (
@@ -24,7 +25,7 @@ from engines import (
 )
 
 from aiodigest import JSON, Digest, Policy, RetryAfter, RetryPolicy
-from aiodigest.worker import doubts
+from aiodigest.worker import delivery, doubts
 
 pytestmark = pytest.mark.virtual_time
 
@@ -348,6 +349,34 @@ async def test_after_an_outage_in_which_a_shard_held_nothing_what_it_claims_alon
         await inbox.outcome(3)
     assert not inbox.beside[alone]
     assert inbox.began[newer] == pytest.approx(inbox.ended[alone], abs=0.1)
+
+
+async def test_nothing_begins_beside_one_that_is_alone_and_is_decoded_while_its_server_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend, decoding, decoded = WatchedBackend(shards=2), asyncio.Event(), asyncio.Event()
+    alone, other = keys_of(backend, 0, 1)
+    inbox, read = Receiver(**{other: 30}), delivery.read
+
+    async def slowly(*arguments: Any) -> Any:
+        decoding.set()
+        await decoded.wait()
+        return await read(*arguments)
+
+    monkeypatch.setattr(delivery, "read", slowly)
+    await lost(backend, alone, times=2)
+    async with delivering(inbox, backend):
+        await decoding.wait()
+        backend.down_shards = {0}
+        backend.take_down("renew")
+        await asyncio.sleep(LEASE / 2)  # renewals fail
+        await backend.put(other, 1)
+        await asyncio.sleep(1)
+        assert await state_of(backend, other) == ("ready", 0)
+        decoded.set()
+        backend.bring_up()
+        await inbox.outcome(2)
+    assert not inbox.beside[alone]
 
 
 async def test_a_doubtful_digest_is_told_when_it_is_tried_and_not_each_time_its_destination_keeps_it_waiting(

@@ -29,7 +29,7 @@ class ActiveDelivery:
     due: float
     destination: Destination
     leases: Leases
-    stage: Literal["claimed", "calling", "reporting"] = "claimed"
+    stage: Literal["claimed", "decoding", "calling", "reporting"] = "claimed"
     ends: float = inf  # the time by which the lease has surely ended
     call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
@@ -42,7 +42,8 @@ class ActiveDelivery:
     @property
     def is_waited_for(self) -> bool:
         """True if others may wait for it: unless its callback ignores its end, or its server is away when it calls."""
-        away = self.stage != "calling" and (self.leases.is_cut_off or self in self.leases.unreported)
+        needs_store = self.stage in ("claimed", "reporting")
+        away = needs_store and (self.leases.is_cut_off or self in self.leases.unreported)
         return not (self.is_overdue or self.call.cancelled or away)
 
     def cancel(self) -> None:

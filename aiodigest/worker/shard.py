@@ -282,6 +282,7 @@ class ShardWorker:
             )
             if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
                 return True
+            active.stage = "decoding"
             attempt = await dispatcher.prepare(lease, entries)
             del entries  # the records are all that is kept while they are delivered
             if shared.stopping.is_set():

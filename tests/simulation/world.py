@@ -305,6 +305,7 @@ class World:
     def _see_try(self, actor: Actor, tries: int, since: float) -> None:
         conduct, is_there = actor.conduct, actor.process.runs_since(since) and not actor.life.done()
         may_try = conduct.leaving_since is None and conduct.silent_until < since and actor.link.is_sound
+        may_try = may_try and not conduct.engine.activity.backoff_level  # in a rest it renews a few times a lease
         if is_there and may_try and conduct.tries == tries:
             self.witness.broken(f"{actor.process} does not try again although the server is back")
 
