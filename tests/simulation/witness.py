@@ -218,8 +218,9 @@ class Witness:
             self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
         spared = (conduct.spared_since or now) + 3 * setup.timeout  # by then nobody answers an earlier claim
         spared = max(spared, now - PROBE_TIMEOUT)  # what has taken longer lets another through
-        taken = [self._taken_at(other) for other in (receipt, *self._running(process))]
-        taken = sorted(at for at in taken if at > spared)
+        # of each timeline once: after a change of shards it may be in an old and a new one
+        running = {other.key: self._taken_at(other) for other in (receipt, *self._running(process))}
+        taken = sorted(at for at in running.values() if at > spared)
         more = int((now - taken[0]) / PROBE_PERIOD + 0.01) if taken else 0  # one a period, while they take long
         if setup.pause and len(taken) > PROBES + more:
             self.broken(f"{process} delivers {len(taken)} at once to a receiver that fails")
