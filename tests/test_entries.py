@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -114,7 +113,6 @@ def test_copies_of_a_frozen_process_make_up_different_ids(monkeypatch: pytest.Mo
     assert len({*some}) == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_process_and_its_fork_make_up_different_ids() -> None:
     program = (
         "import os; from aiodigest.records import entries; entries.time_ns = lambda: 5; entries.made_up(); "
