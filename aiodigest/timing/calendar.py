@@ -44,7 +44,7 @@ class At:
 
     cron: str
     tz: str
-    _known: dict[int, tuple[int, tuple[int, ...]]] = field(repr=False, compare=False)
+    _known: dict[int, tuple[int, tuple[int, ...]]] = field(init=False, repr=False, compare=False)
 
     def __init__(self, cron: str, tz: str | ZoneInfo = "UTC") -> None:
         require(isinstance(cron, str), "cron", f"a text of {FIELDS}", cron)  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple, cast
 from zoneinfo import ZoneInfo
 
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import duration, require
+from aiodigest.records.validation import can_observe, duration, require
 from aiodigest.timing.zones import DAY, clock_time, offset, shift, weekdays, zone_name
 
 DAY_MS = DAY * 1000
@@ -71,9 +71,9 @@ class Hours:
     skip: frozenset[date] | Callable[[date], object]
     spread: float
     closed: bool
-    _spans: tuple[Window, ...] = field(repr=False, compare=False)
-    _days: frozenset[int] = field(repr=False, compare=False)
-    _known: dict[int, Kept] = field(repr=False, compare=False)
+    _spans: tuple[Window, ...] = field(init=False, repr=False, compare=False)
+    _days: frozenset[int] = field(init=False, repr=False, compare=False)
+    _known: dict[int, Kept] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -85,10 +85,13 @@ class Hours:
         *,
         closed: bool = False,
     ) -> None:
-        fields = (_read(spans), weekdays(days), zone_name(tz), _skipped(skip), duration(spread, "spread"))
-        require(fields[-1] <= DAY, "spread", f"at most {DAY} seconds (a day)", spread)
-        names = ("_spans", "_days", "tz", "skip", "spread", "spans", "days", "closed", "_known")
-        for name, value in zip(names, (*fields, spans, days, bool(closed), {}), strict=True):
+        seconds = duration(spread, "spread")
+        require(seconds <= DAY, "spread", f"at most {DAY:,} seconds (a day)", spread)
+        values: dict[str, object] = {
+            "spans": spans, "days": days, "tz": zone_name(tz), "skip": _skipped(skip), "spread": seconds,
+            "closed": closed, "_spans": _read(spans), "_days": weekdays(days), "_known": {},
+        }  # fmt: skip
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         self.within(round(time.time() * 1000), 0.0)
 
@@ -108,7 +111,7 @@ class Hours:
         return cls(spans, days, tz, skip, spread, closed=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _remade, (self.spans, self.days, self.tz, self.skip, self.spread, self.closed)
+        return partial(Hours, closed=self.closed), (self.spans, self.days, self.tz, self.skip, self.spread)
 
     def within(self, at_ms: int, share: float) -> int:
         """Return ``at_ms`` if that is open, else the next opening and ``share`` (0 to 1) of the spread, or of the time
@@ -166,7 +169,7 @@ class Hours:
                         if opening < close:
                             yield opening, close
                         opening = opens
-                    close = closes
+                    close = max(close, closes)
             second = end
             if opening < close < second:  # it is closed
                 yield opening, close
@@ -197,10 +200,6 @@ class Hours:
         return not (self.skip(when) if callable(self.skip) else when in self.skip)
 
 
-def _remade(spans: str, days: str, tz: str, skip: frozenset[date], spread: float, closed: bool) -> Hours:
-    return Hours(spans, days, tz, skip, spread, closed=closed)
-
-
 def _read(text: str) -> tuple[Window, ...]:
     """Read spans as seconds since midnight; one that passes midnight ends on the next day."""
     require(isinstance(text, str), "spans", "a text, as '08:00-20:00'", text)  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -220,9 +219,9 @@ def _read(text: str) -> tuple[Window, ...]:
 def _skipped(skip: object) -> frozenset[date] | Callable[[date], object]:
     if isinstance(skip, Mapping):  # calendars of holidays tell only by `in` what they have
         return cast("Callable[[date], object]", skip.__contains__)
-    if callable(skip):
+    if callable(skip) and can_observe(skip):
         return cast("Callable[[date], object]", skip)
-    require(isinstance(skip, Iterable), "skip", "dates, or a function of a date", skip)
+    require(isinstance(skip, Iterable), "skip", "dates, or a function of a date that nobody awaits", skip)
     days = list(cast("Iterable[object]", skip))
     for day in days:
         require(isinstance(day, date) and not isinstance(day, datetime), "a day to skip", "a date", day)

@@ -18,7 +18,7 @@ EPOCH = datetime(1970, 1, 1)  # on a clock on the wall
 def zone_name(tz: str | ZoneInfo) -> str:
     """Return the name of a time zone that there is, else raise InvalidArgument (with the name that is most like it)."""
     name = tz.key if isinstance(tz, ZoneInfo) else tz
-    require(isinstance(name, str), "tz", "the name of a time zone, or a ZoneInfo that has one", tz)
+    require(isinstance(name, str), "tz", "the name of a time zone, or a ZoneInfo that has one", tz)  # pyright: ignore[reportUnnecessaryIsInstance]
     try:
         return ZoneInfo(name).key
     except (KeyError, ValueError, OSError):  # OSError: a folder of zones
@@ -64,7 +64,7 @@ def instant(zone: ZoneInfo, wall: int) -> int:
 
 def clock_time(text: str, what: str, latest: str = "23:59") -> int:
     """Return the seconds of a clock time, such as "09:00", since midnight."""
-    require(isinstance(text, str), what, "a clock time, as '09:00'", text)
+    require(isinstance(text, str), what, "a clock time, as '09:00'", text)  # pyright: ignore[reportUnnecessaryIsInstance]
     parts = re.fullmatch(r"([0-9]{1,2}):([0-5][0-9])", text.strip())
     seconds = int(parts[1]) * 3600 + int(parts[2]) * 60 if parts else DAY + 1
     if seconds > (DAY if latest == "24:00" else DAY - 1):
@@ -74,7 +74,7 @@ def clock_time(text: str, what: str, latest: str = "23:59") -> int:
 
 def weekdays(text: str) -> frozenset[int]:
     """Return the days of a text such as "mon-fri" or "mon,thu" as numbers (Monday is 0); "sat-mon" is three days."""
-    require(isinstance(text, str), "days", "a text, as 'mon-fri' or 'mon,thu'", text)
+    require(isinstance(text, str), "days", "a text, as 'mon-fri' or 'mon,thu'", text)  # pyright: ignore[reportUnnecessaryIsInstance]
     days: set[int] = set()
     for part in text.lower().split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
