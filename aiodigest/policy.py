@@ -7,16 +7,21 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast, overload
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import duration, require, whole
+from aiodigest.records.validation import TEN_YEARS, duration, require, whole
+
+if TYPE_CHECKING:
+    from aiodigest.timing.calendar import At
+    from aiodigest.timing.hours import Hours
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
 ASKED = 32  # keys at once, of a policy function
 SHORTEST = 0.001  # seconds: what the store counts as a whole millisecond
+RULES = ("increment_delay", "quiet_delay", "price", "at")  # of which a policy has one
 
 
 class Limits(NamedTuple):
@@ -29,12 +34,31 @@ class Limits(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A policy as the store takes it: in whole milliseconds."""
+    """A policy as the store takes it: in whole milliseconds.
+
+    ``rule`` says when what waits is due: "increment", "debounce", "balanced" or "calendar". ``needs`` names what a
+    worker must know to treat such a timeline right, separated by spaces.
+    """
 
     initial_ms: int
     increment_ms: int
     maximum_ms: int
     limits: Limits
+    rule: str = "increment"
+    quiet_ms: int = 0
+    price_ms: int = 0
+    randomised: bool = False
+    first_at_once: bool = False
+    at: At | None = None
+    hours: Hours | None = None
+    dedupe_ms: int = 0
+    max_bytes: int = 0
+    needs: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if there is nothing but delays and limits."""
+        return not self.needs
 
 
 def milliseconds(delay: float) -> int:
@@ -76,60 +100,200 @@ class RetryPolicy:
         return sum(duration(delay, "what the retry strategy returns") for delay in delays)
 
 
+class Derived(float):
+    """A duration that was not given but follows from others, so that a copy with other values derives it anew."""
+
+
+def _given(value: object) -> bool:
+    return value is not None and not isinstance(value, Derived)
+
+
+class _AtField:
+    """The type of ``Policy.at``: of the class a preset, of a policy its instants."""
+
+    @overload
+    def __get__(self, policy: None, owner: type[Policy]) -> Callable[..., Policy]: ...
+    @overload
+    def __get__(self, policy: Policy, owner: type[Policy]) -> At | None: ...
+    def __get__(self, policy: Policy | None, owner: type[Policy]) -> Any: ...
+    def __set__(self, policy: Policy, value: At | None) -> None: ...
+
+
 @dataclass(frozen=True)
 class Policy:
     """The rules for when a timeline is due and how large it may grow. Durations are seconds or timedeltas.
 
+    At most one of ``increment_delay``, ``quiet_delay``, ``price`` and ``at`` says how records wait for others. The
+    defaults follow from what is given; for ``Policy()`` the delays are 0, 300, 30 and 1800 seconds.
+
     Parameters
     ----------
     initial_delay : seconds, default 0
-        From the add that opened the window; 0 means that the first record is due at once.
-    minimum_delay : seconds, or a strategy of the iteration, default 300
+        From the add that opened the window; 0 means that the first record is due at once. Goes with
+        ``increment_delay`` alone.
+    minimum_delay : seconds, or a strategy of the iteration, default 300, or 0 with ``quiet_delay``, ``price`` or ``at``
         From the close of the last digest: the cool-down. A strategy is called with the number of the digest (in a
-        row, 1 first) and is clamped to ``maximum_delay``.
-    increment_delay : seconds, default 30
+        row, 1 first) and is clamped to ``maximum_delay``. With ``at`` it does not count.
+    increment_delay : seconds, default a tenth of ``minimum_delay`` (30 for a strategy)
         Each add to a waiting timeline pushes its due time back by this much.
-    maximum_delay : seconds, default 1800
-        From the last digest, or else from the add that opened the window: no due time is later.
+    maximum_delay : seconds, default the largest of 6 * ``minimum_delay``, ``initial_delay``, 10 * ``quiet_delay`` and
+        ``price`` (1800 if all are 0, and for a strategy)
+        From the last digest, or else from the add that opened the window: no due time is later, but for ``hours``.
+        With ``at`` it does not apply.
     max_size : int or None, default None
         A timeline with this many distinct records is due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000
         The most distinct records kept, the newest by arrival; dropped ones are counted.
     max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
-    ttl : seconds, default 7 days
-        From the last touch of the timeline (late by up to one part in 64, never early): the only thing that ends
-        records that nobody delivers.
+    ttl : seconds, default the larger of 7 days and twice ``maximum_delay``
+        From the last touch of the timeline, its due time or the end of a mute, whichever is last (late by up to one
+        part in 64, never early): the only thing that ends records that nobody delivers.
+    quiet_delay : seconds or None, default None
+        From the last add: the timeline is due when nothing was added for this long (debounce).
+    price : record-seconds or None, default None
+        The price of a message, in seconds that a single record may wait; n that came together wait at most a part in n
+        of it (balanced). Each add lets the timeline be due no later than ``price / n`` after it, where n records wait.
+        Without a cool-down, sizes and hours, messages and waits cost at most twice what the best schedule would that
+        knows the future (Dooly, Goldman, Scott, J. ACM 48, 2001).
+    randomised : bool, default False
+        Multiplies ``price`` by a number drawn once a window, with density e^z / (e - 1) on [0, 1]: then they cost at
+        most e / (e - 1) = 1.582 times as much in expectation (Karlin, Kenyon, Randall, Algorithmica 36, 2003).
+    first_at_once : bool, default False
+        With ``price`` and a cool-down: a record that comes to an idle timeline is due at once.
+    at : At or None, default None
+        The instants at which a digest is due, if something came; by the server's clock.
+    hours : Hours or None, default None
+        The hours in which digests are delivered: what is due outside waits for the opening, retries too.
+    dedupe_window : seconds or None, default None
+        From the delivery of a record: another one of its id is accepted, counted, and not delivered within it. Of a
+        timeline the latest 10,000 ids are known.
+    max_bytes : int or None, default None
+        The most bytes of JSON, before compression, in the values of one digest, at most ``Bounds(digest=...)``: what is
+        over comes in parts, and a single record above it is refused by ``add``.
 
     Raises
     ------
     InvalidArgument
-        If a duration is negative, not finite or over ten years, a size is not a whole number in its range,
-        ``minimum_delay`` or ``initial_delay`` is above ``maximum_delay``, or ``ttl`` is not above it.
+        If a duration is negative, not finite or over ten years, a size is not a whole number in its range, a delay is
+        above ``maximum_delay``, ``ttl`` is not above it, or two fields are given that exclude each other.
     """
 
     initial_delay: float | timedelta = 0.0
-    minimum_delay: float | timedelta | Strategy = 300.0
-    increment_delay: float | timedelta = 30.0
-    maximum_delay: float | timedelta = 1800.0
+    minimum_delay: float | timedelta | Strategy = cast("float", None)
+    increment_delay: float | timedelta = cast("float", None)
+    maximum_delay: float | timedelta = cast("float", None)
     max_size: int | None = None
     capacity: int = 1000
     max_age: float | timedelta | None = None
-    ttl: float | timedelta = 7 * DAY
+    ttl: float | timedelta = cast("float", None)
+    quiet_delay: float | timedelta | None = None
+    price: float | timedelta | None = None
+    randomised: bool = False
+    first_at_once: bool = False
+    if TYPE_CHECKING:
+        at: _AtField = _AtField()
+    else:
+        at: At | None = None
+    hours: Hours | None = None
+    dedupe_window: float | timedelta | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        maximum = duration(self.maximum_delay, "maximum_delay")
-        minimum = 0.0 if callable(self.minimum_delay) else self.minimum_delay
-        for name, delay in (("initial_delay", self.initial_delay), ("minimum_delay", minimum)):
-            if duration(delay, name) > maximum:
-                raise InvalidArgument(f"{name} ({delay}) must not be above maximum_delay ({maximum:g} s)")
+        self._exclude()
+        strategy = callable(self.minimum_delay)
+        if not _given(self.minimum_delay):
+            self._derive("minimum_delay", 300.0 if self.rule == "increment" else 0.0)
+        minimum = 0.0 if callable(self.minimum_delay) else duration(self.minimum_delay, "minimum_delay")
+        initial = duration(self.initial_delay, "initial_delay")
+        quiet = 0.0 if self.quiet_delay is None else duration(self.quiet_delay, "quiet_delay", SHORTEST)
+        price = 0.0 if self.price is None else duration(self.price, "price", SHORTEST)
+        if not _given(self.increment_delay):
+            self._derive("increment_delay", 0.0 if self.rule != "increment" else 30.0 if strategy else minimum / 10)
         duration(self.increment_delay, "increment_delay")
+        if not _given(self.maximum_delay):
+            largest = min(TEN_YEARS, max(6 * minimum, initial, 10 * quiet, price))
+            self._derive("maximum_delay", max(1800.0, initial) if strategy else largest or 1800.0)
+        maximum = duration(self.maximum_delay, "maximum_delay")
+        for name, delay in (
+            ("initial_delay", initial), ("minimum_delay", minimum), ("quiet_delay", quiet), ("price", price)
+        ):  # fmt: skip
+            if delay > maximum and self.at is None:
+                above = f"{name} ({delay:g} s) must not be above maximum_delay ({maximum:g} s): raise that"
+                raise InvalidArgument(above)
         if self.max_age is not None:
             duration(self.max_age, "max_age", SHORTEST)
+        if self.dedupe_window is not None:
+            duration(self.dedupe_window, "dedupe_window", SHORTEST)
         whole(self.capacity, "capacity", 1, MAX_CAPACITY)
         if self.max_size is not None:
             whole(self.max_size, "max_size", 1, self.capacity)
+        if self.max_bytes is not None:
+            whole(self.max_bytes, "max_bytes", 1, 2**30)
+        if not _given(self.ttl):
+            self._derive("ttl", max(7 * DAY, 2 * maximum))
         self._ttl_above(maximum, "maximum_delay")
+
+    def _derive(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, Derived(value))
+
+    def _exclude(self) -> None:
+        """Refuse fields that exclude each other, or that need another."""
+        rules = [name for name in RULES if _given(getattr(self, name))]
+        if len(rules) > 1:
+            raise InvalidArgument(f"only one of {', '.join(RULES)} may be given, not {' and '.join(rules)}")
+        if self.initial_delay and self.rule != "increment":
+            raise InvalidArgument(f"initial_delay goes with increment_delay alone, not with {rules[0]}")
+        for name in ("randomised", "first_at_once"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, "True or False", value)
+            if value and self.price is None:
+                raise InvalidArgument(f"{name} needs a price")
+        if self.first_at_once and not self.minimum_delay:
+            raise InvalidArgument("first_at_once needs a cool-down: give minimum_delay")
+        if self.at is not None or self.hours is not None:
+            from aiodigest.timing.calendar import At  # imports time zones
+            from aiodigest.timing.hours import Hours
+
+            require(self.at is None or isinstance(self.at, At), "at", "an At", self.at)  # pyright: ignore[reportUnnecessaryIsInstance]
+            require(self.hours is None or isinstance(self.hours, Hours), "hours", "Hours", self.hours)  # pyright: ignore[reportUnnecessaryIsInstance]
+
+    # Presets
+
+    @classmethod
+    def window(cls, seconds: float | timedelta) -> Self:
+        """Return a policy that gathers: a digest is due this long after its first record, and nothing pushes it."""
+        return cls(initial_delay=seconds, minimum_delay=0, increment_delay=0, maximum_delay=seconds)
+
+    @classmethod
+    def debounce(cls, quiet: float | timedelta, at_most: float | timedelta | None = None) -> Self:
+        """Return a policy that waits until nothing was added for ``quiet`` seconds, ``at_most`` (default 10 times that)
+        from the first record on."""
+        return cls(quiet_delay=quiet) if at_most is None else cls(quiet_delay=quiet, maximum_delay=at_most)
+
+    @classmethod
+    def balanced(
+        cls, price: float | timedelta, gap: float | timedelta = 0, first_at_once: bool = False, randomised: bool = False
+    ) -> Self:
+        """Return a policy that weighs messages against waiting: ``price`` is what a message is worth, in seconds of one
+        record's waiting. ``gap`` is the least time between two digests."""
+        return cls(price=price, minimum_delay=gap, first_at_once=first_at_once, randomised=randomised)
+
+    @property
+    def rule(self) -> str:
+        """The rule by which records wait for others: "increment", "debounce", "balanced" or "calendar"."""
+        if self.at is not None:
+            return "calendar"
+        return "debounce" if self.quiet_delay is not None else "increment" if self.price is None else "balanced"
+
+    @property
+    def needs(self) -> str:
+        """The features that a worker must know to treat timelines of this policy right, separated by spaces."""
+        wanted = {
+            self.rule: self.rule != "increment", "hours": self.hours is not None,
+            "dedupe": self.dedupe_window is not None, "bytes": self.max_bytes is not None,
+        }  # fmt: skip
+        return " ".join(name for name, is_used in wanted.items() if is_used)
 
     def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
         """Raise InvalidArgument if records could expire while their digest is delivered or tried again.
@@ -159,10 +323,30 @@ class Policy:
     @cached_property
     def terms(self) -> Terms:
         """The policy as the store takes it."""
-        durations = (self.initial_delay, self.increment_delay, self.maximum_delay, self.max_age or 0, self.ttl)
-        initial, increment, maximum, age, ttl = (milliseconds(duration(each, "a duration")) for each in durations)
-        return Terms(initial, increment, maximum, Limits(self.capacity, self.max_size or 0, age, ttl))
+        durations = (
+            self.initial_delay, self.increment_delay, self.maximum_delay, self.max_age, self.ttl, self.quiet_delay,
+            self.price, self.dedupe_window,
+        )  # fmt: skip
+        initial, increment, maximum, age, ttl, quiet, price, dedupe = (
+            milliseconds(duration(each or 0, "a duration")) for each in durations
+        )
+        limits = Limits(self.capacity, self.max_size or 0, age, ttl)
+        return Terms(
+            initial, increment, maximum, limits, self.rule, quiet, price, self.randomised, self.first_at_once, self.at,
+            self.hours, dedupe, self.max_bytes or 0, self.needs,
+        )  # fmt: skip
 
+
+def _at(cls: type[Policy], when: At | str, tz: str = "UTC", *, hours: Hours | None = None) -> Policy:
+    """Return a policy of instants: ``Policy.at(At.daily("09:00", tz="Europe/Paris"))``, or a cron expression and the
+    name of a time zone."""
+    from aiodigest.timing.calendar import At  # imports time zones
+
+    return cls(at=when if isinstance(when, At) else At(when, tz=tz), hours=hours)
+
+
+# A preset has the name of a field: of the class this is found, of a policy what it was given, which hides it.
+setattr(Policy, "at", classmethod(_at))  # noqa: B010  (a type checker takes it for the field's)
 
 NO_POLICY = Policy()  # of an engine that was given none, as the command line's
 PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awaitable[Policy]]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from math import inf, nan
@@ -45,9 +46,20 @@ def test_a_field_of_no_use_is_refused_by_name(settings: Callable[..., object], f
 @pytest.mark.parametrize(
     ("allowed", "refused", "message"),
     [
-        ({"initial_delay": 1800}, {"initial_delay": 1801}, "initial_delay.*maximum_delay"),
-        ({"minimum_delay": 1800}, {"minimum_delay": 1801}, "minimum_delay.*maximum_delay"),
+        *(
+            ({name: 1800, "maximum_delay": 1800}, {name: 1801, "maximum_delay": 1800}, f"{name}.*maximum_delay.*raise")
+            for name in ("initial_delay", "minimum_delay", "quiet_delay", "price")
+        ),
         ({"ttl": 1801}, {"ttl": 1800}, "ttl must be longer than maximum_delay"),
+        ({"quiet_delay": 1}, {"quiet_delay": 1, "price": 1}, "only one of .* not quiet_delay and price"),
+        ({"increment_delay": 1}, {"quiet_delay": 1, "increment_delay": 1}, "not increment_delay and quiet_delay"),
+        ({"price": 1}, {"price": 1, "initial_delay": 1}, "initial_delay goes with increment_delay alone"),
+        ({"price": 1, "randomised": True}, {"randomised": True}, "randomised needs a price"),
+        (
+            {"price": 1, "first_at_once": True, "minimum_delay": 5},
+            {"price": 1, "first_at_once": True},
+            "first_at_once needs a cool-down",
+        ),
         ({"capacity": 10, "max_size": 10}, {"capacity": 10, "max_size": 11}, "max_size"),
         ({"max_age": 0.001}, {"max_age": 0}, "max_age"),
     ],
@@ -56,6 +68,49 @@ def test_no_field_may_be_beyond_its_bounds(allowed: dict[str, Any], refused: dic
     Policy(**allowed)
     with pytest.raises(InvalidArgument, match=message):
         Policy(**refused)
+
+
+@pytest.mark.parametrize(
+    ("given_ones", "minimum", "increment", "maximum", "ttl"),
+    [
+        ({}, 300, 30, 1800, 7 * DAY),
+        ({"minimum_delay": 1}, 1, 0.1, 6, 7 * DAY),
+        ({"minimum_delay": 3600}, 3600, 360, 21_600, 7 * DAY),
+        ({"minimum_delay": 10 * DAY}, 10 * DAY, DAY, 60 * DAY, 120 * DAY),
+        ({"minimum_delay": 0}, 0, 0, 1800, 7 * DAY),
+        ({"minimum_delay": 0, "initial_delay": 5}, 0, 0, 5, 7 * DAY),
+        ({"initial_delay": 2000}, 300, 30, 2000, 7 * DAY),
+        ({"quiet_delay": 3}, 0, 0, 30, 7 * DAY),
+        ({"quiet_delay": 3, "minimum_delay": 60}, 60, 0, 360, 7 * DAY),
+        ({"price": 90}, 0, 0, 90, 7 * DAY),
+        ({"increment_delay": 5}, 300, 5, 1800, 7 * DAY),
+        ({"maximum_delay": 5 * DAY}, 300, 30, 5 * DAY, 10 * DAY),
+    ],
+)
+def test_delays_that_are_not_given_follow_from_those_that_are(
+    given_ones: dict[str, Any], minimum: float, increment: float, maximum: float, ttl: float
+) -> None:
+    policy = Policy(**given_ones)
+    delays = policy.minimum_delay, policy.increment_delay, policy.maximum_delay, policy.ttl
+    assert delays == (minimum, increment, maximum, ttl)
+
+
+def test_with_a_strategy_the_delays_are_those_of_the_default_policy() -> None:
+    policy = Policy(minimum_delay=flat(7))
+    assert (policy.increment_delay, policy.maximum_delay, policy.ttl) == (30, 1800, 7 * DAY)
+
+
+def test_what_follows_from_other_delays_follows_anew_in_a_copy() -> None:
+    assert replace(Policy(), minimum_delay=1) == Policy(minimum_delay=1)
+    assert replace(Policy(), quiet_delay=3) == Policy.debounce(3)
+    assert replace(Policy(minimum_delay=1), ttl=8 * DAY).maximum_delay == 6
+
+
+def test_presets_say_what_people_mean() -> None:
+    assert Policy.window(60) == Policy(initial_delay=60, minimum_delay=0)
+    assert Policy.debounce(3, 30) == Policy.debounce(3) == Policy(quiet_delay=3, maximum_delay=30)
+    assert Policy.balanced(90) == Policy(price=90)
+    assert Policy.balanced(90, 10, first_at_once=True) == Policy(price=90, minimum_delay=10, first_at_once=True)
 
 
 def test_the_ttl_must_be_longer_than_all_retries_together_and_than_a_delivery_may_take() -> None:
