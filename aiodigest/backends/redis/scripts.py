@@ -151,7 +151,7 @@ def pack_limits(limits: Limits) -> str:
 
 @lru_cache(256)
 def pack_delays(terms: Terms) -> str:
-    return " ".join(map(str, terms[:-1]))  # but its limits, which are packed by themselves
+    return f"{terms.initial_ms} {terms.increment_ms} {terms.maximum_ms}"
 
 
 def pack_adds(adds: Sequence[Add], indices: Iterable[int]) -> tuple[list[Argument], list[int]]:
