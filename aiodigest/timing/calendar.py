@@ -93,8 +93,9 @@ class At:
             found.append(after * 1000)
         if len(self._known) >= KEPT:
             self._known.clear()
-        self._known[count] = after_ms, tuple(found)
-        return tuple(found)
+        answer = tuple(found)
+        self._known[count] = after_ms, answer
+        return answer
 
     def _fixed(self, zone: ZoneInfo, after: int) -> int:
         """Return the next instant, in seconds: clock times are taken in their order, and each comes once."""
@@ -119,7 +120,7 @@ class At:
         """Return the next wall time that matches. What cronsim knows of time zones is not used: with a ``*`` it passes
         over times after a shift of half an hour."""
         search = copy(_parsed(self.cron))
-        search.dt = EPOCH + timedelta(seconds=wall)
+        search.dt = EPOCH + timedelta(minutes=wall // 60)
         found = next(search, None)
         if found is None:
             raise _never(self.cron)
