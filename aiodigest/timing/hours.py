@@ -209,9 +209,8 @@ def _read(text: str) -> tuple[Window, ...]:
         require(bool(dash), "a span", "two clock times, as '08:00-20:00'", part)
         opens, closes = clock_time(first, "an opening"), clock_time(last, "a close", "24:00")
         if opens == closes:
-            raise InvalidArgument(
-                f"a span must end at another time than it begins, not {shown(part)}; 00:00-24:00 is all"
-            )
+            allowed = "at another time than it begins (the whole day is 00:00-24:00)"
+            raise InvalidArgument(f"a span must end {allowed}, not {shown(part)}")
         spans.append((opens, closes if closes > opens else closes + DAY))
     return tuple(spans)
 
