@@ -1,5 +1,8 @@
 """An asyncio-native digest engine: one event sends at once, a burst sends one more message."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from aiodigest.backends import data_folder
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff, Strategy
 from aiodigest.codecs import JSON, Codec, JSONCodec
@@ -37,12 +40,24 @@ from aiodigest.policy import Policy, RetryPolicy
 from aiodigest.records.validation import Bounds
 from aiodigest.session.sync import Sync
 
+if TYPE_CHECKING:
+    from aiodigest.timing.calendar import At
+    from aiodigest.timing.hours import Hours
+
 __version__ = "0.1.0"
 
 __all__ = [
-    "JSON", "Activity", "AiodigestError", "BackendUnavailable", "BackoffMode", "Bounds", "Codec", "CodecError",
+    "JSON", "Activity", "AiodigestError", "At", "BackendUnavailable", "BackoffMode", "Bounds", "Codec", "CodecError",
     "ConfigurationError", "DeadLetter", "DecorrelatedJitter", "Delivery", "DeliverySignal", "Digest", "DigestEngine",
-    "Draining", "Entry", "Finding", "Health", "IntervalBackoff", "InvalidArgument", "InvalidState", "IterationBackoff",
-    "JSONCodec", "LeaseLost", "LimitExceeded", "PartialAdd", "PartialFailure", "Policy", "Record", "Reject",
-    "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy", "Sync", "Timeline", "data_folder",
+    "Draining", "Entry", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument", "InvalidState",
+    "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "PartialAdd", "PartialFailure", "Policy", "Record",
+    "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy", "Sync", "Timeline", "data_folder",
 ]  # fmt: skip
+
+_LATER = {"At": "aiodigest.timing.calendar", "Hours": "aiodigest.timing.hours"}  # imported when they are asked for
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ HEAVY = {
     "aiodigest.worker.delivery", "aiodigest.worker.shard", "aiodigest.backends.embedded.server",
     "aiodigest.backends.memory.backend", "aiodigest.backends.redis.diagnostics.server", "aiodigest.integrations",
     "platformdirs", "rich.console", "rich.markup", "rich.text", "starlette", "uvicorn", "uvloop", "zoneinfo",
+    "aiodigest.timing.calendar", "aiodigest.timing.hours", "cronsim",
 }  # fmt: skip
 STORE = {"redis", "hiredis", "opentelemetry", "pydantic", "aiodigest.backends.redis.scripts"}  # comes with an engine
 ADD = """

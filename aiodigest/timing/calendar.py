@@ -58,12 +58,12 @@ class At:
 
     @classmethod
     def daily(cls, time: str, tz: str | ZoneInfo = "UTC") -> At:
-        """Return the calendar of one time a day: ``At.daily("09:00", tz="Europe/Paris")``."""
+        """Return the calendar of one ``time`` a day in the zone ``tz``: ``At.daily("09:00", tz="Europe/Paris")``."""
         return cls._on("*", time, tz)
 
     @classmethod
     def weekly(cls, days: str, time: str, tz: str | ZoneInfo = "UTC") -> At:
-        """Return the calendar of one time on some days of the week, as "mon", "mon,thu" or "mon-fri"."""
+        """Return the calendar of one ``time`` on ``days``, as "mon", "mon,thu" or "mon-fri", in the zone ``tz``."""
         return cls._on(",".join(WEEKDAYS[day] for day in sorted(weekdays(days))), time, tz)
 
     @classmethod

@@ -106,7 +106,8 @@ class Hours:
     ) -> Hours:
         """Return all hours but these: ``Hours.except_("22:00-07:00", tz="Europe/Paris")``.
 
-        A closed time belongs to the day on which it begins: ``days`` and ``skip`` are those of the closed times.
+        A closed time belongs to the day on which it begins: ``spans``, ``days`` and ``skip`` are those of the closed
+        times. ``tz`` and ``spread`` (seconds or a timedelta) are as in the class.
         """
         return cls(spans, days, tz, skip, spread, closed=True)
 
@@ -114,8 +115,8 @@ class Hours:
         return partial(Hours, closed=self.closed), (self.spans, self.days, self.tz, self.skip, self.spread)
 
     def within(self, at_ms: int, share: float) -> int:
-        """Return ``at_ms`` if that is open, else the next opening and ``share`` (0 to 1) of the spread, or of the time
-        until the close if that is shorter. All are milliseconds of UTC.
+        """Return ``at_ms`` if it is open then, else the next opening and a ``share`` (0 to less than 1) of the spread,
+        or of the time until the close if that is shorter. Instants are milliseconds of UTC.
 
         Raises ConfigurationError if there is no opening within 400 days.
         """
