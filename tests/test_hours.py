@@ -117,7 +117,7 @@ def opened(hours: Hours, clock: list[Minute]) -> list[tuple[int, int]]:
     """Return the windows (milliseconds) that a clock shows, the last one cut off at its end: what hours promise, said
     in another way."""
     spans = [[int(time[:2]) * 60 + int(time[3:]) for time in span.split("-")] for span in hours.spans.split(",")]
-    assert isinstance(hours.skip, frozenset)
+    assert not callable(hours.skip)
     days = {each.day for each in clock} | {clock[0].day - timedelta(days=1)}
     counts = {day for day in days if f"{day:%a}".lower() in hours.days.split(",") and day not in hours.skip}
     found: list[tuple[int, int]] = []
@@ -194,6 +194,21 @@ def test_the_windows_that_are_asked_for_come_and_the_next_one() -> None:
     ]  # fmt: skip
     assert [shown(each)[8:16] for each, _ in hours.windows(noon, noon + 24 * HOUR, 1)] == ["01T08:00", "01T13:00"]
     assert [shown(each)[8:16] for each, _ in hours.windows(noon + HOUR, noon + HOUR, 1)] == ["01T13:00"]
+
+
+def test_an_opening_400_days_ahead_is_found() -> None:
+    start = datetime(2026, 6, 1, 23, 30)
+    hours = Hours(
+        "23:00-23:10",
+        skip=lambda day: start.date() <= day < start.date() + timedelta(days=400),  # its day and 399 more
+    )
+    assert shown(hours.within(ms(start.isoformat()), 0)) == "2027-07-06T23:00+00:00"
+
+
+def test_windows_up_to_a_time_that_is_over_are_those_up_to_now() -> None:
+    noon = ms("2026-06-20T12:00")
+    for hours in (Hours("00:00-24:00"), Hours("08:00-20:00")):
+        assert hours.windows(noon, noon - 20 * 24 * HOUR, 2) == hours.windows(noon, noon, 2)
 
 
 def test_hours_that_never_close_are_one_window() -> None:

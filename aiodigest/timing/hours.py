@@ -15,7 +15,7 @@ from aiodigest.records.validation import can_observe, duration, require
 from aiodigest.timing.zones import DAY, clock_time, offset, shift, weekdays, zone_name
 
 DAY_MS = DAY * 1000
-AHEAD = 400 * DAY  # seconds: an opening that is further off is none
+AHEAD = 401 * DAY  # seconds: the day in which an opening is looked for, and 400 more
 GOES_ON = 9 * DAY  # seconds: a window that is longer is cut off
 BEGINNING = date(1970, 1, 1)
 KEPT = 8  # answers
@@ -131,6 +131,7 @@ class Hours:
         after its opening and ``until_ms``'s day is cut off there, and is the last. The last answers are kept, so that
         to ask again within the same window is cheap. Raises ConfigurationError if there is no opening within 400 days.
         """
+        until_ms = max(until_ms, from_ms)
         kept = self._known.get(most)
         if kept is None or not (kept.since <= from_ms < kept.before and kept.least <= until_ms <= kept.most):
             if len(self._known) >= KEPT:
