@@ -227,6 +227,12 @@ def test_an_answer_is_kept_within_the_same_window() -> None:
     assert all(hours.windows(nine, nine + HOUR, most)[0] == answer[0] for most in range(30))
 
 
+def test_an_answer_is_not_kept_for_a_time_before_it() -> None:
+    hours, day = Hours("01:00-02:00,08:00-20:00"), ms("2026-06-02T00:00")
+    for hour, opening in ((9, 8), (0, 1), (1, 1), (2, 8)):
+        assert hours.windows(day + hour * HOUR, day + hour * HOUR, 1)[0][0] == day + opening * HOUR
+
+
 def deliveries(at: At, hours: Hours, arrivals: list[int]) -> dict[int, int]:
     """Return when each record of a timeline goes out, by when it comes (milliseconds)."""
     return due_after(arrivals, lambda arrival: hours.within(at.next_ms(arrival), 0))
