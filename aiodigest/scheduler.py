@@ -92,7 +92,11 @@ class Scheduler(Shared):
                 worker.over.set()
 
     def _busy(self) -> int:
-        return sum(worker.leases.busy for worker in self._workers.values())
+        """Count the deliveries that count towards the limit: the next are claimed while those before are reported, of
+        which there may be as many again."""
+        leases = [worker.leases for worker in self._workers.values()]
+        reporting = sum(each.reporting for each in leases)
+        return sum(each.busy for each in leases) + max(0, reporting - self.concurrency)
 
     def notice_layout(self) -> None:
         if self._served is not self.backend.shard_map:

@@ -80,14 +80,16 @@ class Leases:
 
     @property
     def busy(self) -> int:
-        """The number of deliveries that count towards the concurrency limit.
-
-        While the store does not answer, those that only wait to be reported do not count, so that the outage of one
-        shard does not stop the deliveries of all.
-        """
-        if not self.is_cut_off:
-            return len(self.active)
+        """The number of deliveries that are not to be reported yet: each counts towards the concurrency limit."""
         return sum(each.stage != "reporting" for each in self.active)
+
+    @property
+    def reporting(self) -> int:
+        """The number of deliveries that wait for the answer to their reports.
+
+        While the store does not answer, they do not count: the outage of one shard does not stop the deliveries of all.
+        """
+        return 0 if self.is_cut_off else len(self.active) - self.busy
 
     def failed(self, error: Exception, calls: str) -> None:
         self.failures += 1

@@ -25,6 +25,7 @@ logger = logger_of(__name__)
 T = TypeVar("T")
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
+QUICK, QUICK_CLAIM = 0.0005, 32  # the same, where callbacks take fewer seconds than that; each call costs as much as three
 BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what is due after it is to come soon
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
@@ -102,6 +103,7 @@ class ShardWorker:
         self._claims = f"claims of shard {shard}"  # a kind of calls, which may fail while others do not
         self._claim_failed = False  # the last one did: the next one is for a single digest
         self._brings_little = False  # most of what the last one brought had to wait
+        self._lasts = 1.0  # seconds: about how long callbacks take at present, which may be time that they block
         # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
         self._first_share = 1.0 - shard * GOLDEN_RATIO % 1.0
         self._retired = False  # the shard is no more
@@ -146,7 +148,7 @@ class ShardWorker:
     async def _claim_and_sleep(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while count := await self._shared.limit.available(1 if self._claim_failed else CLAIM):
+            while count := await self._shared.limit.available(1 if self._claim_failed else self._most):
                 self.wakeups.woken.clear()
                 sent = loop.time()
                 claims = await self._claim(count)
@@ -164,6 +166,12 @@ class ShardWorker:
         finally:
             self._shared.limit.doubts.forget(self.wakeups.woken)
             await self.wakeups.close()
+
+    @property
+    def _most(self) -> int:
+        """How many digests to claim at most: their callbacks may all block, one after the other, and nothing is renewed
+        meanwhile."""
+        return QUICK_CLAIM if self._lasts < QUICK else CLAIM
 
     async def _claim(self, count: int) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
@@ -298,9 +306,9 @@ class ShardWorker:
             active.stage = "reporting"
             del attempt
             shared.limit.room.give_back(active)  # a server that is away keeps nobody waiting
-            if self.leases.is_cut_off:
-                shared.limit.changed.set()
+            shared.limit.changed.set()
             ended = clock()
+            self._lasts += (ended - started - self._lasts) / 16
             active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
         closed = await self._until_answered(report, active)
