@@ -9,6 +9,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from math import inf
 from typing import Any
+from weakref import WeakMethod
 
 GRAIN = 0.01  # seconds: anything due this soon is due now, so that thousands are handled together
 
@@ -34,7 +35,7 @@ class Timer:
     that uvloop returns for a time very near, or past, has no ``when``.
     """
 
-    def __init__(self, callback: Callable[[], None], context: Context) -> None:
+    def __init__(self, callback: Callable[[], object], context: Context) -> None:
         self._callback = callback
         self._context = context
         self.at = inf  # the time that it is set to
@@ -78,13 +79,15 @@ class Limited:
 class TimeLimit:
     """Limits the time of calls as ``asyncio.timeout`` does, with one timer for all that are under way in an event loop.
 
-    All have the same number of seconds, so those that began first are over first.
+    All have the same number of seconds, so those that began first are over first. The timer stays set when a call ends,
+    since to set it anew for each would take as long as all else here; it keeps nothing alive that is not under way.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._under_way: dict[Limited, None] = {}  # in the order in which they began
-        self._timer = Timer(self._expire, Context())
+        expire = WeakMethod(self._expire)
+        self._timer = Timer(lambda: (function := expire()) and function(), Context())
 
     def begin(self, task: asyncio.Task[Any] | None) -> Limited:
         """Limit a call of this task, until its ``end``."""
@@ -97,8 +100,6 @@ class TimeLimit:
     def end(self, limited: Limited) -> None:
         """Note that a call has ended, however it did, and take back its own cancellation."""
         self._under_way.pop(limited, None)
-        if not self._under_way:
-            self._timer.cancel()  # else it would keep this, and those that ever were
         if limited.expired and limited.task is not None:
             limited.is_due_to_it = limited.task.uncancel() <= limited.cancelling
 
