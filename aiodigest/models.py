@@ -80,10 +80,27 @@ class Digest(Generic[T]):
 
     key: str
     records: Sequence[Record[T]]
-    id: str = field(default_factory=lambda: uuid4().hex)
+    id: str
     attempt: int = 1
     dropped: int = 0
     iteration: int = 1
+
+    def __init__(
+        self,
+        key: str,
+        records: Sequence[Record[T]],
+        id: str | None = None,
+        attempt: int = 1,
+        dropped: int = 0,
+        iteration: int = 1,
+    ) -> None:
+        fields = self.__dict__  # what the dataclass would make of it takes twice as long
+        fields["key"] = key
+        fields["records"] = records
+        fields["id"] = uuid4().hex if id is None else id
+        fields["attempt"] = attempt
+        fields["dropped"] = dropped
+        fields["iteration"] = iteration
 
 
 @dataclass(frozen=True)

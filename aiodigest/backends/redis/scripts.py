@@ -283,7 +283,10 @@ def fits(reply: object, shape: Shape) -> bool:
 
 def text(value: Any) -> str:
     """Decode a name or a message. Text from another program may not be UTF-8, and is shown as well as possible."""
-    return value.decode(errors="replace")
+    try:
+        return value.decode()  # in a quarter of the time
+    except UnicodeDecodeError:
+        return value.decode(errors="replace")
 
 
 def number(value: object) -> int:
@@ -322,12 +325,11 @@ def unpack_counts(reply: object) -> dict[str, int]:
     return {text(name): number(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
-def unpack_lease(fields: Sequence[object]) -> Lease:
+def unpack_lease(fields: Sequence[Any]) -> Lease:
     key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, lost, bound, own, entries = fields
-    return Lease(
-        text(key), text(token), text(digest_id), number(attempt), number(iteration), number(dropped), number(due),
-        number(size), number(part), number(cut), text(error), number(lost), tuple(cast("list[bytes]", entries)),
-        number(bound), unpack_limits(text(own)),
+    return Lease(  # the score of a set is text, and all other numbers are none
+        text(key), text(token), text(digest_id), attempt, iteration, dropped, number(due), size, part, cut, text(error),
+        lost, tuple(entries), bound, unpack_limits(text(own)) if own else None,
     )  # fmt: skip
 
 
