@@ -106,6 +106,17 @@ def needs_unknown(key: str, name: str) -> InvalidState:
     return InvalidState(f"timeline {key!r} needs {printable(name)!r}, which this version of aiodigest does not know")
 
 
+def whole(lease: Lease, most_of: Callable[[Sequence[bytes]], int | None] | None) -> tuple[Sequence[bytes], int] | None:
+    """Return the entries of a digest that are all here and surely fit, as nearly all do, and what they decode to at the
+    most, in bytes; None of others. See ``entries_of``."""
+    taken = lease.taken
+    page = lease.entries[:taken]
+    if most_of is None or len(page) != taken or lease.later:
+        return None
+    most = most_of(page)
+    return None if most is None or (lease.bound and most > lease.bound) else (page, most)
+
+
 async def entries_of(
     lease: Lease,
     read: Callable[[int, int], Awaitable[Sequence[bytes]]],
@@ -123,10 +134,8 @@ async def entries_of(
     entries: list[bytes] = []
     later: list[bytes] = []
     size, place, page, bound = 0, 0, lease.entries[: lease.taken], lease.bound or inf
-    if most_of is not None and len(page) == lease.taken and not lease.later:
-        most = most_of(page)
-        if most is not None and most <= bound:
-            return lease, list(page), most
+    if found := whole(lease, most_of):
+        return lease, list(found[0]), found[1]
     while True:
         for entry in page:
             more = 0 if later or size_of is None else size_of(entry)

@@ -468,8 +468,8 @@ class DigestEngine(Generic[T]):
         from aiodigest.worker.delivery import Dispatcher  # not needed just to add
 
         lease_timeout, timeout, tracing = self.lease_timeout, self.delivery_timeout, self._registered.tracing
-        policy = partial(self._policies.of, timeout=timeout)
-        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing, self.bounds)
+        policy, fixed = partial(self._policies.of, timeout=timeout), self._policies.fixed
+        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing, self.bounds, fixed)
 
     # Adding
 

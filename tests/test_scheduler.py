@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import CORO_CREATED, getcoroutinestate
 from itertools import pairwise
 from typing import Any
 
@@ -43,8 +44,9 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease
 from aiodigest.backoff import PROBE_TIMEOUT
 from aiodigest.errors import ConfigurationError
+from aiodigest.worker.concurrency import Gate
 from aiodigest.worker.reasons import FEW
-from aiodigest.worker.shard import CLAIM
+from aiodigest.worker.shard import CLAIM, QUICK, QUICK_CLAIM
 
 pytestmark = pytest.mark.virtual_time
 
@@ -288,6 +290,72 @@ async def test_digests_of_a_slow_claim_keep_to_the_concurrency() -> None:
         await inbox.digest(2)
         assert inbox.values == [["other"], ["slow"]]
         assert 10 <= now() < 11
+
+
+async def test_the_next_digests_are_delivered_while_as_many_are_reported() -> None:
+    inbox, backend = Inbox(), WatchedBackend(held="close")
+    for number in range(6):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend, concurrency=2):
+        await asyncio.sleep(1)
+        assert len(inbox.digests) == 4  # and no more: a server that closes nothing must not be owed ever more
+        backend.gates["close"].set()
+        await inbox.digest(6)
+        assert now() < 2
+
+
+@pytest.mark.parametrize(("seconds", "largest"), [(0.0, QUICK_CLAIM), (QUICK * 2, CLAIM)])
+async def test_a_claim_takes_more_digests_where_callbacks_are_quick(seconds: float, largest: int) -> None:
+    inbox, backend = Inbox(*[lasting(seconds)] * 400), WatchedBackend()
+    for number in range(400):
+        await backend.put(f"key-{number}", number)
+    async with delivering(inbox, backend):
+        await inbox.digest(400)
+        await settle()
+    first, *others = backend.items("claim")
+    assert (first, max(others)) == (CLAIM, largest)
+
+
+async def test_a_delivery_that_is_cancelled_before_its_first_step_makes_room() -> None:
+    async def cancel_one() -> None:
+        while True:
+            for task in asyncio.all_tasks():
+                work: Any = task.get_coro()
+                if work.__name__ == "_deliver" and getcoroutinestate(work) == CORO_CREATED:
+                    task.cancel()
+                    return
+            await asyncio.sleep(0)
+
+    inbox, backend = Inbox(), WatchedBackend()
+    await backend.put("first", 1)
+    await backend.put("second", 2)
+    cancelling = asyncio.create_task(cancel_one())
+    async with delivering(inbox, backend, concurrency=1):
+        await cancelling
+        await inbox.digest()
+        assert (inbox.values, now() < 1) == ([[2]], True)
+
+
+async def test_who_waits_for_a_place_has_it_in_turn() -> None:
+    gate, came = Gate(1), list[str]()
+
+    async def enter(name: str) -> None:
+        await gate.wait()
+        came.append(name)
+
+    assert gate.admits()
+    waiting = [asyncio.create_task(enter(name)) for name in "abc"]
+    await settle()
+    waiting[1].cancel()
+    gate.leave()
+    assert not gate.admits()  # others have waited longer
+    await settle()
+    assert came == ["a"]
+    gate.leave()
+    await settle()
+    assert came == ["a", "c"]
+    gate.leave()
+    assert gate.admits()
 
 
 async def test_after_a_claim_that_failed_the_next_is_for_one_digest() -> None:

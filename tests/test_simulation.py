@@ -86,9 +86,9 @@ def test_a_store_that_loses_what_came_during_a_delivery_is_found_out(monkeypatch
 
 
 def test_a_slot_that_is_never_freed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: object, active: object, task: object) -> None: ...
+    def keep(self: object, active: object) -> None: ...
 
-    monkeypatch.setattr(shard.ShardWorker, "_on_done", keep)
+    monkeypatch.setattr(shard.ShardWorker, "_ended", keep)
     assert any(play(seed).fault for seed in range(1, 20))
 
 

@@ -24,6 +24,38 @@ from aiodigest.worker.tasks import elapse
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
 
 
+class Gate:
+    """Lets in a number at once, and the others in the order in which they came.
+
+    Nearly always there is a place, and a semaphore of asyncio's takes three times as long to say so.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._order = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    def admits(self) -> bool:
+        """Take a place, if there is one that nobody waits for."""
+        if self._free and not self._order.locked():
+            self._free -= 1
+            return True
+        return False
+
+    async def wait(self) -> None:
+        """Wait for a place, and take it."""
+        async with self._order:
+            while not self._free:
+                self._left.clear()
+                await self._left.wait()
+            self._free -= 1
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self._free += 1
+        self._left.set()
+
+
 class ConcurrencyLimit:
     """Counts how many more digests a shard may claim: ``concurrency``, less those under way and those reserved by
     claims; few or none while the receiver rests. With ``destinations`` each of these rests by itself: then digests are
@@ -46,7 +78,7 @@ class ConcurrencyLimit:
     ) -> None:
         self._all = Destination("", mode)  # without `destinations`; with them, nothing is ever learnt of it
         self._destinations = destinations
-        self.gate = asyncio.Semaphore(concurrency)
+        self.gate = Gate(concurrency)
         self.changed = asyncio.Event()  # more may be available
         self.doubts = doubts_of_loop()
         self.doubts.more.add(self.changed)

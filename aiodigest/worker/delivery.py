@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from math import inf
@@ -203,6 +203,7 @@ class Dispatcher(Generic[T]):
     delivery_timeout: float
     tracing: Tracing | None = None
     bounds: Bounds = DEFAULT
+    fixed: Policy | None = None  # that of all timelines, which then is not awaited
 
     def __post_init__(self) -> None:
         self._lease_ms = milliseconds(self.lease_timeout)
@@ -229,8 +230,9 @@ class Dispatcher(Generic[T]):
             last = {name: "" for name, entry in known.items() if not aged(entry, lease.cut_ms)}
             contents: Contents[T] = Contents(undecodable=last, aged=len(known) - len(last), replaced=replaced)
             return Attempt(lease, len(entries), contents, is_spent=bool(last))
-        is_small = len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]
-        async with nullcontext() if is_small else self._reading:
+        if len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]:
+            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
+        async with self._reading:
             return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
 
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
@@ -239,7 +241,7 @@ class Dispatcher(Generic[T]):
         clock = asyncio.get_running_loop().time
         call.deadline = clock() + self.delivery_timeout
         try:
-            attempt.policy = await self.policy(lease.key)
+            attempt.policy = self.fixed or await self.policy(lease.key)
             if call.cancelled:  # which the policy function did not heed
                 raise asyncio.CancelledError
             attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)

@@ -101,7 +101,7 @@ class Doubts:
 
     def must_go(self, delivery: Delivery) -> bool:
         """Return True if a delivery that has not begun is not to wait: another is to be alone."""
-        return self.alone not in (None, delivery)
+        return bool(self._doubtful) and self.alone not in (None, delivery)
 
     async def begin(self, delivery: Delivery, stopping: asyncio.Event) -> None:
         """Wait until a delivery may run, or its worker stops, and count it as running, until ``left``."""
@@ -120,8 +120,9 @@ class Doubts:
         """Return True if a delivery may run beside those that run."""
         if self.must_go(delivery):
             return False
-        others = (each for each in self._running if each is not delivery)
-        return not (delivery.lease.is_alone and any(each.is_waited_for for each in others))
+        if not delivery.lease.is_alone:
+            return True
+        return not any(each.is_waited_for for each in self._running if each is not delivery)
 
     def look_again(self) -> None:
         """Let all that wait for their turn look whether it has come."""

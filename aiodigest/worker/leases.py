@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from math import inf
@@ -33,6 +34,10 @@ class ActiveDelivery:
     ends: float = inf  # the time by which the lease has surely ended
     call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
+    on_done: Callable[[asyncio.Task[None]], None] = field(
+        init=False
+    )  # too: for a task that is cancelled before it runs
+    has_begun: bool = False
 
     @property
     def is_overdue(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from aiodigest.backend import Lease, entries_of
+from aiodigest.backend import Lease, entries_of, whole
 from aiodigest.worker.doubts import PERIOD, Delivery
 from aiodigest.worker.tasks import elapse
 
@@ -54,6 +54,11 @@ class Room:
     def waiting(self) -> int:
         """The number of digests that wait for room."""
         return len(self._waiting)
+
+    def at_hand(self, delivery: Delivery, most_of: Callable[[Sequence[bytes]], int | None]) -> Sequence[bytes] | None:
+        """Return the entries of a digest that are all here and need no room, as most do; None of one to ``read``."""
+        found = whole(delivery.lease, most_of)
+        return None if found is None or found[1] > SMALL or delivery in self._taken else found[0]
 
     async def read(
         self,

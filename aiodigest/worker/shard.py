@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
@@ -25,7 +25,10 @@ logger = logger_of(__name__)
 T = TypeVar("T")
 
 CLAIM = 16  # digests of a call: while they are delivered the next are claimed, and no turn of the loop takes long
-QUICK, QUICK_CLAIM = 0.0005, 32  # the same, where callbacks take fewer seconds than that; each call costs as much as three
+QUICK, QUICK_CLAIM = (
+    0.0005,
+    32,
+)  # the same, where callbacks take fewer seconds than that; each call costs as much as three
 BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what is due after it is to come soon
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
@@ -96,6 +99,7 @@ class ShardWorker:
     def __init__(self, shard: int, shared: Shared) -> None:
         self.shard = shard
         self._shared = shared
+        self._loop = asyncio.get_running_loop()
         self.leases = Leases(shard, shared)
         self._closes = Batcher[Close, Closed](partial(shared.backend.close, shard), shared.timeout)
         self._retries = Batcher[Retry, bool](partial(shared.backend.retry, shard), shared.timeout)
@@ -210,9 +214,11 @@ class ShardWorker:
                 due = now - (claims.now_ms - lease.due_ms) / 1000
                 active = ActiveDelivery(lease, due, destination, self.leases)
                 shared.limit.doubts.claimed(active)
-                active.task = asyncio.create_task(self._deliver(active))
-                active.task.add_done_callback(partial(self._on_done, active))
+                active.on_done = partial(self._on_done, active)
                 self.leases.active[active] = None
+                active.task = asyncio.create_task(self._deliver(active))
+                if not active.has_begun:  # which it has, if the loop begins tasks at once
+                    active.task.add_done_callback(active.on_done)
                 self.leases.extend(active, sent)
         if postponed:
             await self._postpone(postponed, sent + shared.lease_timeout)
@@ -248,6 +254,9 @@ class ShardWorker:
 
     async def _deliver(self, active: ActiveDelivery) -> None:
         """Deliver a digest in all its parts, and end only this delivery if something fails."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        active.has_begun = True
+        task.remove_done_callback(active.on_done)  # a call at its end would take a turn of the loop, and 2 us
         try:
             stopping, doubts = self._shared.stopping, self._shared.limit.doubts
             try:
@@ -275,19 +284,25 @@ class ShardWorker:
                 logger.warning(line, active.lease.key, extra=facts_of(active.lease))
             raise
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            task.add_done_callback(retrieve)  # it ends the loop, and is seen there
             raise
         except BaseException:
             line = "a fault of aiodigest while delivering %r; its lease will end"
             logger.exception(line, active.lease.key, extra=facts_of(active.lease))
+        finally:
+            self._ended(active)
 
     async def _deliver_part(self, active: ActiveDelivery) -> bool:
         """Deliver a digest, or its next part; True if there is more to do under this lease."""
         shared, clock = self._shared, asyncio.get_running_loop().time
         dispatcher, standstill = shared.dispatcher, shared.standstill
-        async with shared.limit.gate:
-            lease, entries = await shared.limit.room.read(
-                active, partial(self._read, active), dispatcher.size_of, dispatcher.most_of
-            )
+        if not shared.limit.gate.admits():
+            await shared.limit.gate.wait()
+        try:
+            lease, entries = active.lease, shared.limit.room.at_hand(active, dispatcher.most_of)
+            if entries is None:
+                page = partial(self._read, active)
+                lease, entries = await shared.limit.room.read(active, page, dispatcher.size_of, dispatcher.most_of)
             if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
                 return True
             active.stage = "decoding"
@@ -310,6 +325,8 @@ class ShardWorker:
             ended = clock()
             self._lasts += (ended - started - self._lasts) / 16
             active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
+        finally:
+            shared.limit.gate.leave()
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
         closed = await self._until_answered(report, active)
         log_let_go(self.shard, closed.let_go)
@@ -329,10 +346,15 @@ class ShardWorker:
         return await self._until_answered(page, active)
 
     def _on_done(self, active: ActiveDelivery, task: asyncio.Task[None]) -> None:
-        """Make room for another delivery, even if this one's task was cancelled before it ran."""
-        retrieve(task)  # a KeyboardInterrupt ends the loop, and is seen there
+        """End a delivery whose task was cancelled before it ran."""
+        self._ended(active)
+
+    def _ended(self, active: ActiveDelivery) -> None:
+        """Make room for another delivery."""
+        if self._loop.is_closed():  # its task is dropped
+            return
         del self.leases.active[active]
-        is_known, now = active.stage == "reporting", task.get_loop().time()  # else nothing was learnt of the receiver
+        is_known, now = active.stage == "reporting", self._loop.time()  # else nothing was learnt of the receiver
         self._shared.limit.room.give_back(active)
         self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)
         self._shared.limit.doubts.ended(active)

@@ -9,7 +9,6 @@ from contextvars import Context
 from dataclasses import dataclass
 from math import inf
 from typing import Any
-from weakref import WeakMethod
 
 GRAIN = 0.01  # seconds: anything due this soon is due now, so that thousands are handled together
 
@@ -35,7 +34,7 @@ class Timer:
     that uvloop returns for a time very near, or past, has no ``when``.
     """
 
-    def __init__(self, callback: Callable[[], object], context: Context) -> None:
+    def __init__(self, callback: Callable[[], None], context: Context) -> None:
         self._callback = callback
         self._context = context
         self.at = inf  # the time that it is set to
@@ -64,6 +63,7 @@ class Limited:
     task: asyncio.Task[Any] | None
     cancelling: int  # how many requests to cancel the task there were when it began
     ends: float
+    loop: asyncio.AbstractEventLoop
     expired: bool = False
     is_due_to_it: bool = False  # the only cancellation that is left is that for its time
 
@@ -79,20 +79,21 @@ class Limited:
 class TimeLimit:
     """Limits the time of calls as ``asyncio.timeout`` does, with one timer for all that are under way in an event loop.
 
-    All have the same number of seconds, so those that began first are over first. The timer stays set when a call ends,
-    since to set it anew for each would take as long as all else here; it keeps nothing alive that is not under way.
+    All have the same number of seconds, so those that began first are over first. The timer is set for the first that
+    begins in a turn of the loop, and cancelled in the next one if all have ended: not for each that does not wait.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._under_way: dict[Limited, None] = {}  # in the order in which they began
-        expire = WeakMethod(self._expire)
-        self._timer = Timer(lambda: (function := expire()) and function(), Context())
+        self._timer = Timer(self._expire, Context())
+        self._looks = False  # whether any is under way, in the next turn
 
     def begin(self, task: asyncio.Task[Any] | None) -> Limited:
         """Limit a call of this task, until its ``end``."""
-        ends = asyncio.get_running_loop().time() + self._seconds
-        limited = Limited(task, 0 if task is None else task.cancelling(), ends)
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._seconds
+        limited = Limited(task, 0 if task is None else task.cancelling(), ends, loop)
         self._under_way[limited] = None
         self._timer.set(ends)
         return limited
@@ -100,8 +101,16 @@ class TimeLimit:
     def end(self, limited: Limited) -> None:
         """Note that a call has ended, however it did, and take back its own cancellation."""
         self._under_way.pop(limited, None)
+        if not (self._under_way or self._looks or limited.loop.is_closed()):
+            self._looks = True
+            limited.loop.call_soon(self._look, context=Context())
         if limited.expired and limited.task is not None:
             limited.is_due_to_it = limited.task.uncancel() <= limited.cancelling
+
+    def _look(self) -> None:
+        self._looks = False
+        if not self._under_way:
+            self._timer.cancel()  # else it would keep this, and those that ever were
 
     def _expire(self) -> None:
         now = asyncio.get_running_loop().time()
