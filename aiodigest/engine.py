@@ -151,7 +151,7 @@ class DigestEngine(Generic[T]):
         The number of schedules in the namespace; None takes the existing number, or 1 if the namespace is new.
         A cluster needs several, such as 16, to use all of its primaries.
     concurrency : int, default 64
-        The most deliveries under way at once, in this process.
+        The most callbacks under way at once, in this process.
     destination : function from a key to a str, or None, default None
         Names where a timeline's digests go, such as the domain of a mail. Each destination then has its own backoff
         mode, and while it rests the others are served. The function is called once a claimed digest, and must not

@@ -247,7 +247,8 @@ class Stats:
 class Activity:
     """The current work of one engine in this process.
 
-    ``adds`` counts records whose add returned since the engine was made, and ``delivering`` the deliveries under way.
+    ``adds`` counts records whose add returned since the engine was made, and ``delivering`` the deliveries under way,
+    those included whose outcome is on its way to the store: of these there may be as many again as ``concurrency``.
     ``backoff_level`` is the depth of backoff mode in its worker, the deepest of its destinations; 0 means full
     concurrency. ``resting`` counts the destinations that are in backoff mode, or that a callback has paused: without
     ``destination`` there is one for all. ``unavailable`` is True if its latest calls to the server failed. ``fault`` is
