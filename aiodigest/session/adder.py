@@ -68,10 +68,10 @@ class Adder:
         except AiodigestError as error:
             self._missed(error)
             raise
-        errors = [each for each in answers if isinstance(each, AiodigestError)]
-        if missed := next((each for each in errors if isinstance(each, MISSED)), None):
+        kinds = set(map(type, answers))
+        if missed := kinds != {bool} and next((each for each in answers if isinstance(each, MISSED)), None):
             self._missed(missed)
-        elif len(errors) < len(answers):
+        elif bool in kinds:
             self.reached()
         if True in answers:
             ready = (add.key for add, answer in zip(adds, answers, strict=True) if answer is True)

@@ -126,10 +126,10 @@ class RedisBackend(Backend):
                 if not answers and len(indices) == len(adds):  # so it is the error of each
                     raise error from error.__cause__
                 answers |= {index: error for index in indices if index not in answers}
-        return [
-            answer if isinstance(answer := answers[index], bool) else _of_record(add, answer)
-            for index, add in enumerate(adds)
-        ]
+        told = [*map(answers.__getitem__, range(len(adds)))]
+        if {bool}.issuperset(map(type, told)):
+            return told
+        return [each if isinstance(each, bool) else _of_record(add, each) for add, each in zip(adds, told, strict=True)]
 
     async def _add(
         self,
@@ -145,7 +145,7 @@ class RedisBackend(Backend):
             arguments, order = scripts.pack_adds(adds, left[:BATCH])
             reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
             keys = [adds[index].key for index in order]
-            told = await namespace.answers_of(shard, scripts.unpack_added(reply), keys, scripts.done)
+            told = await namespace.answers_of(shard, scripts.unpack_added(reply), keys, bool)
             answers.update(zip(order, told, strict=False))
             left = [*order[len(told) :], *left[BATCH:]]
 
