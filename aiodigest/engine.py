@@ -488,7 +488,8 @@ class DigestEngine(Generic[T]):
         """
         session = self._entered()
         began = (session.loop or asyncio.get_running_loop()).time()
-        record = self._identify(key, record_id)
+        name(key, "key", self.bounds.name)
+        record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policies.of(key, self.timeout)
         add = self._encode(key, record, value, timestamp, policy, began + self.timeout)
         try:

@@ -36,7 +36,8 @@ MADE_UP = 20  # digits of an id that is made up
 
 _HEAD, _TRACED_HEAD = (bytes([ARRIVING | traced]) + bytes(6) for traced in (0, TRACED))
 _SIZES = [bytes([size]) for size in range(256)]
-_MADE_UP = _SIZES[PACKED + MADE_UP // 2]
+_MADE_UP_BITS, _MADE_UP_SIZE = 4 * MADE_UP, MADE_UP // 2
+_MADE_UP = _SIZES[PACKED + _MADE_UP_SIZE]
 _pack_exact = struct.Struct(">Bq").pack  # looked up once, and not for each record
 _pack_arrival = struct.Struct(">HI").pack
 _unpack_arrival = struct.Struct(">BHIB").unpack_from
@@ -65,7 +66,7 @@ class RawRecord(NamedTuple):
 def made_up() -> bytes:
     """Return the identity of a new id: random, and by the time different in the copies of a frozen process. To ask the
     system for random bytes each time takes four times as long."""
-    return _MADE_UP + (_random.getrandbits(4 * MADE_UP) ^ time_ns()).to_bytes(MADE_UP // 2, "big")
+    return _MADE_UP + (_random.getrandbits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big")
 
 
 def identity_of(record_id: bytes) -> bytes:
