@@ -47,7 +47,7 @@ class Adder:
         if self._session.is_connected:
             shard, queue = place(self._session.store.shard_map, add.key)
             if (batcher := self._batchers.get(shard)) is not None:
-                return batcher.put(add, weight(add), queue, began)
+                return batcher.put(add, len(add.entry) + len(add.key), queue, began)
         return self._begin(add, began)
 
     async def _begin(self, add: Add, began: float) -> bool:

@@ -175,9 +175,10 @@ class Batcher(Generic[Item, Answer]):
         size, taken, waiting, before = 0, 0, queue.waiting, len(queue.waiting)
         soon = self._loop.time() + ENOUGH * self._timeout
         while waiting and len(batch) < BATCH_ITEMS:
-            if batch and size + waiting[0].size > BATCH_BYTES:
+            job = waiting[0]
+            if size + job.size > BATCH_BYTES and batch:
                 break
-            job = waiting.popleft()
+            waiting.popleft()
             taken += job.size
             if job.deadline < soon:  # it would be the others' deadline too
                 self._fail([job], f"it could not be sent within {self._timeout:g} s", "no")
@@ -199,12 +200,13 @@ class Batcher(Generic[Item, Answer]):
         except Exception as error:  # a fault too: it is for the callers to know, and the next batch may fare better
             answers = [(job, error) for job in batch]
         for job, answer in answers:
-            if job.answer.done():  # its caller was cancelled, or its time was over
+            future = job.answer
+            if future.done():  # its caller was cancelled, or its time was over
                 continue
             if isinstance(answer, Exception):
-                job.answer.set_exception(answer)
+                future.set_exception(answer)
             else:
-                job.answer.set_result(answer)
+                future.set_result(answer)
 
     def _expire(self) -> None:
         """Fail items that have waited too long."""
