@@ -8,6 +8,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -215,7 +216,7 @@ async def test_an_add_whose_time_is_nearly_over_is_not_sent(own: Server, namespa
             await backend.add(0, [add()])
             before, soon = calls_of(client), asyncio.get_running_loop().time() + 5.9
             with pytest.raises(BackendUnavailable, match="in time") as caught:
-                await backend.add(0, [add("a"), add("b")._replace(until=soon)])
+                await backend.add(0, [add("a"), replace(add("b"), until=soon)])
             assert caught.value.stored == "no"
             assert calls_of(client) == before
 
@@ -279,7 +280,7 @@ async def test_adds_are_too_late_at_the_first_deadline_of_theirs(
         stall.holding = True
         for seconds in (0.5, 2, 8, 32):
             soon = loop.time() + seconds
-            adding = asyncio.create_task(backend.add(0, [add("a"), add("b")._replace(until=soon)]))
+            adding = asyncio.create_task(backend.add(0, [add("a"), replace(add("b"), until=soon)]))
             await until(lambda task=adding: stall.held or task.done())
             if stall.held:  # else the machine was too slow to send it in time
                 break

@@ -139,10 +139,11 @@ class ReferenceBackend(Backend, Operations):
         if not adds:
             return answers
         with self._transition(shard, begins=True) as (machine, now):
-            for key, entry, terms, own, _ in adds:
-                held, limits = machine.held.setdefault(key, Held()), terms.limits
-                held.log.append(stamp(entry, now - machine.shift_ms))
-                held.own = limits if own else None
+            for add in adds:
+                key, terms, limits = add.key, add.terms, add.terms.limits
+                held = machine.held.setdefault(key, Held())
+                held.log.append(stamp(add.entry, now - machine.shift_ms))
+                held.own = limits if add.own else None
                 held.touch(limits.ttl_ms, now)
                 ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
                 if len(held.log) > limits.capacity + limits.capacity // 2:

@@ -163,21 +163,24 @@ def pack_adds(adds: Sequence[Add], indices: Iterable[int]) -> tuple[list[Argumen
     places: dict[tuple[Terms, bool], int] = {}  # of terms: the last part that has them
     begun: dict[str, int] = {}  # of a timeline: the last part that has it, if that is not the first
     seen, own, place = None, False, 0
+    groups: dict[str, list[int]] = {}  # those of the part at this place
     for index in indices:
         add = adds[index]
-        terms = add.terms
+        key, terms = add.key, add.terms
         if terms is not seen or add.own is not own:  # most adds of a call have the same policy
             seen, own = terms, add.own
             place = places.get((terms, own), len(parts))
-        if place == len(parts) or (begun and begun.get(add.key, 0) > place):  # not before what came to it earlier
+            groups = parts[place][2] if place < len(parts) else {}
+        if place == len(parts) or (begun and begun.get(key, 0) > place):  # not before what came to it earlier
             place = places[terms, own] = len(parts)
-            parts.append((terms, own, {}))
+            groups = {}
+            parts.append((terms, own, groups))
         if place:
-            begun[add.key] = place
-        if group := parts[place][2].get(add.key):
-            group.append(index)
+            begun[key] = place
+        if key in groups:
+            groups[key].append(index)
         else:
-            parts[place][2][add.key] = [index]
+            groups[key] = [index]
     arguments: list[Argument] = []
     order: list[int] = []
     for terms, own, groups in parts:
