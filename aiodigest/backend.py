@@ -156,7 +156,7 @@ async def entries_of(
     return lease, entries, size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, or to define it would take twice as long, at each start
 class Claims:
     """The answer to a claim: leases, how long to sleep, and problems met on the way.
 
@@ -288,7 +288,7 @@ class Page(NamedTuple, Generic[T]):
     end: Bookmark | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: as Claims
 class StoredDeadLetter:
     """A dead letter as stored. A ``broken`` one cannot be read, as its ``reason`` says, and can only be discarded."""
 

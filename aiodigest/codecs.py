@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
@@ -220,12 +219,12 @@ def _length_unless_packed(entries: Sequence[bytes]) -> int | None:
     return None if _MAGIC[-1:] in joined and _MAGIC in joined else len(joined)
 
 
-@dataclass(slots=True)
 class Bounded(Generic[T]):
     """A codec for looking: decodes values of up to ``left`` bytes in all, and refuses what comes after them."""
 
-    codec: Codec[T]
-    left: int
+    def __init__(self, codec: Codec[T], left: int) -> None:
+        self.codec = codec
+        self.left = left
 
     def encode(self, value: T, /) -> bytes:
         return self.codec.encode(value)

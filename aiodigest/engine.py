@@ -90,7 +90,7 @@ TIMES = ("oldest_due", "overdue", "stepped_back")  # of Stats; the others are co
 EMBEDDED = "embedded://"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)  # methods that nobody calls take time at each start
 class Registered(Generic[T]):
     """Everything that users register with an engine, and what it has counted since."""
 

@@ -124,7 +124,7 @@ class Helpers(ThreadPoolExecutor):
             return done
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Call(Generic[Answer]):
     """A call on its way, and the thread that waits for its end.
 

@@ -37,7 +37,7 @@ def batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[Sequ
         yield items[start:]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Job(Generic[Item, Answer]):
     """An item on its way, and the future that its caller awaits."""
 

@@ -56,7 +56,7 @@ class Timer:
         self._callback()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Limited:
     """A call whose time is limited."""
 

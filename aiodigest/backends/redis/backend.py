@@ -28,7 +28,6 @@ from aiodigest.backend import (
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.url import Source
 from aiodigest.backends.redis.namespace import BATCH, Namespace, Server
-from aiodigest.backends.redis.operations import RedisOperations
 from aiodigest.backends.redis.scripts import Argument, number, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
@@ -64,7 +63,7 @@ class RedisBackend(Backend):
         }  # fmt: skip
         self._features = " ".join(features)
         self.namespace = Namespace(source, namespace, shards, timeout, wait_replicas, now)
-        self._operations = RedisOperations(self.namespace)
+        self._operations: Operations | None = None
         self._nonce = nonce
 
     def __repr__(self) -> str:
@@ -85,6 +84,10 @@ class RedisBackend(Backend):
 
     @property
     def operations(self) -> Operations:
+        if self._operations is None:
+            from aiodigest.backends.redis.operations import RedisOperations  # not needed just to add
+
+            self._operations = RedisOperations(self.namespace)
         return self._operations
 
     def clone(self) -> Self:

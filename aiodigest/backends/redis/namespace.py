@@ -48,7 +48,7 @@ class Server(Protocol):
     def clone(self) -> Self: ...  # with a share of its own, not started
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Namespace:
     """A namespace on a server or a cluster: knows its layout, and runs scripts on its shards."""
 

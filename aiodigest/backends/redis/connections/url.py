@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from urllib.parse import unquote, unquote_plus, urlsplit
 
 from redis.asyncio import Connection as TCPConnection
@@ -16,9 +16,10 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 
 from aiodigest.backends import ValkeyClient
 from aiodigest.backends.redis.connections.connection import Address, Connection, Maker, new_connection, show_address
-from aiodigest.backends.redis.connections.sentinel import PORT as SENTINEL_PORT
-from aiodigest.backends.redis.connections.sentinel import Sentinels
 from aiodigest.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from aiodigest.backends.redis.connections.sentinel import Sentinels
 
 Source: TypeAlias = "str | Redis | RedisCluster | ValkeyClient"
 
@@ -261,7 +262,9 @@ def _split(url: str, default_port: int) -> tuple[str, list[Address], str, str]:
 
 
 def _of_sentinels(url: str, shown: str) -> URL:
-    head, addresses, path, query = _split(url, SENTINEL_PORT)
+    from aiodigest.backends.redis.connections.sentinel import PORT, Sentinels  # as few programs need it
+
+    head, addresses, path, query = _split(url, PORT)
     found = re.fullmatch(r"([^/]*)(?:/(\d*))?", path)
     if not found:
         raise Unreadable("the database is not a number")
@@ -353,6 +356,8 @@ def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnect
     if not cast("Any", pool).is_master:
         raise ConfigurationError("the client is of replicas, which refuse writes; give that of master_for()")
     (connect, settings), service = _connecting(make, pool.connection_kwargs), cast("str", pool.service_name)
+    from aiodigest.backends.redis.connections.sentinel import Sentinels
+
     pools = [client.connection_pool for client in cast("Sequence[Redis]", pool.sentinel_manager.sentinels)]
     if not pools:
         raise ConfigurationError("the client has no sentinels")
