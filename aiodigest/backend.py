@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 from zlib import crc32
 
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, printable
@@ -19,6 +19,9 @@ from aiodigest.models import Finding, State
 from aiodigest.policy import Limits, Policy, Terms
 from aiodigest.records.entries import LONGEST_IDENTITY, aged, identity, latest
 from aiodigest.records.validation import DEFAULT
+
+if TYPE_CHECKING:
+    from aiodigest.timing.hours import Hours
 
 T = TypeVar("T")
 
@@ -35,7 +38,8 @@ SLICE = 1_000  # how much one script does at the most: entries read or inlined, 
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
 ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
-FEATURES: frozenset[str] = frozenset()  # what this version knows of that timelines may need
+# what this version knows of that timelines may need
+FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours", "mute"})
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
@@ -188,7 +192,7 @@ class Close(NamedTuple):
     """A delivery that ended for good: of the first ``taken`` entries, those in no dead letter were delivered.
 
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down. ``letter_bytes`` is how much
-    the dead letters of a shard may take.
+    the dead letters of a shard may take. ``hours`` are those in which what came since may be due.
     """
 
     lease: Lease
@@ -201,6 +205,7 @@ class Close(NamedTuple):
     counts: bool = True
     dead_letters: Sequence[NewDeadLetter] = ()
     letter_bytes: int = DEFAULT.dead_letters
+    hours: Hours | None = None
 
 
 class Closed(NamedTuple):
@@ -216,7 +221,7 @@ class Closed(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """A delivery that failed, or (``unknown``) may have; it waits ``delay_ms`` before the next try.
+    """A delivery that failed, or (``unknown``) may have; the next try waits ``delay_ms``, and for ``hours``.
 
     ``failed`` are the identities that stay, out of the first ``taken`` entries (None: all). An attempt is charged,
     unless ``give_back``.
@@ -232,6 +237,7 @@ class Retry(NamedTuple):
     give_back: bool = False
     unknown: bool = False
     aged: int = 0
+    hours: Hours | None = None
 
 
 class Postpone(NamedTuple):

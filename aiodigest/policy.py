@@ -310,6 +310,8 @@ class Policy:
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""
+        if self.at is not None:
+            return 0
         return self._clamped(self.minimum_delay(iteration)) if callable(self.minimum_delay) else self._steady_ms
 
     @cached_property

@@ -33,6 +33,7 @@ from storestate import State, check_invariants, forget, redis_state, reference_s
 from aiodigest import models
 from aiodigest.backend import (
     DIGEST_BYTES,
+    FEATURES,
     STEP_MS,
     Add,
     Backend,
@@ -55,6 +56,8 @@ from aiodigest.backends.redis.connections.url import Source
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Limits, Policy
 from aiodigest.records.entries import aged, distinct, identity, identity_of, latest, pack, stamp
+from aiodigest.timing.calendar import At
+from aiodigest.timing.hours import Hours
 
 T = TypeVar("T")
 
@@ -74,6 +77,8 @@ SCRIPTS = (
 
 KEYS = ("T", "T:log", "{T}", "}", "\0", "\N{POSTBOX}" * 256)
 IDS = (b"a", b"zz", b"7a7a", b"\xff\xfe", b"\0:}")  # two are the same bytes, packed or not
+NIGHT = Hours.except_("22:00-07:00", tz="Europe/Paris", spread=1800)  # it is a quarter past eleven there
+BREAKS = Hours("22:10-22:15,22:20-23:00,23:20-24:00,01:00-22:00", spread=600)
 POLICIES = (
     Policy(),
     Policy(capacity=2, minimum_delay=10, increment_delay=30, maximum_delay=60, ttl=100),
@@ -81,6 +86,12 @@ POLICIES = (
     Policy(capacity=4, max_size=3, max_age=50, minimum_delay=0, initial_delay=5, increment_delay=7, maximum_delay=100),
     Policy(capacity=3, minimum_delay=1800, max_age=0.001),
     Policy(capacity=1, max_size=1, initial_delay=1200),
+    Policy(quiet_delay=40, maximum_delay=100, hours=NIGHT),
+    Policy(price=100, minimum_delay=30, first_at_once=True, maximum_delay=400, hours=BREAKS),
+    Policy(price=90, randomised=True, max_size=3, capacity=4, hours=BREAKS),
+    Policy.at("*/10 * * * *"),
+    Policy.at(At.daily("09:00", "Europe/Paris"), hours=NIGHT),
+    Policy(minimum_delay=600, increment_delay=400, maximum_delay=4000, hours=BREAKS, max_size=2, capacity=3),
 )
 UNKNOWN = Policy(capacity=10_000)  # the limits of a claim whose engine has a function as its policy
 STEPS = (
@@ -89,7 +100,7 @@ STEPS = (
 )  # fmt: skip
 BACK = (1, 1_000, 1_001, 2_500, 40_000, 3_600_000, 40 * DAY)  # how far the clock steps
 CLOCK = ("clock", "shift", "stepped", "step")
-KNOWN = ("one", "other")  # features
+KNOWN = ("one", "other", *sorted(FEATURES))  # features
 PARTS = ("log", "open", "meta")  # the keys of a timeline
 FOREIGN = ("stored", "key", "touched", "idle", "problem", "logged", "opened", "theirs")  # fields of its meta, not ours
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
@@ -833,7 +844,8 @@ class Stores(RuleBasedStateMachine):
                 letters = [NewDeadLetter("some", self.ids_of(lease, buried))]
             delivered, old = self.ended(lease, taken, letters[0].ids if letters else ())
             limits = policy.terms.limits
-            closes.append(Close(lease, taken, delivered, cool, limits, LEASE, old, counts or bool(cool), letters))
+            close = Close(lease, taken, delivered, cool, limits, LEASE, old, counts or bool(cool), letters)
+            closes.append(close._replace(hours=policy.hours))
         answers = self.call("close", 0, closes)
         for close, answer in zip(closes, answers, strict=True):
             if answer.status == "part":
@@ -856,7 +868,8 @@ class Stores(RuleBasedStateMachine):
             old -= sum(aged(entry, lease.cut_ms) for entry in only(latest(lease.entries[:size]), ids or ()))
             limits = policy.terms.limits
             error = f"boo {delay}"
-            retries.append(Retry(lease, delay, error, limits, size, ids, delivered, give_back, unknown, old))
+            retry = Retry(lease, delay, error, limits, size, ids, delivered, give_back, unknown, old)
+            retries.append(retry._replace(hours=policy.hours))
         self.call("retry", 0, retries)
 
     @rule(picked=some(holds, numbers), started=st.booleans())

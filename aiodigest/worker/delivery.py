@@ -359,7 +359,7 @@ class Dispatcher(Generic[T]):
         limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
         return Close(
             attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters,
-            self.bounds.dead_letters,
+            self.bounds.dead_letters, attempt.policy.hours,
         )  # fmt: skip
 
     def _buried(
@@ -379,6 +379,7 @@ class Dispatcher(Generic[T]):
         except InvalidArgument as error:
             return self._failed(attempt, error)
         retry = Retry(attempt.lease, milliseconds(delay), describe(signal), attempt.policy.terms.limits, give_back=True)
+        retry = retry._replace(hours=attempt.policy.hours)
         return Outcome(retry, "deferred", pause=delay if signal.pause else 0.0)
 
     def _failed(self, attempt: Attempt[T], error: BaseException, reason: str = "") -> Outcome:
@@ -388,7 +389,8 @@ class Dispatcher(Generic[T]):
         if lease.attempt >= self.retry.max_attempts:
             return self._buried(attempt, reason, error=shown)._replace(success=success)
         delay_ms = self._delay_ms(lease, reason, "failed", shown)
-        retry = Retry(lease, delay_ms, reason, attempt.policy.terms.limits, unknown=unknown)
+        policy = attempt.policy
+        retry = Retry(lease, delay_ms, reason, policy.terms.limits, unknown=unknown, hours=policy.hours)
         return Outcome(retry, "timeout" if unknown else "failed", success=success)
 
     def _worth_a_traceback(self, error: BaseException) -> BaseException | None:
@@ -419,7 +421,8 @@ class Dispatcher(Generic[T]):
             return self._failed(attempt, signal, reason)
         kept, limits = [*failed, *attempt.contents.undecodable], attempt.policy.terms.limits
         delay_ms, aged = self._delay_ms(lease, reason, "failed in part"), attempt.contents.aged
-        retry = Retry(lease, delay_ms, reason, limits, attempt.taken, kept, delivered, aged=aged)
+        hours = attempt.policy.hours
+        retry = Retry(lease, delay_ms, reason, limits, attempt.taken, kept, delivered, aged=aged, hours=hours)
         return Outcome(retry, "partial", delivered)
 
     def _delay_ms(self, lease: Lease, reason: str, how: str, error: BaseException | None = None) -> int:

@@ -41,11 +41,12 @@ from aiodigest.backend import (
     needs_unknown,
     unknown_need,
 )
-from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest, only, page_of, pushed
+from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest, merged_needs, only, page_of
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import distinct, identity, latest, stamp
+from aiodigest.timing.formula import clamped, opened, within
 
 
 def system_ms() -> int:
@@ -145,7 +146,9 @@ class ReferenceBackend(Backend, Operations):
                 held.log.append(stamp(add.entry, now - machine.shift_ms))
                 held.own = limits if add.own else None
                 held.touch(limits.ttl_ms, now)
-                ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
+                if terms.needs:
+                    held.needs = merged_needs(held.needs, terms.needs)
+                ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)
                 if len(held.log) > limits.capacity + limits.capacity // 2:
                     held.log = machine.compact(held, held.log, limits.capacity)
                 answers.append(ready)
@@ -291,7 +294,7 @@ class ReferenceBackend(Backend, Operations):
                     if parted:
                         held.iteration += 1
                         held.last_ms, held.cool_ms = now, now + close.cool_ms
-                    machine.settle(key, held, close.limits, now)
+                    machine.settle(key, held, close.limits, now, close.hours)
                     answers.append(Closed("closed"))
                 held.done = (lease.token, lease.digest_id, answers[-1])
                 answers[-1] = answers[-1]._replace(let_go=let_go)
@@ -321,8 +324,9 @@ class ReferenceBackend(Backend, Operations):
                 delivery.last_error = retry.error
                 delivery.token = ""
                 held = machine.held[lease.key]
-                held.touch(retry.delay_ms + retry.limits.ttl_ms, now)
-                machine.place(lease.key, now + retry.delay_ms, now)
+                due = within(retry.hours, lease.key, now + retry.delay_ms, now, machine.shift_ms)
+                held.touch(due - now + retry.limits.ttl_ms, now)
+                machine.place(lease.key, due, now)
                 held.done = (lease.token, lease.digest_id, Closed("closed"))
                 answers.append(True)
         return answers
@@ -438,16 +442,24 @@ class ReferenceBackend(Backend, Operations):
             if by_hand:
                 due = max(now, now + (move.delay_ms or 0) if move.at_ms is None else move.at_ms + machine.shift_ms)
                 if held.delivery is None:
-                    due = max(held.cool_ms, min(due, held.last_ms + terms.maximum_ms))
+                    due = clamped(terms, due, held.cool_ms, held.last_ms)
             elif held.delivery:
                 raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
             elif held.iteration != move.iteration:
                 return None
-            elif held.cool_ms:
-                held.cool_ms = placed(held.cool_ms, move.gap_ms)
-                due = pushed(held, held.cool_ms, terms)
             else:
-                due = held.opening_ms = placed(held.opening_ms, terms.initial_ms)
+                if held.cool_ms:
+                    held.cool_ms = placed(held.cool_ms, move.gap_ms)
+                if terms.rule == "increment":
+                    if held.cool_ms:
+                        due = clamped(terms, held.cool_ms + terms.increment_ms, held.cool_ms, held.last_ms)
+                    else:
+                        due = held.opening_ms = placed(held.opening_ms, terms.initial_ms)
+                else:
+                    count = max(1, len(held.log))
+                    due = opened(terms, key, now, held.drawn_ms, machine.shift_ms, count)
+                    due = clamped(terms, due, held.cool_ms, held.last_ms)
+            due = within(terms.hours, key, due, now, machine.shift_ms)
             if not waits:
                 return held.cool_ms - machine.shift_ms
             held.touch(max(due - now, 0) + terms.limits.ttl_ms, now)
@@ -473,7 +485,10 @@ class ReferenceBackend(Backend, Operations):
             held.log[:0] = letter.entries
             held.own = kept
             held.touch(limits.ttl_ms, now)
-            ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, limits.max_size, now)
+            if terms.needs:
+                held.needs = merged_needs(held.needs, terms.needs)
+            terms = terms._replace(limits=limits)
+            ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)
             del machine.dead[letter_id]
             return ready
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 from aiodigest.backend import (
     ALONE,
@@ -25,6 +26,10 @@ from aiodigest.backend import (
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import aged, distinct, identity, latest
+from aiodigest.timing.formula import clamped, opened, pushed, within
+
+if TYPE_CHECKING:
+    from aiodigest.timing.hours import Hours
 
 
 @dataclass
@@ -60,6 +65,8 @@ class Held:
     last_ms: int = 0  # the last digest, or the add that opened the window
     cool_ms: int = 0
     opening_ms: int = 0  # when the window was due as it opened; 0 if it was due at once
+    next_ms: int = 0  # when the log is due by its rule, while a delivery is open; 0 if that is as soon as it ends
+    drawn_ms: int = 0  # when the first record in the log came, which draws what a random price is multiplied by
     dropped: int = 0
     end_ms: int = 0
     flush: bool = False
@@ -230,26 +237,51 @@ class Shard:
 
     def open_or_push(self, key: str, held: Held, terms: Terms, now: int) -> bool:
         """Open a window, or push back the waiting one; True if the timeline became ready."""
-        due = self.waiting.get(key)
-        if due is None:
-            if self.placed(key):
-                return False
-            if held.cool_ms > now:
-                return self.place(key, pushed(held, held.cool_ms, terms), now)
-            held.iteration = held.cool_ms = 0
-            held.last_ms = now
-            held.opening_ms = now + terms.initial_ms if terms.initial_ms else 0
-            return self.place(key, now + terms.initial_ms, now)
-        if held.delivery or due <= now or key in self.postponed:  # or it is left to other workers, and was due
+        due, count = self.waiting.get(key), len(held.log)
+        if terms.randomised and not held.drawn_ms:
+            held.drawn_ms = now
+        is_plain = due is not None and held.delivery is None and due > now and key not in self.postponed
+        if due is None and self.placed(key) is None:
+            due = self._opened(key, held, terms, now)
+        elif due is not None and is_plain:
+            due = clamped(terms, pushed(terms, key, due, now, held.drawn_ms, count), held.cool_ms, held.last_ms)
+        else:  # nothing moves what is due, or is to be tried again; but the log may be due later
+            self._gather(key, held, terms, now)
             return False
-        return self.place(key, pushed(held, due, terms), now)
+        due = within(terms.hours, key, due, now, self.shift_ms)
+        if not terms.is_plain:
+            held.touch(max(due - now, 0) + terms.limits.ttl_ms, now)
+        return self.place(key, due, now)
 
-    def fill(self, key: str, held: Held, max_size: int, now: int) -> bool:
+    def _opened(self, key: str, held: Held, terms: Terms, now: int) -> int:
+        count = len(held.log)
+        due = opened(terms, key, now, held.drawn_ms, self.shift_ms, count)
+        if held.cool_ms > now and terms.rule != "calendar":
+            if terms.rule == "increment":
+                due = pushed(terms, key, held.cool_ms, now, 0, count)
+            return clamped(terms, due, held.cool_ms, held.last_ms)
+        held.iteration = held.cool_ms = 0
+        held.last_ms = now
+        due = now if terms.first_at_once else due
+        held.opening_ms = due if terms.rule == "increment" and due > now else 0
+        return due
+
+    def _gather(self, key: str, held: Held, terms: Terms, now: int) -> None:
+        """Note when the log of a timeline with an open delivery is due by its rule."""
+        if terms.rule == "increment" or (terms.rule == "calendar" and held.next_ms):
+            return
+        due = opened(terms, key, now, held.drawn_ms, self.shift_ms, len(held.log))
+        if terms.rule == "calendar":  # whoever settles knows the hours, but perhaps not so far ahead
+            due = within(terms.hours, key, due, now, self.shift_ms)
+        held.next_ms = min(held.next_ms or due, due) if terms.rule == "balanced" else due
+
+    def fill(self, key: str, held: Held, terms: Terms, now: int) -> bool:
         """Make a waiting timeline ready if it holds ``max_size`` records, and compact one with many more entries."""
+        max_size = terms.limits.max_size
         if key not in self.waiting or held.delivery or not max_size or key in self.postponed:
             return False
         if len(held.log) >= max_size and distinct(held.log) >= max_size:
-            return self.place(key, min(self.waiting[key], now), now)
+            return self.place(key, within(terms.hours, key, min(self.waiting[key], now), now, self.shift_ms), now)
         if len(held.log) > max_size + max(1, max_size // 4):
             held.log = latest(held.log)
         return False
@@ -301,6 +333,7 @@ class Shard:
             delivery.entries = self.compact(held, delivery.entries, limits.capacity)
         delivery.dropped += held.dropped
         held.dropped, held.log, held.delivery = 0, [], delivery
+        held.next_ms = held.drawn_ms = 0
         return delivery
 
     def fenced(self, lease: Lease) -> Delivery | Closed:
@@ -312,18 +345,21 @@ class Shard:
             return held.done[2]
         return Closed("lost")
 
-    def settle(self, key: str, held: Held, limits: Limits, now: int) -> None:
+    def settle(self, key: str, held: Held, limits: Limits, now: int, hours: Hours | None = None) -> None:
         """Schedule records that came after a digest that is gone; limits that the timeline has come first."""
         self.leave(key)
         limits = held.own or limits
         flush, held.flush = held.flush, False
         if not held.log:
-            held.end_ms = held.dropped = 0
+            held.end_ms = held.dropped = held.next_ms = held.drawn_ms = 0
             held.own = None
-        else:
-            held.touch(limits.ttl_ms, now)
-            full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
-            self.place(key, now if flush or full else max(held.cool_ms, now), now)
+            return
+        full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
+        due = max(held.cool_ms, held.next_ms or now)
+        due = now if flush else within(hours, key, min(due, now) if full else due, now, self.shift_ms)
+        held.next_ms = 0
+        held.touch(limits.ttl_ms + (max(due - now, 0) if hours or held.needs else 0), now)
+        self.place(key, due, now)
 
     def bury(self, letter_id: str, letter: NewDeadLetter, close: Close, delivery: Delivery, now: int) -> int:
         """Set records of a digest aside as a dead letter; return how many older ones are let go."""
@@ -342,8 +378,9 @@ class Shard:
         return 0
 
 
-def pushed(held: Held, due: int, terms: Terms) -> int:
-    return max(held.cool_ms, min(due + terms.increment_ms, held.last_ms + terms.maximum_ms))
+def merged_needs(needs: str, more: str) -> str:
+    """Return the features that are needed by either."""
+    return " ".join(dict.fromkeys([*needs.split(), *more.split()]))
 
 
 def earliest(times: Mapping[str, int]) -> list[tuple[str, int]]:

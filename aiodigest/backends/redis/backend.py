@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from math import inf
 from operator import attrgetter
+from time import time_ns
 from typing import Any, Self, cast
 from uuid import uuid4
 
@@ -28,12 +29,13 @@ from aiodigest.backend import (
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.url import Source
 from aiodigest.backends.redis.namespace import BATCH, Namespace, Server
-from aiodigest.backends.redis.scripts import Argument, number, text
+from aiodigest.backends.redis.scripts import Argument, number, stale_at, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import id_of, identity
 
 Fields = Sequence[bytes | int]
+TRIES = 3  # of a call whose terms did not tell of the server's time
 
 
 class RedisBackend(Backend):
@@ -144,13 +146,24 @@ class RedisBackend(Backend):
     ) -> None:
         """Add some of the adds, in as many calls as needed; note the answers, also those before a call that fails."""
         namespace, now, left = self.namespace, self.namespace.time(), indices
+        about, tries = self._about(now), 0
         while left:
-            arguments, order = scripts.pack_adds(adds, left[:BATCH])
+            arguments, order = scripts.pack_adds(adds, left[:BATCH], about)
             reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
             keys = [adds[index].key for index in order]
-            told = await namespace.answers_of(shard, scripts.unpack_added(reply), keys, bool)
+            given = scripts.unpack_added(reply)
+            told = await namespace.answers_of(shard, given, keys, bool)
             answers.update(zip(order, told, strict=False))
             left = [*order[len(told) :], *left[BATCH:]]
+            if bytes in set(map(type, given)) and tries < TRIES:  # some may have come under terms of another time
+                stale = {index: at for index, answer in zip(order, given, strict=False) if (at := stale_at(answer))}
+                about, tries = max(stale.values(), default=about), tries + 1
+                left = [*stale, *left]
+
+    def _about(self, now: Argument = "") -> int:
+        """Return about what time it is by the servers' clocks."""
+        now = now or self.namespace.time()
+        return now if isinstance(now, int) else time_ns() // 1_000_000
 
     # Delivering
 
@@ -201,13 +214,15 @@ class RedisBackend(Backend):
         )
 
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
-        items = [*map(scripts.pack_close, closes)]
+        about = self._about()
+        items = [scripts.pack_close(close, about) for close in closes]
         return await self.namespace.call_each(
             "close", shard, [self._nonce()], items, scripts.unpack_closed, numbered=True
         )
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
-        items = [*map(scripts.pack_retry, retries)]
+        about = self._about()
+        items = [scripts.pack_retry(retry, about) for retry in retries]
         return await self.namespace.call_each("retry", shard, [self._nonce()], items, scripts.done, numbered=True)
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool | AiodigestError]:
@@ -256,9 +271,7 @@ class RedisBackend(Backend):
             mode, value = "delay", move.delay_ms
         else:
             mode, value = "policy", move.gap_ms
-        delays, limits = scripts.pack_delays(move.terms), scripts.pack_limits(move.terms.limits)
-        moves = mode, value, move.iteration, delays, limits, int(move.by_clock)
-        replies = await self.namespace.call_of(key, "reschedule", key, *moves)
+        replies = await self._rescheduled(key, move.terms, (mode, value, move.iteration), int(move.by_clock))
         # the earliest of what it may move: one timeline, but for the time of a change of their shards
         moved = cast("list[Fields]", replies)
         if dues := [number(reply[1]) for reply in moved if reply[0] == b"due"]:
@@ -268,6 +281,18 @@ class RedisBackend(Backend):
         if [b"retry"] in moved:
             raise InvalidState(f"timeline {key!r} waits for a retry, which no policy places: give at or delay")
         raise InvalidState(f"timeline {key!r} is not waiting: only a waiting timeline can be rescheduled")
+
+    async def _rescheduled(self, key: str, terms: Terms, moves: tuple[Argument, ...], by_clock: int) -> list[object]:
+        """Call ``reschedule`` with what terms say of the server's time; again if that is another than thought."""
+        about, limits = self._about(), scripts.pack_limits(terms.limits)
+        for _ in range(TRIES):
+            span = max(0, int(moves[1]) - (about if moves[0] == "at" else 0))
+            delays = scripts.pack_delays(terms, about, span)
+            replies = await self.namespace.call_of(key, "reschedule", key, *moves, delays, limits, by_clock)
+            if not (stale := [at for reply in replies if (at := stale_at(reply))]):
+                return replies
+            about = max(stale)
+        raise leaping(self.url)
 
     async def _settled(self, letter_id: str, name: str, *arguments: Argument) -> AsyncIterator[object]:
         """Yield the answers of the shards that take the adds, once the dead letter is in no old shard any more: else a
@@ -284,9 +309,21 @@ class RedisBackend(Backend):
                 asked.clear()  # the layout has changed
 
     async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
+        about = self._about()
+        for _ in range(TRIES):
+            ready = await self._replay(letter_id, terms, own, about)
+            if isinstance(ready, bool):
+                return ready
+            about = ready
+        raise leaping(self.url)
+
+    async def _replay(self, letter_id: str, terms: Terms, own: bool | None, about: int) -> bool | int:
+        """Replay with what terms say of about a time; return the server's time if that is another."""
         limits, owned = scripts.pack_limits(terms.limits), "" if own is None else int(own)
-        arguments = (letter_id, scripts.pack_delays(terms), limits, owned)
+        arguments = (letter_id, scripts.pack_delays(terms, about), limits, owned)
         async for reply in self._settled(letter_id, "replay", *arguments):
+            if (at := stale_at(reply)) is not None:
+                return at
             if isinstance(reply, bytes):
                 raise InvalidState(f"the timeline of dead letter {letter_id!r} is broken: {text(reply)}")
             match cast("Fields", reply):
@@ -307,6 +344,11 @@ class RedisBackend(Backend):
             if dropped == 1:
                 return True
         return False
+
+
+def leaping(url: str) -> BackendUnavailable:
+    """Return the error of a server whose clock is another one each time."""
+    return BackendUnavailable(f"{url} is unavailable: its clock leaps by more than an hour from call to call")
 
 
 def _of_record(add: Add, error: AiodigestError) -> AiodigestError:

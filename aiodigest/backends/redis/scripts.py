@@ -5,13 +5,14 @@ A script is a file ``lua/NAME.lua``, and the comment at its top declares it: doc
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from hashlib import sha1
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest import backend
 from aiodigest.backend import Add, Close, Closed, Lease, Postpone, Retry, StoredTimeline
@@ -20,6 +21,9 @@ from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records import entries as records
 from aiodigest.records.entries import ARRIVAL_END, ARRIVING
+
+if TYPE_CHECKING:
+    from aiodigest.timing.hours import Hours
 
 Argument: TypeAlias = bytes | str | int
 
@@ -40,6 +44,9 @@ CONSTANTS: Mapping[str, int] = {
 }
 HEADER = re.compile(r"^-- (Flags|Parts|Commands|Reply) +(.+(?:\n-- {5,}.+)*)", re.MULTILINE)
 NEEDS = re.compile(r"-- Needs +(.+)\n")
+MINUTE, DAY = 60_000, 86_400_000  # milliseconds
+COVERED = 3_600_000  # by how much the time that calendars and hours are worked out for may be wrong
+WINDOWS = 64  # of hours that a script is told
 TYPES: Mapping[str, frozenset[type]] = {
     "int": frozenset({int}),
     "text": frozenset({bytes}),
@@ -149,12 +156,59 @@ def pack_limits(limits: Limits) -> str:
     return " ".join(map(str, limits))
 
 
+def pack_delays(terms: Terms, now_ms: int = 0, span_ms: int = 0) -> str:
+    """Return the delays of terms, or JSON of all that they have: of calendars and hours what they tell of now, and
+    of due times up to ``span_ms`` after it."""
+    if terms.is_plain:
+        return _pack_plain(terms.initial_ms, terms.increment_ms, terms.maximum_ms)
+    return _pack_rich(terms, now_ms // MINUTE * MINUTE, span_ms // DAY)
+
+
 @lru_cache(256)
-def pack_delays(terms: Terms) -> str:
-    return f"{terms.initial_ms} {terms.increment_ms} {terms.maximum_ms}"
+def _pack_plain(*delays: int) -> str:
+    return " ".join(map(str, delays))
 
 
-def pack_adds(adds: Sequence[Add], indices: Iterable[int]) -> tuple[list[Argument], list[int]]:
+@lru_cache(256)
+def _pack_rich(terms: Terms, about_ms: int, days: int) -> str:
+    known: dict[str, object] = {
+        "rule": terms.rule, "initial": terms.initial_ms, "increment": terms.increment_ms, "maximum": terms.maximum_ms,
+        "quiet": terms.quiet_ms, "price": terms.price_ms, "randomised": terms.randomised,
+        "at_once": terms.first_at_once, "needs": terms.needs, "dedupe": terms.dedupe_ms, "max_bytes": terms.max_bytes,
+    }  # fmt: skip
+    if terms.at or terms.hours:
+        known |= {"since": about_ms - COVERED, "before": about_ms + COVERED}
+    instants = terms.at.instants(about_ms - COVERED, 2, about_ms + COVERED) if terms.at else ()
+    if terms.at:
+        known["instants"] = instants
+    if terms.hours:
+        # a cool-down may be one of an earlier policy
+        until = about_ms + max(terms.initial_ms, terms.maximum_ms, days * DAY) + 2 * DAY
+        known |= _hours_around(terms.hours, about_ms, until, instants)
+    return json.dumps(known, separators=(",", ":"))
+
+
+def pack_hours(hours: Hours | None, now_ms: int, span_ms: int) -> str:
+    """Return JSON of the hours around ``now_ms`` and for ``span_ms`` after it; '' if there are none."""
+    return "" if hours is None else _pack_hours(hours, now_ms // MINUTE * MINUTE, span_ms // DAY + 1)
+
+
+@lru_cache(256)
+def _pack_hours(hours: Hours, about_ms: int, days: int) -> str:
+    return json.dumps(_hours_around(hours, about_ms, about_ms + days * DAY), separators=(",", ":"))
+
+
+def _hours_around(hours: Hours, about_ms: int, until_ms: int, instants: Sequence[int] = ()) -> dict[str, object]:
+    """Return the windows from a while before a time until another, at most so many, and those of the instants."""
+    windows = [*hours.windows(about_ms - COVERED, until_ms, WINDOWS)]
+    for instant in instants:
+        if instant >= windows[-1][0]:
+            windows += (each for each in hours.windows(instant, instant, 0) if each[0] > windows[-1][0])
+    spread = round(hours.spread * 1000)
+    return {"since": about_ms - COVERED, "windows": [time for each in windows for time in each], "spread": spread}
+
+
+def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int = 0) -> tuple[list[Argument], list[int]]:
     """Return the arguments for some of the adds, and the order in which they stand there.
 
     Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order.
@@ -184,7 +238,7 @@ def pack_adds(adds: Sequence[Add], indices: Iterable[int]) -> tuple[list[Argumen
     arguments: list[Argument] = []
     order: list[int] = []
     for terms, own, groups in parts:
-        arguments += (pack_delays(terms), pack_limits(terms.limits), int(own), len(groups))
+        arguments += (pack_delays(terms, now_ms), pack_limits(terms.limits), int(own), len(groups))
         for key, group in groups.items():
             order += group
             if len(group) == 1:  # as most have, where timelines are many: half the time
@@ -205,20 +259,22 @@ def pack_postpone(postpone: Postpone) -> tuple[Argument, ...]:
     return *pack_lease(postpone.lease), postpone.lease.due_ms, postpone.delay_ms
 
 
-def pack_close(close: Close) -> list[Argument]:
+def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
     arguments: list[Argument] = [
         *pack_lease(close.lease), close.taken, close.delivered, close.aged, int(close.counts), close.cool_ms,
-        close.lease_ms, close.limits.max_size, close.limits.ttl_ms, len(close.dead_letters),
+        close.lease_ms, close.limits.max_size, close.limits.ttl_ms, pack_hours(close.hours, now_ms, close.cool_ms),
+        len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
         arguments += (_readable(letter.reason), pack_limits(close.limits), close.letter_bytes, *_pack_ids(letter.ids))
     return arguments
 
 
-def pack_retry(retry: Retry) -> list[Argument]:
+def pack_retry(retry: Retry, now_ms: int = 0) -> list[Argument]:
     return [
         *pack_lease(retry.lease), retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms, retry.taken,
-        retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown), *_pack_ids(retry.failed),
+        retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown),
+        pack_hours(retry.hours, now_ms, retry.delay_ms), *_pack_ids(retry.failed),
     ]  # fmt: skip
 
 
@@ -321,6 +377,17 @@ def unpack_added(reply: Sequence[object]) -> list[object]:
         else:
             return []
     return answers
+
+
+def stale_at(answer: object) -> int | None:
+    """Return the server's time of an answer that terms did not tell of it; None of another answer."""
+    if isinstance(answer, bytes):
+        return int(answer.removeprefix(b"STALE ")) if answer.startswith(b"STALE ") else None
+    match answer:
+        case [b"stale", int(now_ms)]:
+            return now_ms
+        case _:
+            return None
 
 
 def unpack_counts(reply: object) -> dict[str, int]:

@@ -7,11 +7,12 @@
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
--- then      for each terms of a policy: delays "initial increment maximum", ms; limits "capacity max_size max_age ttl",
+-- then      for each terms of a policy: delays "initial increment maximum", ms, or JSON of more; limits "capacity max_size max_age ttl",
 --           times in ms; 1 if these limits are the timeline's own; how many groups follow. A group is what is added to
 --           one timeline: key; number of entries, negative if each lacks what is filled in at its beginning; the entries
 -- Returns   the number of entries that were looked at: less than all if much had to be compacted. Then, for each of them
---           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error.
+--           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error:
+--           "STALE" and the server's time, ms, if its terms do not tell of that.
 --
 -- Needs     guard clock tick budget window
 
@@ -19,6 +20,7 @@
 local SETTLED = {'end', 'own'}
 local PUSHED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs'}
 local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening'}
+local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next', 'drawn'}
 
 -- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
 local arrival = struct.pack('>I6', now - shift)
@@ -79,12 +81,12 @@ end
 local function append(key, terms, first, last)
   local log, meta = logs .. key, metas .. key
   local settled, due, names, fields = call('ZSCORE', ready, key), nil, SETTLED, nil
-  if settled then
+  if settled and not terms.rule then
     fields = try('HMGET', meta, 'end', 'own')
   else
-    due = tonumber(call('ZSCORE', waiting, key))
-    settled = not due and call('ZSCORE', leased, key)
-    names = settled and SETTLED or due and PUSHED or OPENED
+    due = not settled and tonumber(call('ZSCORE', waiting, key)) or nil
+    settled = settled or not due and call('ZSCORE', leased, key)
+    names = terms.rule and BY_RULE or settled and SETTLED or due and PUSHED or OPENED
     fields = try('HMGET', meta, unpack(names))
   end
   if fields.err then
@@ -96,7 +98,7 @@ local function append(key, terms, first, last)
   -- Most adds change nothing of the meta, and are spared what follows for the others: of a timeline that is ready or leased
   -- they change nothing but its log. Here `end` is only compared; a claim finds one that is another kind of number.
   local ends, held = fields[1] and tonumber(fields[1]), nil
-  local plain = ends and ends >= terms.fresh and ends < 1e15 and fields[2] == terms.kept
+  local plain = not terms.rule and ends and ends >= terms.fresh and ends < 1e15 and fields[2] == terms.kept
   if not settled then
     held = plain and due and terms.max_size == 0 and take_little(key, due, fields)
     plain = held
@@ -138,9 +140,14 @@ local function append(key, terms, first, last)
     call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
   local made_ready
-  if not settled and open_or_push(held, due, terms, number) then
+  if terms.rule then
+    need(held, terms.needs)
+    local step = open_or_push_each(held, due, terms, settled, number, length)
+    made_ready = step and first + step - 1
+  elseif not settled and open_or_push(held, due, terms, number) then
     made_ready = first
-  elseif not settled then
+  end
+  if not (made_ready or settled) then
     local is_full
     is_full, length = fill(held, length, terms, due, ARGV[last])
     made_ready = is_full and last
@@ -149,7 +156,7 @@ local function append(key, terms, first, last)
     uncount(held)
     compact(held, length, terms)
   end
-  if changed or held.touched or not (settled or due) or held.counted ~= (fields[6] or nil) then
+  if terms.rule or changed or held.touched or not (settled or due) or held.counted ~= (fields[6] or nil) then
     save(held, names)
   end
   return last, made_ready
@@ -165,6 +172,14 @@ while cursor <= #ARGV and not is_spent do
   while groups > 0 and not is_spent do
     local key, number, first = ARGV[cursor], tonumber(ARGV[cursor + 1]), cursor + 2
     cursor, groups = first + math.abs(number), groups - 1
+    if are_stale(terms) then
+      for index = first, cursor - 1 do
+        looked = looked + 1
+        answer[#answer + 1] = looked
+        answer[#answer + 1] = string.format('STALE %.0f', now - shift)
+      end
+      first = cursor
+    end
     stamp(first, cursor - 1, number < 0)
     while first < cursor and not is_spent do
       local last, made_ready, problem = append(key, terms, first, cursor - 1)

@@ -12,7 +12,8 @@
 -- ARGV[3]   nonce (items): for the names of the next digest and of dead letters
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest;
---           cool-down, ms; lease, ms; max_size; ttl, ms; number of dead letters; for each of these: reason, limits that its
+--           cool-down, ms; lease, ms; max_size; ttl, ms; hours in which
+--           what came since may be due, or ''; number of dead letters; for each of these: reason, limits that its
 --           engine's policy has, what all may take, bytes; number of ids (-1: all records of the part), ids
 -- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
 --           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
@@ -86,7 +87,7 @@ local function set_aside(held, letters, taken)
   return let_go
 end
 
-local function close(letters, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl)
+local function close(letters, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl, hours)
   taken, delivered, max_size, ttl = tonumber(taken), tonumber(delivered), tonumber(max_size), tonumber(ttl)
   local held, problem = load_all(key)
   if not held then
@@ -123,7 +124,7 @@ local function close(letters, key, token, digest_id, taken, delivered, aged, cou
       held.last, held.cool = now, now + cool
     end
     end_delivery(held)
-    settle(held, max_size, ttl)
+    settle(held, max_size, ttl, parse_hours(hours))
   end
   answer(held, token, digest_id, status, next_id, left)
   save(held, FIELDS)
@@ -132,13 +133,13 @@ end
 
 -- Return the arguments of an item, its dead letters first: a table of them would take as long as two commands.
 local function next_item()
-  local at, letters = skip(11), {}
+  local at, letters = skip(12), {}
   for index = 1, next_number() do
     letters[index] = {
       reason = next_argument(), limits = next_argument(), most = next_number(), wanted = next_ids(),
     }
   end
-  return letters, unpack(ARGV, at, at + 10)
+  return letters, unpack(ARGV, at, at + 11)
 end
 
 return answer_each(next_item, close)

@@ -8,11 +8,12 @@
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
 -- ARGV[3]   id (text): of the letter
--- ARGV[4]   delays (text): "initial increment maximum", ms
+-- ARGV[4]   delays (text): "initial increment maximum", ms, or JSON of more
 -- ARGV[5]   limits (text): "capacity max_size max_age ttl", times in ms
 -- ARGV[6]   own (text): '1' if these limits are the timeline's own, '0' if not, '' to take those that it has, or had
--- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size, capacity}, or
---           the text of an error if the timeline is broken
+-- Returns   {'ready'} or {'added'}; and changes nothing for {'missing'}, {'open', key}, {'full', key, size, capacity},
+--           {'stale', the server's time, ms} if the delays do not tell of it, or the text of an error if the timeline is
+--           broken
 --
 -- Needs     guard clock tick timelines window entries lists dead
 
@@ -35,6 +36,9 @@ if own == '' then
   kept = held.own or facts[3] and are_limits(facts[3]) and facts[3]
 end
 local terms = parse_terms(delays, kept or limits, kept)
+if are_stale(terms) then
+  return {'stale', now - shift}
+end
 local buried = collect({}, {}, remains, call('LLEN', remains))
 local seen = {}
 local size = #collect(collect({}, seen, logs .. key, held.logged), seen, remains, #buried)
@@ -50,8 +54,13 @@ touch(held, terms.ttl)
 if held.logged == 0 and not held.touched then
   call('PEXPIRE', logs .. key, lifetime(held, terms.ttl))
 end
-if not settled then
+need(held, terms.needs)
+if terms.rule then
+  is_ready = open_or_push_each(held, due, terms, settled, 1, held.logged + #buried)
+elseif not settled then
   is_ready = open_or_push(held, due, terms, 1)
+end
+if not settled then
   local length = held.logged + #buried
   if not is_ready then
     is_ready = fill(held, length, terms, due)

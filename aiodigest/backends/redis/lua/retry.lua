@@ -11,11 +11,11 @@
 -- ARGV[3]   nonce (items): for the name of a digest whose contents change
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; delay, ms; error; ttl, ms; entries taken; records delivered; records aged;
---           1 to charge no attempt; 1 if the outcome is unknown; number of ids that stay (-1: all), ids
+--           1 to charge no attempt; 1 if the outcome is unknown; hours, or ''; number of ids that stay (-1: all), ids
 -- Returns   for each: 1, 0 if the lease is lost, or the text of an error. Fewer than asked for if much had to be read;
 --           the rest was not looked at.
 --
--- Needs     guard clock timelines fencing items
+-- Needs     guard clock timelines fencing items hours
 
 call('PERSIST', layout)
 -- Needs     tick
@@ -63,9 +63,10 @@ local function retry(item)
     held.attempts = held.attempts + 1
   end
   held.error, held.token, held.lost = item.error, nil, 0
-  touch(held, item.delay + item.ttl) -- it must still be there when its time comes
+  local due = within(item.hours, held.key, now + item.delay)
+  touch(held, due - now + item.ttl) -- it must still be there when its time comes
   leave(held.key)
-  place(held.key, now + item.delay)
+  place(held.key, due)
   answer(held, item.token, item.digest_id, 'closed', '', 0)
   save(held, FIELDS)
   return 1
@@ -75,7 +76,8 @@ local function next_item()
   return {
     key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = next_number(),
     error = next_argument(), ttl = next_number(), taken = next_number(), delivered = next_number(),
-    aged = next_number(), give_back = next_flag(), unknown = next_flag(), failed = next_ids(),
+    aged = next_number(), give_back = next_flag(), unknown = next_flag(),
+    hours = parse_hours(next_argument()), failed = next_ids(),
   }
 end
 

@@ -5,7 +5,7 @@
 local ECHO = 300000 -- ms for which a timeline without records remembers what its last outcome was answered
 local NUMBERS = {
   ['end'] = 0, attempts = 0, lost = 0, iteration = 0, last = 0, cool = 0, dropped = 0, open_dropped = 0, part = 0, cut = 0,
-  bound = 0, since = 0, opening = 0,
+  bound = 0, since = 0, opening = 0, next = 0, drawn = 0,
 }
 local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
 

@@ -1,14 +1,35 @@
 -- window: open and push the window in which records gather.
 --
--- Needs    budget schedule fields
+-- Needs    budget schedule fields hours
 
--- Read the terms of a policy: its delays, "initial increment maximum", and its limits, which may be the timeline's own.
+-- Read the terms of a policy: its delays, "initial increment maximum", and its limits, which may be the timeline's own. If
+-- it has more than these, the first are JSON of all: a `rule` and what that needs, `windows` of hours, what timelines need.
 local function parse_terms(delays, limits, own)
   local terms = parse_limits(limits)
   local initial, increment, maximum = string.match(delays, '^(%d+) (%d+) (%d+)$')
-  terms.initial, terms.increment, terms.maximum = tonumber(initial), tonumber(increment), tonumber(maximum)
+  if initial then
+    terms.initial, terms.increment, terms.maximum = tonumber(initial), tonumber(increment), tonumber(maximum)
+  else
+    for name, value in pairs(cjson.decode(delays)) do
+      terms[name] = value
+    end
+  end
   terms.own = own and limits or nil
   return terms
+end
+
+-- Return whether terms that were worked out for a time of the server's do not tell of now.
+local function are_stale(terms)
+  return terms.since and (now - shift < terms.since or now - shift >= terms.before)
+end
+
+-- Note what a timeline needs besides what it did.
+local function need(held, needs)
+  for name in string.gmatch(needs or '', '%S+') do
+    if not string.find(' ' .. (held.needs or '') .. ' ', ' ' .. name .. ' ', 1, true) then
+      held.needs = held.needs and held.needs .. ' ' .. name or name
+    end
+  end
 end
 
 -- Return when a timeline is due once it has been pushed a number of times: once if none is given.
@@ -39,6 +60,94 @@ local function open_or_push(held, due, terms, number)
   return place(held.key, number > 1 and due > now and pushed(held, due, terms, number - 1) or due)
 end
 
+-- The same for terms that have more than delays: each rule is that of timing/formula.py.
+
+-- Return how long `count` records may wait for others.
+local function price_of(held, terms, count)
+  local factor = terms.randomised and math.log(1 + share_of(held.key .. ':' .. held.drawn) * 1.718281828459045) or 1
+  return math.max(1, math.ceil(factor * terms.price / count))
+end
+
+local function opened_by_rule(held, terms, count)
+  if terms.rule == 'debounce' then
+    return now + terms.quiet
+  elseif terms.rule == 'balanced' then
+    return now + price_of(held, terms, count)
+  elseif terms.rule == 'calendar' then
+    for _, instant in ipairs(terms.instants) do
+      if instant + shift > now then
+        return instant + shift
+      end
+    end
+  end
+  return now + terms.initial
+end
+
+local function pushed_by_rule(held, terms, due, count)
+  if terms.rule == 'debounce' then
+    return now + terms.quiet
+  elseif terms.rule == 'balanced' then
+    return math.min(due, now + price_of(held, terms, count))
+  end
+  return terms.rule == 'calendar' and due or due + terms.increment
+end
+
+local function clamped(held, terms, due)
+  return terms.rule == 'calendar' and due or math.max(held.cool, math.min(due, held.last + terms.maximum))
+end
+
+-- Return when the first record of a window is due, of `count` that wait.
+local function opened(held, terms, count)
+  local due = opened_by_rule(held, terms, count)
+  if held.cool > now and terms.rule ~= 'calendar' then
+    return clamped(held, terms, terms.rule == 'increment' and held.cool + terms.increment or due)
+  end
+  held.iteration, held.cool, held.last = 0, 0, now
+  due = terms.at_once and now or due
+  held.opening = terms.rule == 'increment' and due > now and due or 0
+  return due
+end
+
+-- Note when the log of a timeline with an open delivery is due by its rule.
+local function gather(held, terms, count)
+  if terms.rule == 'increment' or (terms.rule == 'calendar' and held.next > 0) then
+    return
+  end
+  local due = opened_by_rule(held, terms, count)
+  if terms.rule == 'calendar' then -- whoever settles knows the hours, but perhaps not so far ahead
+    due = within(terms, held.key, due)
+  end
+  held.next = terms.rule == 'balanced' and held.next > 0 and math.min(held.next, due) or due
+end
+
+-- Open the window of a timeline, or push it, record by record, for `number` of the `length` entries in its log. `settled`
+-- if its due time is not to be moved. Return which of them made it ready.
+local function open_or_push_each(held, due, terms, settled, number, length)
+  if terms.randomised and held.drawn == 0 then
+    held.drawn = now
+  end
+  if settled or (due and (held.id or due <= now)) then
+    return gather(held, terms, length)
+  end
+  local waits, later = due ~= nil, due
+  for step = 1, number do
+    local count = length - number + step
+    later = later and clamped(held, terms, pushed_by_rule(held, terms, later, count)) or opened(held, terms, count)
+    later = within(terms, held.key, later)
+    touch(held, math.max(later - now, 0) + terms.ttl)
+    if later <= now then
+      if step < number then
+        gather(held, terms, length)
+      end
+      place(held.key, later, waits)
+      return step
+    end
+  end
+  if later ~= due then
+    place(held.key, later, waits)
+  end
+end
+
 -- Make a waiting timeline ready if its log holds `max_size` records; one that was due already keeps its place. `entry`
 -- is what was added last. Return whether it is ready, and how many entries the log has.
 --
@@ -52,6 +161,7 @@ local function fill(held, length, terms, due, entry)
   end
   -- Needs    entries lists
   local log, ids = logs .. held.key, indexes .. held.key
+  local earliest_due = within(terms, held.key, math.min(due or now, now)) -- later than now: the hours are closed
   local last, entries, records = string.match(held.counted or '', '^(%d+) (%d+) (%d+)$')
   if entry and tonumber(last) == held.last and tonumber(entries) == length - 1 then
     local added = try('ZADD', ids, 0, identity(entry))
@@ -66,7 +176,7 @@ local function fill(held, length, terms, due, entry)
   local is_long = length > size + math.max(1, math.floor(size / 4))
   if not records or (is_long and records < size) then
     local kept = collect({}, {}, log, length)
-    if not records and #kept < size then
+    if not records and (#kept < size or earliest_due > now) then
       call('UNLINK', ids)
       for first = 1, #kept, SLICE do
         local scored = {}
@@ -84,10 +194,10 @@ local function fill(held, length, terms, due, entry)
       length = records
     end
   end
-  if records < size then
+  if records < size or earliest_due > now then
     held.counted = string.format('%.0f %.0f %.0f', held.last, length, records)
-    return false, length
+    return records >= size and place(held.key, earliest_due, true), length
   end
   uncount(held)
-  return place(held.key, math.min(due or now, now), true), length
+  return place(held.key, earliest_due, true), length
 end
