@@ -458,6 +458,13 @@ class Backend(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
 
+    async def clock_ms(self, shard: int) -> int:
+        """Return the time by the server's clock, of the server that has a shard, as far as this process knows it.
+
+        It is asked for where it is not known, or was asked for more than a minute ago; else this makes no call.
+        """
+        ...
+
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Append records; True for the add that made its timeline ready.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import signature
@@ -354,6 +355,27 @@ async def test_a_server_that_may_not_be_asked_for_the_time_is_called_all_the_sam
     with pytest.raises(BackendUnavailable, match="not a valid answer to add"):
         await add(connections)
     assert server.sent == 1
+    await connections.close()
+
+
+@virtual_time
+async def test_where_nobody_may_ask_for_the_time_it_is_that_of_this_machine() -> None:
+    server = SlowServer()
+    server.gate.set()
+    server.time = reply("NOPERM this user has no permissions to run the 'time' command")
+    connections = Connections(server.url, 5)
+    assert abs(await connections.clock_ms("") - 1000 * time.time()) < 60_000
+    assert server.sent == 0
+    await connections.close()
+
+
+@virtual_time
+async def test_the_time_of_a_server_that_is_away_is_not_guessed() -> None:
+    server = SlowServer(connecting=10)
+    connections = Connections(server.url, 5)
+    with pytest.raises(BackendUnavailable):
+        await connections.clock_ms("")
+    assert now() == pytest.approx(5, abs=0.01)
     await connections.close()
 
 

@@ -178,6 +178,25 @@ async def test_a_clock_is_asked_for_again_after_a_while(server: Server, namespac
         assert (there._ahead < ahead + 60, proxy.times) == (True, before + 1)
 
 
+async def test_the_server_s_time_is_told_without_a_call_and_asked_for_once_a_minute(
+    server: Server, namespace: str, client: Any
+) -> None:
+    async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
+        await backend.clock_ms(0)
+        [there] = backend.namespace.connections._servers.values()
+        before = proxy.times
+        seconds, micros = client.time()
+        told = await backend.clock_ms(0)
+        assert proxy.times == before
+        assert abs(told - 1000 * seconds - micros / 1000) < 60_000
+        assert there._ahead is not None
+        there._ahead += 3600  # as if it had stepped back since
+        assert await backend.clock_ms(0) - told >= 3_600_000
+        there._asked -= 61
+        assert abs(await backend.clock_ms(0) - told) < 60_000
+        assert proxy.times == before + 1
+
+
 def is_busy(client: Any) -> bool:
     try:
         client.ping()

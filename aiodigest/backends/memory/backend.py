@@ -94,6 +94,9 @@ class ReferenceBackend(Backend, Operations):
     def clone(self) -> Self:
         return self
 
+    async def clock_ms(self, shard: int) -> int:
+        return self._now()
+
     def _tick(self, shard: int, *, begins: bool = False) -> tuple[Shard, int]:
         """Return a shard and the time by its clock. One that was never used has none, unless this ``begins`` it."""
         machine, server_ms = self.machines[shard], self._now()

@@ -107,6 +107,9 @@ class RedisBackend(Backend):
         """Close the connections, and end the share of a server of one's own. It may be connected again."""
         await self.namespace.aclose()
 
+    async def clock_ms(self, shard: int) -> int:
+        return await self.namespace.clock_ms(shard)
+
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """See ``Backend.add``; raises if all failed at once.
 

@@ -108,6 +108,16 @@ class Namespace:
         """Return the time that scripts are given: '' for the server's."""
         return "" if self.now is None else self.now()
 
+    async def clock_ms(self, shard: int) -> int:
+        """Return the time by the clock of a shard's server, as it is known, or the one that tests give."""
+        if self.now is not None:
+            return self.now()
+        connections = await self.connected()
+        try:
+            return await connections.clock_ms(self.key(shard, "layout"))
+        except BackendUnavailable as error:
+            raise self._explained(error, "no") from error.__cause__
+
     # Connecting
 
     async def connect(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -138,6 +139,17 @@ class Connections:
         """Return the id of a stream's entry after ``last``, or ``last`` after a while; may be cancelled at any time."""
         call = self._exchange(stream, lambda server, until, fresh: server.hear(stream, last), repeat=False)
         return await apart(call)
+
+    async def clock_ms(self, key: str) -> int:
+        """Return the time by the clock of a key's server; it is asked, unless it was within a minute.
+
+        Where nobody may ask, it is taken to be the time of this machine.
+        """
+        server = self._servers.get(self.primary_of(key))
+        told = None if server is None else server.time
+        if told is None:
+            told = await apart(self._exchange(key, lambda server, until, fresh: server.learn_time(until, fresh)))
+        return int(1000 * (time.time() if told is None else told))
 
     async def check_version(self, key: str) -> None:
         """Refuse a server that is too old, and a cluster node given as a single server; nothing if none may ask."""

@@ -186,6 +186,22 @@ class ServerConnections:
             return command
         return *command[:5], f"{command[5]}<{int(1000 * (late + self._ahead))}", *command[6:]
 
+    @property
+    def time(self) -> float | None:
+        """The time by its server's clock, in seconds, if that was asked for within a minute, and told."""
+        now = asyncio.get_running_loop().time()
+        return None if self._ahead is None or now - self._asked > TRUSTED else now + self._ahead
+
+    async def learn_time(self, until: float, fresh: bool) -> float | None:
+        """Return the time, which is asked for as a connection is lent; None where it was never told."""
+        try:
+            async with asyncio.timeout_at(until), self._open():
+                connection, _ = await self._take(fresh)
+                await self._put(connection)
+        except (exceptions.RedisError, OSError) as error:
+            raise Failed(error, sent=False, is_old=False) from error
+        return None if self._ahead is None else asyncio.get_running_loop().time() + self._ahead
+
     async def _ask_time(self, connection: Connection) -> None:
         """Ask for the time. Any answer shows that a connection is alive, and that the server takes it."""
         self._asked = asyncio.get_running_loop().time()
