@@ -70,7 +70,8 @@ class Lease:
     left out. ``due_ms`` is when the timeline was due, by the shard's clock, as ``Claims.now_ms`` is. ``bound`` (0:
     none) is how many bytes one digest may decode to, and ``later`` are the identities of what comes after it, if that
     cut it off. ``own`` are limits that the timeline has. ``lost`` counts the leases on this digest that ended without a
-    word since its last known outcome: if any did, it is doubtful, and may end the process that delivers it.
+    word since its last known outcome: if any did, it is doubtful, and may end the process that delivers it. One that
+    ``passes`` goes out whatever the hours are.
     """
 
     key: str
@@ -89,6 +90,7 @@ class Lease:
     bound: int = 0
     own: Limits | None = None
     later: Sequence[bytes] = field(default=(), repr=False)
+    passes: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -169,6 +171,7 @@ class Claims:
     read, set aside for one lease. ``expired`` pairs a key with the number of its records that outlived their ttl.
     ``left`` pairs a key with a feature that the timeline needs and nobody here knows: it was left to other workers.
     ``barred``: there are doubtful digests that this claim could not take; ``wait_ms`` does not tell of them.
+    ``server_ms`` is the server's time, which ``now_ms`` is ahead of once that has stepped back.
     """
 
     leases: Sequence[Lease] = ()
@@ -179,6 +182,7 @@ class Claims:
     expired: Sequence[tuple[str, int]] = ()
     barred: bool = False
     left: Sequence[tuple[str, str]] = ()
+    server_ms: int = 0
 
 
 class NewDeadLetter(NamedTuple):

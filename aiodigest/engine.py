@@ -49,7 +49,17 @@ from aiodigest.models import (
     Stats,
     Timeline,
 )
-from aiodigest.policy import NO_POLICY, Limits, Policies, Policy, PolicySource, RetryPolicy, milliseconds
+from aiodigest.policy import (
+    NO_POLICY,
+    Limits,
+    Policies,
+    Policy,
+    PolicySource,
+    RetryPolicy,
+    RetrySource,
+    Source,
+    milliseconds,
+)
 from aiodigest.records.entries import identity_of, unpack
 from aiodigest.records.validation import (
     DEFAULT,
@@ -142,9 +152,11 @@ class DigestEngine(Generic[T]):
         Encodes values for the store, and decodes them.
     policy : Policy, or a plain or async function from a key to a Policy, default Policy()
         Sets when a timeline is due. A function is called once an add, once a key of an ``add_many`` (32 at once if it
-        is async), and once a claimed digest; it may take ``timeout``, and for a digest ``delivery_timeout``.
-    retry : RetryPolicy, default RetryPolicy()
-        Sets how often to retry a digest whose callback raised.
+        is async), and once a claimed digest; it may take ``timeout``, and for a digest ``delivery_timeout``. One with a
+        second parameter ``now`` is given the server's time (an aware datetime, in UTC).
+    retry : RetryPolicy, or a plain or async function from a key to a RetryPolicy, default RetryPolicy()
+        Sets how often to retry a digest whose callback raised. A function is called once a claimed digest, as that of
+        ``policy`` is, with ``now`` if it has it; the policy's ``ttl`` must be longer than what it allows.
     backoff_mode : BackoffMode, default BackoffMode()
         Sets when this process, or a ``destination``, rests because deliveries of distinct timelines keep failing.
     shards : int or None, default None
@@ -184,7 +196,7 @@ class DigestEngine(Generic[T]):
         value_type: TypeForm[T] | TypeAdapter[T] = JSON,
         codec: Codec[T] | None = None,
         policy: PolicySource = NO_POLICY,
-        retry: RetryPolicy = RetryPolicy(),
+        retry: RetrySource = RetryPolicy(),
         backoff_mode: BackoffMode = BackoffMode(),
         shards: int | None = None,
         concurrency: int = 64,
@@ -200,7 +212,7 @@ class DigestEngine(Generic[T]):
     ) -> None:
         require(isinstance(namespace, str), "namespace", "a str", namespace)  # pyright: ignore[reportUnnecessaryIsInstance]
         require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
-        require(isinstance(retry, RetryPolicy), "retry", "a RetryPolicy", retry)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(isinstance(retry, RetryPolicy) or callable(retry), "retry", "a RetryPolicy or a function", retry)
         require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
         codes = all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
         require(codec is None or codes, "codec", "a Codec", codec)
@@ -237,7 +249,8 @@ class DigestEngine(Generic[T]):
             )
         self.backend = backend
         self._url = self.backend.url  # also while a test replaces the backend
-        self._policies = Policies(policy, retry, self.delivery_timeout)
+        self._retries = Source("retry", RetryPolicy, retry, self._clock_ms)
+        self._policies = Policies(policy, self._retries.fixed, self.delivery_timeout, self._clock_ms)
         self._registered: Registered[T] = Registered()
         self._session: Session | None = None
 
@@ -469,7 +482,8 @@ class DigestEngine(Generic[T]):
 
         lease_timeout, timeout, tracing = self.lease_timeout, self.delivery_timeout, self._registered.tracing
         policy, fixed = partial(self._policies.of, timeout=timeout), self._policies.fixed
-        return Dispatcher(callback, self.codec, policy, self.retry, lease_timeout, timeout, tracing, self.bounds, fixed)
+        retry = self._retries.fixed or partial(self._retries.of, timeout=timeout)
+        return Dispatcher(callback, self.codec, policy, retry, lease_timeout, timeout, tracing, self.bounds, fixed)
 
     # Adding
 
@@ -588,6 +602,11 @@ class DigestEngine(Generic[T]):
 
     async def _backend(self) -> Backend:
         return await self._entered().backend()
+
+    async def _clock_ms(self, key: str) -> int:
+        """Return the time by the clock of a timeline's server."""
+        backend = await self._backend()
+        return await backend.clock_ms(backend.shard_map.shard_of(key))
 
     async def _timeline(self, key: str) -> Backend:
         """Check a key, and return the store."""

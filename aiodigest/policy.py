@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast, overload
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast, overload
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import TEN_YEARS, duration, require, whole
+from aiodigest.records.validation import TEN_YEARS, duration, moment, require, whole
 
 if TYPE_CHECKING:
     from aiodigest.timing.calendar import At
     from aiodigest.timing.hours import Hours
+
+T = TypeVar("T")
 
 DAY = 86_400.0
 MAX_CAPACITY = 10_000
@@ -295,12 +299,14 @@ class Policy:
         }  # fmt: skip
         return " ".join(name for name, is_used in wanted.items() if is_used)
 
-    def check(self, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
+    def check(self, retry: RetryPolicy | None, delivery_timeout: float = 0.0) -> None:
         """Raise InvalidArgument if records could expire while their digest is delivered or tried again.
 
-        Delivery takes as long as all tries of ``retry``, or one of ``delivery_timeout`` seconds.
+        Delivery takes as long as all tries of ``retry`` (None: that is checked elsewhere), or one of
+        ``delivery_timeout`` seconds.
         """
-        self._ttl_above(retry.span, "the whole retry span")
+        if retry is not None:
+            self._ttl_above(retry.span, "the whole retry span")
         self._ttl_above(delivery_timeout, "delivery_timeout")
 
     def _ttl_above(self, bound: float, what: str) -> None:
@@ -351,15 +357,81 @@ def _at(cls: type[Policy], when: At | str, tz: str = "UTC", *, hours: Hours | No
 setattr(Policy, "at", classmethod(_at))  # noqa: B010  (a type checker takes it for the field's)
 
 NO_POLICY = Policy()  # of an engine that was given none, as the command line's
-PolicySource: TypeAlias = Policy | Callable[[str], Policy] | Callable[[str], Awaitable[Policy]]
+PolicySource: TypeAlias = Policy | Callable[..., Policy] | Callable[..., Awaitable[Policy]]
+RetrySource: TypeAlias = RetryPolicy | Callable[..., RetryPolicy] | Callable[..., Awaitable[RetryPolicy]]
+Clock: TypeAlias = Callable[[str], Awaitable[int]]  # the time by the clock of a timeline's server, ms
+
+
+async def machine_clock(key: str) -> int:
+    """Tell the time of this machine, for want of a server's."""
+    return time.time_ns() // 1_000_000
+
+
+class Source(Generic[T]):
+    """What an engine was given for all its timelines: a value, or a function of the key.
+
+    Such a function is plain or async. One that has a parameter ``now`` besides is given the server's time, as an aware
+    datetime: by ``clock``, unless who asks knows it.
+    """
+
+    def __init__(self, name: str, kind: type[T], given: object, clock: Clock) -> None:
+        self._name = name
+        self._kind = kind
+        self.fixed = given if isinstance(given, kind) else None
+        self._function = cast("Callable[..., object]", given)
+        self._clock = clock
+        self._takes_now = self.fixed is None and _takes_now(self._function)
+
+    async def of(self, key: str, timeout: float | None = None, now_ms: int | None = None) -> T:
+        """Return the value of the timeline ``key``.
+
+        Raises any error of the function, BackendUnavailable if the server's time cannot be told, InvalidArgument for a
+        result of another kind, and ConfigurationError if the function takes longer than ``timeout`` seconds (None: it
+        may take forever).
+        """
+        if self.fixed is not None:
+            return self.fixed
+        named: dict[str, object] = {}
+        if self._takes_now:
+            named["now"] = moment(1000 * (await self._clock(key) if now_ms is None else now_ms))
+        found = self._function(key, **named)
+        if isinstance(found, Awaitable):
+            timer = asyncio.timeout(timeout)
+            try:
+                async with timer:
+                    found = await cast("Awaitable[object]", found)
+            except TimeoutError as error:
+                if not timer.expired():  # its own
+                    raise
+                raise ConfigurationError(f"the {self._name} function took longer than {timeout:g} s") from error
+        if not isinstance(found, self._kind):
+            raise InvalidArgument(f"the {self._name} function must return a {self._kind.__name__}, not {shown(found)}")
+        return found
+
+
+def _takes_now(function: Callable[..., object]) -> bool:
+    """Return whether a function has a parameter ``now`` behind its first one, which is the key."""
+    try:
+        others = [*signature(function).parameters.values()][1:]
+    except (TypeError, ValueError):  # Python cannot tell of every one that is written in C
+        return False
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return any(each.name == "now" and each.kind in named for each in others)
 
 
 class Policies:
-    """The policies of an engine: one for all its timelines, or a function of the key."""
+    """The policies of an engine: one for all its timelines, or a function of the key. ``retry`` is None if that is a
+    function too: then who delivers a digest checks that its ttl is long enough."""
 
-    def __init__(self, source: PolicySource, retry: RetryPolicy, delivery_timeout: float = 0.0) -> None:
-        self._source = source
-        self.fixed = source if isinstance(source, Policy) else None
+    def __init__(
+        self,
+        source: PolicySource,
+        retry: RetryPolicy | None,
+        delivery_timeout: float = 0.0,
+        clock: Clock = machine_clock,
+    ) -> None:
+        self._source = Source("policy", Policy, source, clock)
+        self.fixed = self._source.fixed
         self._retry = retry
         self._delivery_timeout = delivery_timeout
         # claims of an engine whose policy is a function trim nothing but by limits that are stored
@@ -368,26 +440,11 @@ class Policies:
         self.limits = base.terms.limits
         self.own = self.fixed is None  # the limits of a function's policies are stored with their timelines
 
-    async def of(self, key: str, timeout: float | None = None) -> Policy:
-        """Return the policy of the timeline ``key``.
-
-        Raises any error of the function, InvalidArgument for a result that is not a Policy, and ConfigurationError if
-        it takes longer than ``timeout`` seconds (None: it may take forever).
-        """
-        if isinstance(self._source, Policy):
-            return self._source
-        policy = self._source(key)
-        if isinstance(policy, Awaitable):
-            timer = asyncio.timeout(timeout)
-            try:
-                async with timer:
-                    policy = await policy
-            except TimeoutError as error:
-                if not timer.expired():  # its own
-                    raise
-                raise ConfigurationError(f"the policy function took longer than {timeout:g} s") from error
-        if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers may not be typed)
-            raise InvalidArgument(f"the policy function must return a Policy, not {shown(policy)}")
+    async def of(self, key: str, timeout: float | None = None, now_ms: int | None = None) -> Policy:
+        """Return the policy of the timeline ``key``, as ``Source.of`` does; it was checked."""
+        if self.fixed is not None:
+            return self.fixed
+        policy = await self._source.of(key, timeout, now_ms)
         policy.check(self._retry, self._delivery_timeout)
         return policy
 

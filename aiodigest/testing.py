@@ -24,7 +24,7 @@ from aiodigest.policy import milliseconds
 from aiodigest.records.entries import identity_of
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
 from aiodigest.session.sync import bridge
-from aiodigest.worker.delivery import Attempt, Outcome, tell
+from aiodigest.worker.delivery import Aside, Attempt, Call, Outcome, tell
 from aiodigest.worker.destinations import Destinations
 
 __all__ = ["TestEngine"]
@@ -252,7 +252,7 @@ class Run(Generic[T]):
             while True:
                 lease, entries, _ = await entries_of(lease, partial(backend.read, SHARD, lease), dispatcher.size_of)
                 attempt = await dispatcher.prepare(lease, entries)
-                outcome = await dispatcher.deliver(attempt)
+                outcome = await dispatcher.deliver(attempt, Call(clock=lambda: (now, now)))
                 if outcome.pause:
                     name = self._name_of(lease.key)
                     self.paused[name] = max(self.paused.get(name, 0), now + milliseconds(outcome.pause))
@@ -266,6 +266,8 @@ class Run(Generic[T]):
                 if closed.status != "part":
                     return
                 lease = outcome.rest(closed)
+        except Aside as aside:
+            await backend.postpone(SHARD, [Postpone(lease, aside.aside_ms)], self.replacement.limits)
         except BaseException:  # the test was cut short: nobody knows what the callback did
             await self.release(lease, started=True)
             raise

@@ -21,8 +21,9 @@ from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, R
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
 from aiodigest.records.entries import identity_of, pack
+from aiodigest.timing.hours import Hours
 from aiodigest.worker.contents import MANY, SMALL, TURN, read
-from aiodigest.worker.delivery import Call, Callback, Dispatcher, Outcome
+from aiodigest.worker.delivery import Aside, Call, Callback, Dispatcher, Outcome
 from aiodigest.worker.reasons import ERROR_LENGTH, describe
 
 pytestmark = pytest.mark.virtual_time
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.virtual_time
 CODEC = JSONCodec[JSON]()
 TIMEOUT = 30.0
 LEASE_MS = 60_000
+MINUTE = 60_000
 LIMITS = Policy().terms.limits
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0 * attempt)
 
@@ -58,7 +60,7 @@ def lease_of(entries: Sequence[bytes], **changes: Any) -> Lease:
     return Lease("key", "token", "digest-1", entries=tuple(entries), **facts)
 
 
-async def usual(key: str) -> Policy:
+async def usual(key: str, now_ms: int) -> Policy:
     return Policy()
 
 
@@ -72,7 +74,7 @@ def dispatcher_to(callback: Callback[JSON]) -> Dispatcher[JSON]:
 
 
 async def attempt(
-    reply: Reply, *entries: bytes, policy: Callable[[str], Awaitable[Policy]] = usual, retry: RetryPolicy = RETRY,
+    reply: Reply, *entries: bytes, policy: Callable[..., Awaitable[Policy]] = usual, retry: RetryPolicy = RETRY,
     call: Call | None = None, **changes: Any,
 ) -> Outcome:  # fmt: skip
     """What comes of delivering ``entries`` to a callback, or to one that raises this error or only returns."""
@@ -233,7 +235,7 @@ async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
     assert await plain(None, A, B, A) == Outcome(closing(3, 2), "delivered", 2, True)
     growing = Policy(minimum_delay=lambda iteration: 100.0 * iteration, capacity=5)
 
-    async def of_now(key: str) -> Policy:
+    async def of_now(key: str, now_ms: int) -> Policy:
         return growing
 
     outcome = await attempt(None, A, policy=of_now)
@@ -440,7 +442,7 @@ async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
 
 
 async def test_a_policy_function_that_leaves_its_task_cancelled_fails_its_delivery_alone() -> None:
-    async def choose(key: str) -> Policy:
+    async def choose(key: str, now_ms: int) -> Policy:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
@@ -508,15 +510,33 @@ async def test_a_digest_left_empty_by_max_age_is_closed_without_a_callback_or_a_
 
 
 async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration_fail_the_attempt() -> None:
-    async def unknown(key: str) -> Policy:
+    async def unknown(key: str, now_ms: int) -> Policy:
         raise KeyError(key)
 
-    async def endless(key: str) -> Policy:
+    async def endless(key: str, now_ms: int) -> Policy:
         return Policy(minimum_delay=lambda _: nan)
 
     for policy, error in ((unknown, "KeyError: 'key'"), (endless, "minimum_delay")):
         outcome = await attempt(AssertionError("called"), A, policy=policy)
         assert (outcome.result, error in retry_of(outcome).error) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("earliest", "latest", "wait"),
+    [(7, 7, 3), (9, 9, 1), (10, 12, 0), (9, 10, 1), (10, 19, 0), (19, 20, 24 * 60 - 9), (20, 20, 24 * 60 - 10)],
+)
+async def test_a_callback_begins_only_if_the_hours_are_open_whatever_the_server_s_clock_may_tell(
+    earliest: int, latest: int, wait: int
+) -> None:
+    async def daily(key: str, now_ms: int) -> Policy:
+        return Policy(hours=Hours("00:10-00:20"))
+
+    call = Call(clock=lambda: (MINUTE * earliest, MINUTE * latest))
+    if wait:
+        with pytest.raises(Aside) as aside:
+            await attempt(AssertionError("called"), A, policy=daily, call=call)
+        assert aside.value.aside_ms == wait * MINUTE
+    assert (await attempt(None, A, policy=daily, call=call, passes=True)).result == "delivered"
 
 
 async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import product
 from math import inf, nan
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -166,6 +167,39 @@ async def test_one_policy_serves_every_key_or_a_function_or_an_async_function_gi
         policies = Policies(source, RetryPolicy())
         assert [await policies.of(key) for key in ("small", "large")] == [small, large]
         assert (policies.limits.capacity, policies.limits.max_size, policies.own) == (10_000, 0, True)
+
+
+async def test_a_function_with_a_parameter_now_is_given_the_server_s_time_and_others_are_called_as_ever() -> None:
+    asked, told = list[str](), list[object]()
+
+    async def clock(key: str) -> int:
+        asked.append(key)
+        return 1_500
+
+    def positional(key: str, now: datetime) -> Policy:
+        told.append(now)
+        return Policy()
+
+    async def keyword(key: str, *, now: datetime) -> Policy:
+        return positional(key, now)
+
+    class Called:
+        def __call__(self, key: str, now: datetime | None = None) -> Policy:
+            return positional(key, cast("datetime", now))
+
+    def key_named_now(now: str) -> Policy:
+        return Policy(capacity=len(now))
+
+    def anything(*args: object, **named: object) -> Policy:
+        return Policy(capacity=len(args) + len(named))
+
+    for function in (positional, keyword, Called(), partial(positional)):
+        assert await Policies(function, RetryPolicy(), clock=clock).of("key") == Policy()
+    assert (asked, told) == (["key"] * 4, [datetime.fromtimestamp(1.5, UTC)] * 4)
+    assert await Policies(positional, RetryPolicy(), clock=clock).of("key", now_ms=2_000) == Policy()
+    for function in (key_named_now, anything):
+        assert (await Policies(function, RetryPolicy(), clock=clock).of("k")).capacity == 1
+    assert (len(asked), told[4:]) == (4, [datetime.fromtimestamp(2, UTC)])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from inspect import CORO_CREATED, getcoroutinestate
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from engines import (
     holding,
     lasting,
     now,
+    now_ms,
     policy,
     settle,
     state_of,
@@ -44,6 +46,7 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease
 from aiodigest.backoff import PROBE_TIMEOUT
 from aiodigest.errors import ConfigurationError
+from aiodigest.timing.hours import Hours
 from aiodigest.worker.concurrency import Gate
 from aiodigest.worker.reasons import FEW
 from aiodigest.worker.shard import CLAIM, QUICK, QUICK_CLAIM
@@ -653,6 +656,45 @@ async def test_the_next_part_of_a_digest_has_a_lease_of_full_length_though_the_o
             gate.set()
         callback.free.set()
     assert inbox.values == [[1], [2]]
+
+
+async def test_what_a_full_worker_carries_into_closed_hours_waits_for_the_opening_by_the_server_s_clock() -> None:
+    day = policy(hours=Hours("13:00-13:50"))  # it is 13:46:40, by the clocks of test and server
+    inbox, backend = Inbox(lasting(250)), await holding(1, policy=day)
+    await backend.put("other", 2)
+    async with delivering(inbox, backend, policy=day, concurrency=1):
+        await inbox.outcome(2)
+    opening = 24 * 3600 - 2800
+    assert inbox.times == pytest.approx([0, opening], abs=0.01)
+    assert inbox.times[1] >= opening
+    assert [delivery.attempt for delivery in inbox.seen] == [1, 1]
+    assert inbox.seen[1].lateness == pytest.approx(opening, abs=1), "it is due when it was"
+
+
+async def test_the_next_part_of_a_digest_is_not_begun_in_closed_hours() -> None:
+    day = policy(hours=Hours("13:00-13:50"), max_size=1)
+    inbox, backend = Inbox(lasting(250)), await holding(1, 2, policy=day)
+    async with delivering(inbox, backend, policy=day):
+        await inbox.outcome(2)
+    assert inbox.values == [[1], [2]]
+    assert inbox.times == pytest.approx([0, 24 * 3600 - 2800], abs=0.01)
+
+
+async def test_a_worker_goes_by_the_server_s_clock_for_hours_and_for_what_functions_are_told() -> None:
+    told: list[datetime] = []
+
+    def choose(key: str, now: datetime) -> Policy:
+        told.append(now)
+        return policy(hours=Hours("08:00-20:00"))
+
+    backend = WatchedBackend(latency=1)
+    backend._now = lambda: now_ms() + 10 * 3_600_000  # it is 23:46:40 there
+    await backend.put("key", 1)
+    inbox = Inbox()
+    async with delivering(inbox, backend, policy=choose):
+        await inbox.outcome()
+    assert inbox.times[0] == pytest.approx(8 * 3600 + 800, abs=5)
+    assert [each.hour for each in told] == [23, 8]
 
 
 async def test_leases_that_end_without_a_word_are_charged_from_the_third_on_and_the_digest_is_buried() -> None:

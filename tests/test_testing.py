@@ -33,6 +33,7 @@ from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidArgument, PartialFailure, Reject, RetryAfter
 from aiodigest.integrations.opentelemetry import instrument
 from aiodigest.testing import TestEngine
+from aiodigest.timing.hours import Hours
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0)
@@ -84,6 +85,86 @@ async def test_each_digest_is_delivered_at_its_own_due_time() -> None:
         assert callback.came == [(0, [1]), (100, [4]), (360, [2, 3])]
         assert t.delivered[1].records[0].timestamp == START + timedelta(seconds=100), "of the clock"
         assert t.now == START + timedelta(seconds=1900)
+
+
+async def test_functions_of_a_policy_and_of_retries_see_the_clock_of_the_test() -> None:
+    seen: list[datetime] = []
+
+    def by_hour(key: str, now: datetime) -> Policy:
+        seen.append(now)
+        return policy(initial_delay=60 if now.hour < 12 else 0)
+
+    async def more_by_day(key: str, now: datetime) -> RetryPolicy:
+        seen.append(now)
+        return RetryPolicy(2, lambda _: 10.0) if now.hour < 12 else RetryPolicy(1)
+
+    async with rehearsing(ValueError(), ValueError(), policy=by_hour, retry=more_by_day) as (mail, t, _):
+        assert not await mail.add("key", 1, record_id="1")
+        assert await mail.add_many([Entry("key", 2, "2")]) == [False]
+        assert await mail.remove("key", "2")
+        assert await mail.reschedule("key") == START + MINUTE
+        assert seen == [START] * 4
+        await t.advance(hours=12)
+        assert seen[4:] == [START + timedelta(seconds=each) for each in (60, 60, 70, 70)]
+        [letter] = [letter async for letter in mail.dead_letters()]
+        assert letter.attempt == 2
+        assert await mail.replay(letter.id)
+        assert seen[-1] == t.now == START + timedelta(hours=12)
+        await t.advance()
+        assert t.attempts[-1].result == "delivered"
+
+
+async def test_a_retry_by_key_tries_some_sooner_and_others_more_often() -> None:
+    def by_key(key: str) -> RetryPolicy:
+        return RetryPolicy(2, lambda _: 1.0) if key == "alert" else RetryPolicy(3, lambda _: 60.0)
+
+    failures = [ValueError()] * 5
+    async with rehearsing(*failures, retry=by_key, policy=policy()) as (mail, t, callback):
+        await mail.add("alert", 1)
+        await mail.add("news", 2)
+        await t.advance(hours=1)
+        assert sorted(callback.came) == [(0, [1]), (0, [2]), (1, [1]), (60, [2]), (120, [2])]
+        assert {letter.key: letter.attempt async for letter in mail.dead_letters()} == {"alert": 2, "news": 3}
+
+
+@pytest.mark.parametrize("wrong", [None, Policy(), RetryPolicy(max_attempts=1000, backoff=lambda _: 1_000.0)])
+async def test_a_retry_function_that_returns_what_may_not_be_fails_the_attempt(wrong: Any) -> None:
+    answers = iter([wrong])
+    usual = RetryPolicy(3, lambda _: 10.0)
+    async with rehearsing(retry=lambda key: next(answers, usual), policy=policy()) as (mail, t, callback):
+        await mail.add("key", 1)
+        await t.advance(hours=2)
+        assert [attempt.result for attempt in t.attempts] == ["failed", "delivered"]
+        assert values(callback.digests) == [[1]]
+        assert ("retry span" if isinstance(wrong, RetryPolicy) else "must return a RetryPolicy") in t.attempts[0].reason
+
+
+async def test_what_is_due_while_hours_are_closed_comes_at_the_opening_and_stays_due_when_it_was() -> None:
+    closed = policy(initial_delay=1, hours=Hours("08:00-20:00"))
+    async with rehearsing(policy=closed) as (mail, t, callback):
+        await mail.add("key", 1)
+        await t.advance(hours=7, minutes=59)
+        assert not callback.came
+        await mail.add("key", 2)
+        await t.advance(hours=1)
+        assert callback.came == [(8 * 3600, [1, 2])]
+        assert t.attempts[0].attempt == 1
+        await t.advance(hours=4)
+        await mail.add("key", 3)
+        await t.advance(seconds=1)
+        assert values(callback.digests) == [[1, 2], [3]]
+
+
+async def test_what_waited_for_an_opening_is_spread_over_the_time_after_it() -> None:
+    spread = policy(initial_delay=1, hours=Hours("08:00-20:00", spread=100))
+    async with rehearsing(policy=spread) as (mail, t, callback):
+        for number in range(50):
+            await mail.add(str(number), number)
+        await t.advance(hours=9)
+        times = [came - 8 * 3600 for came, _ in callback.came]
+        assert len(set(times)) > 40
+        assert min(times) >= 0
+        assert max(times) < 100
 
 
 async def test_nothing_is_delivered_until_the_test_says_so() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from math import inf
 from traceback import walk_tb
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec, most_of, sizes_of
@@ -19,6 +20,7 @@ from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
+from aiodigest.timing.formula import share_of
 from aiodigest.worker.contents import SMALL, Contents, read
 from aiodigest.worker.reasons import (
     TimedOut,
@@ -32,9 +34,13 @@ from aiodigest.worker.reasons import (
 )
 from aiodigest.worker.tasks import TimeLimit
 
+if TYPE_CHECKING:
+    from aiodigest.timing.hours import Hours
+
 logger = logger_of(__name__)
 
 T = TypeVar("T")
+End = TypeVar("End")
 
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
 FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
@@ -124,12 +130,35 @@ class Outcome(NamedTuple):
         return replace(fresh, digest_id=closed.digest_id, size=closed.left, entries=entries)
 
 
+class Aside(Exception):
+    """A digest may not run now: it is given back at once, or put aside for some time, uncharged."""
+
+    def __init__(self, aside_ms: int) -> None:
+        super().__init__(aside_ms)
+        self.aside_ms = aside_ms
+
+
+def closed_ms(hours: Hours, earliest: int, latest: int, key: str) -> int:
+    """Return how long it is until a timeline's digests may go out, as the server's time is between these two; 0 if they
+    may now, whichever it is."""
+    for now in (earliest, latest):
+        if (opening := hours.within(now, share_of(key))) > now:
+            return opening - earliest
+    return 0
+
+
+def machine_ms() -> tuple[int, int]:
+    """Tell the time of this machine, for want of a server's."""
+    return (now := time.time_ns() // 1_000_000), now
+
+
 @dataclass(slots=True)
 class Call:
     """State of a callback, shared by its worker and its dispatcher."""
 
     deadline: float = inf  # by the loop's clock: when what the user wrote is cancelled, and should end
     cancelled: bool = False  # by its worker, so that it reports nothing
+    clock: Callable[[], tuple[int, int]] = machine_ms  # of the server, ms: what it tells at least, and at most
 
 
 @dataclass(slots=True)
@@ -137,10 +166,13 @@ class Attempt(Generic[T]):
     """A lease, the contents of its digest (or of its next part), and the policy that governs its delivery."""
 
     lease: Lease
+    entries: Sequence[bytes] = field(repr=False)  # until they are read
     taken: int
-    contents: Contents[T]
+    contents: Contents[T] = field(init=False, repr=False)
     policy: Policy = Policy()
+    retry: RetryPolicy = RetryPolicy()
     cool_ms: int = 0
+    aside_ms: int = 0  # for how long it is to wait, as its hours are closed
     is_spent: bool = False  # no attempt is left, and there is something to give up
 
     @property
@@ -197,8 +229,8 @@ class Dispatcher(Generic[T]):
 
     callback: Callback[T]
     codec: Codec[T]
-    policy: Callable[[str], Awaitable[Policy]]
-    retry: RetryPolicy
+    policy: Callable[..., Awaitable[Policy]]
+    retry: RetryPolicy | Callable[..., Awaitable[RetryPolicy]]
     lease_timeout: float
     delivery_timeout: float
     tracing: Tracing | None = None
@@ -219,39 +251,68 @@ class Dispatcher(Generic[T]):
         return self._size_of(value_in(entry))
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
-        """Read the digest that ``entries`` hold; large ones are read one at a time.
+        """Read the digest that ``entries`` hold, if it is known how often it may be tried; else ``deliver`` does."""
+        attempt: Attempt[T] = Attempt(lease, entries, len(entries))
+        if isinstance(self.retry, RetryPolicy):
+            attempt.retry = self.retry
+            await self._read(attempt)
+        return attempt
 
-        If no attempt is left, they are only asked for their ids and their age: to decode them may be what ends the
-        process.
+    async def _read(self, attempt: Attempt[T], *, gives_up: bool = False) -> None:
+        """Read a digest; large ones are read one at a time.
+
+        If no attempt is left, or it fails without one, its entries are only asked for their ids and their age: to
+        decode them may be what ends the process.
         """
-        if lease.attempt > self.retry.max_attempts:
+        lease, entries, attempt.entries = attempt.lease, attempt.entries, ()
+        if gives_up or lease.attempt > attempt.retry.max_attempts:
             known = {identity(entry): entry for entry in latest(entries)}
             replaced = sum(known.pop(name, None) is not None for name in lease.later)
             last = {name: "" for name, entry in known.items() if not aged(entry, lease.cut_ms)}
-            contents: Contents[T] = Contents(undecodable=last, aged=len(known) - len(last), replaced=replaced)
-            return Attempt(lease, len(entries), contents, is_spent=bool(last))
+            attempt.contents = Contents(undecodable=last, aged=len(known) - len(last), replaced=replaced)
+            attempt.is_spent = bool(last)
+            return
         if len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]:
-            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
+            attempt.contents = await read(entries, self.codec, lease.cut_ms, lease.later)
+            return
         async with self._reading:
-            return Attempt(lease, len(entries), await read(entries, self.codec, lease.cut_ms, lease.later))
+            attempt.contents = await read(entries, self.codec, lease.cut_ms, lease.later)
+
+    async def _ask(self, attempt: Attempt[T], call: Call) -> None:
+        """Ask for the policy and the tries of a digest, and read it if that had to wait for them."""
+        key, (now_ms, _) = attempt.lease.key, call.clock()
+        if not isinstance(self.retry, RetryPolicy):
+            attempt.retry = await self.retry(key, now_ms=now_ms)
+        policy = self.fixed or await self.policy(key, now_ms=now_ms)
+        if call.cancelled:  # which the functions did not heed
+            raise asyncio.CancelledError
+        if not isinstance(self.retry, RetryPolicy):
+            policy.check(attempt.retry)
+        attempt.cool_ms, attempt.policy = policy.cool_ms(attempt.lease.iteration), policy
+        self._compare_limits(attempt)
+        if policy.hours is not None and not attempt.lease.passes:
+            attempt.aside_ms = closed_ms(policy.hours, *call.clock(), key)
 
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
-        """Deliver a digest. Raises CancelledError only when cancelled from outside."""
+        """Deliver a digest. Raises CancelledError only when cancelled from outside, and Aside if it may not run now."""
         lease, call, task = attempt.lease, call or Call(), asyncio.current_task()
         clock = asyncio.get_running_loop().time
         call.deadline = clock() + self.delivery_timeout
         try:
-            attempt.policy = self.fixed or await self.policy(lease.key)
-            if call.cancelled:  # which the policy function did not heed
-                raise asyncio.CancelledError
-            attempt.cool_ms = attempt.policy.cool_ms(lease.iteration)
-            self._compare_limits(attempt)
+            await self._ask(attempt, call)
         except BaseException as error:
+            if attempt.entries:
+                await self._read(attempt, gives_up=True)
             return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
+        if attempt.entries:
+            call.deadline = inf
+            await self._read(attempt)
         if attempt.is_spent:
             return self._buried(attempt, _why_spent(lease))
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
+        if attempt.aside_ms:
+            raise await self._settled(Aside(attempt.aside_ms), call, task)
         digest = attempt.digest
         span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self.delivery_timeout
@@ -274,7 +335,7 @@ class Dispatcher(Generic[T]):
         if not self._told_limits:
             self._told_limits = log_other_limits(attempt.lease, attempt.policy.terms.limits)
 
-    async def _settled(self, outcome: Outcome, call: Call, task: asyncio.Task[Any] | None) -> Outcome:
+    async def _settled(self, outcome: End, call: Call, task: asyncio.Task[Any] | None) -> End:
         """Return the outcome once the task can report it: what the user wrote may have left it cancelled."""
         if task is not None and task.cancelling() and not call.cancelled:
             await _uncancel(task)
@@ -386,9 +447,9 @@ class Dispatcher(Generic[T]):
         lease, reason = attempt.lease, reason or describe(error)
         unknown, shown = isinstance(error, TimedOut), self._worth_a_traceback(error)
         success = None if isinstance(error, DeliverySignal) else False
-        if lease.attempt >= self.retry.max_attempts:
+        if lease.attempt >= attempt.retry.max_attempts:
             return self._buried(attempt, reason, error=shown)._replace(success=success)
-        delay_ms = self._delay_ms(lease, reason, "failed", shown)
+        delay_ms = self._delay_ms(attempt, reason, "failed", shown)
         policy = attempt.policy
         retry = Retry(lease, delay_ms, reason, policy.terms.limits, unknown=unknown, hours=policy.hours)
         return Outcome(retry, "timeout" if unknown else "failed", success=success)
@@ -412,7 +473,7 @@ class Dispatcher(Generic[T]):
         failed = [identity_of(record_id.encode()) for record_id in signal.failed]
         delivered = len(known) - len(failed)
         reason = one_line("; ".join(f"{name}: {text_of(why)}" for name, why in signal.failed.items()))
-        if lease.attempt >= self.retry.max_attempts:
+        if lease.attempt >= attempt.retry.max_attempts:
             letters = [NewDeadLetter(reason, failed), *self._letters(attempt)]
             facts = {**facts_of(lease, reason), "records": len(failed)}
             logger.error("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
@@ -420,15 +481,16 @@ class Dispatcher(Generic[T]):
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason)
         kept, limits = [*failed, *attempt.contents.undecodable], attempt.policy.terms.limits
-        delay_ms, aged = self._delay_ms(lease, reason, "failed in part"), attempt.contents.aged
+        delay_ms, aged = self._delay_ms(attempt, reason, "failed in part"), attempt.contents.aged
         hours = attempt.policy.hours
         retry = Retry(lease, delay_ms, reason, limits, attempt.taken, kept, delivered, aged=aged, hours=hours)
         return Outcome(retry, "partial", delivered)
 
-    def _delay_ms(self, lease: Lease, reason: str, how: str, error: BaseException | None = None) -> int:
+    def _delay_ms(self, attempt: Attempt[T], reason: str, how: str, error: BaseException | None = None) -> int:
         """Return the wait before the next attempt, and log it."""
+        lease = attempt.lease
         try:
-            delay_ms = self.retry.delay_ms(lease.attempt)
+            delay_ms = attempt.retry.delay_ms(lease.attempt)
         except Exception:
             line, facts = "the retry strategy failed; attempt %d waits a minute", facts_of(lease)
             logger.exception(line, lease.attempt, extra=facts)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from aiodigest.backend import Lease, entries_of, whole
+from aiodigest.worker.delivery import Aside
 from aiodigest.worker.doubts import PERIOD, Delivery
 from aiodigest.worker.tasks import elapse
 
@@ -19,12 +20,8 @@ SMALL = 262_144  # bytes: a digest that decodes to less needs no room, as it fit
 Pages: TypeAlias = Callable[[int, int], Awaitable[Sequence[bytes]]]
 
 
-class NoRoom(Exception):
-    """A digest is not to wait for room: it is given back at once, or put aside for some seconds."""
-
-    def __init__(self, aside_ms: int) -> None:
-        super().__init__(aside_ms)
-        self.aside_ms = aside_ms
+class NoRoom(Aside):
+    """A digest is not to wait for room."""
 
 
 class Room:

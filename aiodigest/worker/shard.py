@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar, cast
@@ -14,10 +15,9 @@ from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
-from aiodigest.worker.delivery import tell
+from aiodigest.worker.delivery import Aside, Call, tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses, log_needs
-from aiodigest.worker.room import NoRoom
 from aiodigest.worker.tasks import retrieve
 
 logger = logger_of(__name__)
@@ -39,6 +39,13 @@ def time_to_sleep(wait_ms: float | None, passed: float, longest: float) -> float
     The store told it before its answer set out, which may have waited for a disk: so the sleep counts from the call.
     """
     return longest if wait_ms is None else min(longest, max(0.0, wait_ms / 1000 - passed))
+
+
+def server_time(clock: Callable[[], float], told_ms: int, sent: float, heard: float) -> tuple[int, int]:
+    """Return what the server's clock tells by now, at least and at most, in milliseconds: ``told_ms`` was the answer to
+    a call that was sent and heard at these times of ``clock``."""
+    now = clock()
+    return told_ms + int(1000 * (now - heard)), told_ms + math.ceil(1000 * (now - sent))
 
 
 class WakeUps:
@@ -207,12 +214,13 @@ class ShardWorker:
             log_losses(claims)
             log_needs(claims)
             now = loop.time()
+            clock = partial(server_time, loop.time, claims.server_ms, sent, now)
             chosen, postponed = shared.limit.sort(claims.leases, count, now)
             self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
             for lease, destination in chosen:
                 log_doubt(lease)
                 due = now - (claims.now_ms - lease.due_ms) / 1000
-                active = ActiveDelivery(lease, due, destination, self.leases)
+                active = ActiveDelivery(lease, due, destination, self.leases, call=Call(clock=clock))
                 shared.limit.doubts.claimed(active)
                 active.on_done = partial(self._on_done, active)
                 self.leases.active[active] = None
@@ -268,9 +276,9 @@ class ShardWorker:
                             return
                     finally:
                         doubts.left(active)
-            except NoRoom as full:
-                if full.aside_ms:
-                    return await self._postpone([Postpone(active.lease, full.aside_ms)], active.ends)
+            except Aside as aside:
+                if aside.aside_ms:
+                    return await self._postpone([Postpone(active.lease, aside.aside_ms)], active.ends)
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))

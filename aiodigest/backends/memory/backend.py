@@ -220,7 +220,8 @@ class ReferenceBackend(Backend, Operations):
             nexts = [*machine.waiting.values(), *ends]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             barred = bool(ended) and not doubtful
-            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred, left)
+            server_ms = now - machine.shift_ms
+            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred, left, server_ms)
 
     def _oldest(self, machine: Shard, now: int) -> list[str]:
         return [key for key, _ in earliest(machine.ready)[:SLICE]]

@@ -183,8 +183,9 @@ class RedisBackend(Backend):
     ) -> Claims:
         packed, flags = scripts.pack_limits(limits), (int(sample), bound, int(doubtful), self._features)
         reply = await self.namespace.call("claim", shard, count, lease_ms, packed, self._nonce(), *flags)
-        now, wait, wake_up, leases, broken, expired, barred, left = cast(
-            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int, list[bytes]]", reply
+        now, wait, wake_up, leases, broken, expired, barred, left, shift = cast(
+            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int, list[bytes], int]",
+            reply,
         )
         return Claims(
             [scripts.unpack_lease(lease) for lease in leases],
@@ -195,6 +196,7 @@ class RedisBackend(Backend):
             [(text(key), number(size)) for key, size in zip(expired[::2], expired[1::2], strict=True)],
             barred == 1,
             [(text(key), text(need)) for key, need in zip(left[::2], left[1::2], strict=True)],
+            now - shift,
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:

@@ -4,7 +4,7 @@
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
 --           ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
--- Reply     [int, int, text, [list...], [text...], [number...], int, [text...]]
+-- Reply     [int, int, text, [list...], [text...], [number...], int, [text...], int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
@@ -19,7 +19,8 @@
 -- ARGV[10]  features (text): that the worker knows, separated by spaces
 -- Returns   now; how long until something is due, us (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
---           claim could not take; timelines that are left to others (key, a feature that it needs, ...)
+--           claim could not take; timelines that are left to others (key, a feature that it needs, ...); how far the
+--           shard's clock is ahead of the server's, ms
 --
 -- Needs     guard clock budget lease promotion gap needs
 
@@ -179,4 +180,4 @@ else
     wait = math.max(0, 1000 * (math.min(next_due or math.huge, next_end or math.huge) - now) - micros)
   end
 end
-return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left}
+return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left, shift}
