@@ -29,8 +29,10 @@ from aiodigest.models import (
     Digest,
     Draining,
     Entry,
+    Explanation,
     Finding,
     Health,
+    Reason,
     Record,
     State,
     Stats,
@@ -49,9 +51,10 @@ __version__ = "0.1.0"
 __all__ = [
     "JSON", "Activity", "AiodigestError", "At", "BackendUnavailable", "BackoffMode", "Bounds", "Codec", "CodecError",
     "ConfigurationError", "DeadLetter", "DecorrelatedJitter", "Delivery", "DeliverySignal", "Digest", "DigestEngine",
-    "Draining", "Entry", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument", "InvalidState",
-    "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "PartialAdd", "PartialFailure", "Policy", "Record",
-    "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy", "Sync", "Timeline", "data_folder",
+    "Draining", "Entry", "Explanation", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument",
+    "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "PartialAdd", "PartialFailure",
+    "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy", "Sync",
+    "Timeline", "data_folder",
 ]  # fmt: skip
 
 _LATER = {"At": "aiodigest.timing.calendar", "Hours": "aiodigest.timing.hours"}  # imported when they are asked for

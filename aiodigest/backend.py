@@ -268,7 +268,13 @@ class Move(NamedTuple):
 
 
 class StoredTimeline(NamedTuple):
-    """A timeline as stored; see ``models.Timeline``."""
+    """A timeline as stored; see ``models.Timeline``.
+
+    ``last_ms`` is its last digest, or the add that opened the window, which was due at ``opening_ms`` then (0: at
+    once). ``next_ms`` (0: none) is when what came under delivery is due by its rule, and ``until_ms`` (0: it is not)
+    when one that was postponed is ready again. ``flushed``: what came under delivery is due as soon as that ends.
+    ``passes``: its digest goes out whatever the hours are. ``needs`` are features, separated by spaces.
+    """
 
     key: str
     state: State
@@ -281,6 +287,21 @@ class StoredTimeline(NamedTuple):
     cool_ms: int = 0
     digest_id: str = ""
     last_error: str = ""
+    last_ms: int = 0
+    opening_ms: int = 0
+    next_ms: int = 0
+    until_ms: int = 0
+    flushed: bool = False
+    passes: bool = False
+    needs: str = ""
+
+
+class Cooling(NamedTuple):
+    """A timeline without records, in the cool-down ``until_ms`` of its last digest, which was closed at ``last_ms``."""
+
+    iteration: int
+    until_ms: int
+    last_ms: int
 
 
 class Bookmark(NamedTuple):
@@ -365,8 +386,8 @@ class Operations(Protocol):
         timeline = await self.look(key)
         return [] if timeline is None else [timeline]
 
-    async def cooling(self, key: str) -> list[int]:
-        """Return the iteration of a timeline that holds no records and is in a cool-down, of each shard with one."""
+    async def cooling(self, key: str) -> list[Cooling]:
+        """Return the cool-down of a timeline that holds no records, of each shard with one."""
         ...
 
     async def entries(self, key: str) -> list[bytes]:

@@ -22,7 +22,18 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
-from aiodigest.backend import MAX_SHARDS, Add, Backend, Bookmark, Move, Page, StoredDeadLetter, StoredTimeline
+from aiodigest.backend import (
+    FEATURES,
+    MAX_SHARDS,
+    Add,
+    Backend,
+    Bookmark,
+    Move,
+    Page,
+    StoredDeadLetter,
+    StoredTimeline,
+    unknown_need,
+)
 from aiodigest.backends import ValkeyClient, open_backend
 from aiodigest.backoff import BackoffMode
 from aiodigest.codecs import JSON, Bounded, Codec, JSONCodec, sizes_of
@@ -42,6 +53,7 @@ from aiodigest.models import (
     Delivery,
     Draining,
     Entry,
+    Explanation,
     Finding,
     Health,
     Record,
@@ -84,6 +96,8 @@ from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.reasons import describe
 
 if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
+
     from pydantic import TypeAdapter
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
@@ -668,7 +682,7 @@ class DigestEngine(Generic[T]):
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
             # a policy moves it from its iteration: one, except while resharding. None can be moved: the store says why
             waiting = {each.iteration for each in windows if each.state == "waiting" and not each.digest_id}
-            waiting.update(cooling)
+            waiting.update(each.iteration for each in cooling)
             dues: list[int | None] = []
             for iteration in sorted(waiting if by_policy else ()) or [windows[0].iteration]:
                 gap_ms = policy.cool_ms(iteration) if iteration else 0
@@ -689,6 +703,28 @@ class DigestEngine(Generic[T]):
         if window is None:
             return None
         return self._view(window, await self._records(await backend.operations.entries(key)))
+
+    async def explain(self, key: str, *, tz: str | ZoneInfo = "UTC") -> Explanation:
+        """Return why a timeline is where it is, and until when: each reason with its instant, and all as a sentence.
+
+        It reads as "waits until 14:07:30: last digest 14:02:00, cool-down 5 min until 14:07:00, pushed 30 s by 1 add;
+        at the latest 14:32:00; inside its hours". Times are by the server's clock, and are told in the zone ``tz``.
+        While it is resharded, that of its digests is explained which is due first. An engine that was given no
+        ``policy`` tells what is stored, and nothing of rules and hours.
+        """
+        from aiodigest.timing.explain import Explainer  # imports time zones
+        from aiodigest.timing.zones import zone_of
+
+        zone, backend = zone_of(tz), await self._timeline(key)
+        found = await backend.operations.look_all(key)
+        cooling = [] if found else await backend.operations.cooling(key)
+        now_ms, policy, retry = await self._clock_ms(key), None, None
+        if self._policies.fixed is not NO_POLICY:
+            policy = await self._policies.of(key, self.timeout, now_ms)
+            retry = await self._retries.of(key, self.timeout, now_ms)
+        unknown = (unknown_need(found[0].needs, FEATURES) or "") if found else ""
+        explainer = Explainer(plain(key), now_ms, policy, retry, zone, unknown)
+        return explainer.explain(next(iter(found), None), next(iter(cooling), None))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """Yield the timelines, the earliest due of each shard and state first; without records.
@@ -834,7 +870,7 @@ class DigestEngine(Generic[T]):
         return (*contents.records, *contents.raw)
 
     def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:
-        key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = window
+        key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = window[:11]
         at, size, until = nearest(due), logged + opened, nearest(cool) if cool else None
         named = digest_id or None, error or None
         return Timeline(key, state, at, size, attempt, iteration, dropped, until, *named, records)

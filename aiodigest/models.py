@@ -75,7 +75,9 @@ class Digest(Generic[T]):
     ``id`` names exactly these contents: a digest that is delivered again because its outcome is unknown comes with the
     same id, so that a receiver can use it as an idempotency key. ``attempt`` is the number of this try to deliver it.
     ``dropped`` counts the records that the timeline's capacity trimmed since the last digest, and ``iteration`` the
-    digests in a row of this timeline, including this one.
+    digests in a row of this timeline, including this one. ``next_due`` is when the next digest is due by the policy if
+    a record came now, by the server's clock (aware, in UTC), for texts like "the next summary comes at 14:30"; None in
+    a digest that a test has made.
     """
 
     key: str
@@ -84,6 +86,7 @@ class Digest(Generic[T]):
     attempt: int = 1
     dropped: int = 0
     iteration: int = 1
+    next_due: datetime | None = None
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class Digest(Generic[T]):
         attempt: int = 1,
         dropped: int = 0,
         iteration: int = 1,
+        next_due: datetime | None = None,
     ) -> None:
         fields = self.__dict__  # what the dataclass would make of it takes twice as long
         fields["key"] = key
@@ -101,6 +105,7 @@ class Digest(Generic[T]):
         fields["attempt"] = attempt
         fields["dropped"] = dropped
         fields["iteration"] = iteration
+        fields["next_due"] = next_due
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,47 @@ class Timeline(Generic[T]):
     digest_id: str | None = None
     last_error: str | None = None
     records: Sequence[Record[T | bytes]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One reason of an ``Explanation``: what it says as ``text``, and the instant ``at`` of which it tells, if any.
+
+    ``kind`` is "state" (where the timeline is); "last" (its last digest, or the record that opened its window),
+    "cool-down", "rule" (how records wait for others), "moved" (its due time is not what the policy says: it was
+    rescheduled, or added to under another one), "maximum", "size"; "hours", "passes" (it goes out whatever these are);
+    "retry", "aside" (why it was put aside); "lease", "flush", "since" (what came under delivery); or "next" (when a
+    record would be due that came now).
+    """
+
+    kind: Literal[
+        "state", "last", "cool-down", "rule", "moved", "maximum", "size", "hours", "passes", "retry", "aside", "lease",
+        "flush", "since", "next",
+    ]  # fmt: skip
+    at: datetime | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reasons why the timeline ``key`` is where it is, and until when; ``str()`` of it is a sentence.
+
+    ``state`` is "empty" if it holds no records. ``due`` is when it is due or will be tried again ("waiting"), was due
+    ("ready"), or its lease ends ("leased"); None if it is empty. The first of ``reasons`` tells that in words. All
+    times are by the server's clock, in the zone that was asked for.
+    """
+
+    key: str
+    state: State | Literal["empty"]
+    due: datetime | None
+    reasons: tuple[Reason, ...]
+
+    def __str__(self) -> str:
+        head, *others = self.reasons
+        told = ""
+        for reason in others:
+            told += (", " if reason.kind in ("cool-down", "rule", "moved") else "; ") * bool(told) + reason.text
+        return f"{head.text}: {told}" if told else head.text
 
 
 @dataclass(frozen=True)

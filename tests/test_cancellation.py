@@ -329,6 +329,11 @@ class Cancelled:
         return play
 
 
+async def is_told(call: Awaitable[object]) -> bool:
+    """Whether there is an answer, which may be another one each time."""
+    return await call is not None
+
+
 async def deliver_by_hand(stage: Stage, _: object) -> None:
     async with stage.backend.digest("d", AT_ONCE, LEASE):
         await asyncio.sleep(0)
@@ -384,6 +389,7 @@ BACKEND = {
     "release": Cancelled(lambda stage, lease: stage.store.release(lease, started=True), lease),
     "postpone": Cancelled(lambda stage, lease: stage.store.postpone(lease), lease),
     "wait": Cancelled(lambda stage, _: stage.backend.wait(0, "0-0"), add, holds=is_woken),
+    "clock_ms": Cancelled(lambda stage, _: is_told(stage.backend.clock_ms(0))),
     # a transition in each shard, which notes the time
     "schedule": Cancelled(lambda stage, _: stage.backend.schedule(), add_due, in_steps=True),
     "maintenance": Cancelled(lambda stage, _: stage.backend.maintenance(), lease_that_ends, in_steps=True),
@@ -448,6 +454,7 @@ ENGINE = {
     "health": Cancelled(lambda stage, _: stage.engine.health(), bury_and_add),
     "examine": Cancelled(lambda stage, _: names_of(stage.engine.examine()), bury_and_add),
     "timelines": Cancelled(lambda stage, _: listed(stage.engine.timelines()), bury_and_add),
+    "explain": Cancelled(lambda stage, _: is_told(stage.engine.explain("d")), bury_and_add),
     "dead_letters": Cancelled(lambda stage, _: listed(stage.engine.dead_letters()), bury),
     "dead_letter": Cancelled(lambda stage, letter: stage.engine.dead_letter(letter), bury),
     "try_erase": Cancelled(lambda stage, _: stage.engine.try_erase(), bury),

@@ -80,8 +80,8 @@ def test_each_field_is_named(server: Server, namespace: str, monkeypatch: pytest
     assert fields("show", "k") == [*fields_of("timelines"), "records"]
     assert fields("dead", "show", first) == [*fields_of("dead list"), "records"]
     for line in (
-        "stats", "timelines", "top", "dead list", f"dead replay {first}", f"dead discard {second}", "add k 1",
-        "flush k", "delete k", "reshard --to 1",
+        "stats", "timelines", "top", "dead list", f"dead replay {first}", f"dead discard {second}",
+        "explain k", "add k 1", "flush k", "delete k", "reshard --to 1",
     ):  # fmt: skip
         name = re.match(r"dead \w+|\w+", line)
         assert name is not None

@@ -211,7 +211,7 @@ async def test_a_function_with_a_parameter_now_is_given_the_server_s_time_and_ot
 )
 async def test_what_a_function_returns_is_checked_each_time(wrong: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        await Policies(flat(wrong), RetryPolicy()).of("key")  # pyright: ignore[reportArgumentType]
+        await Policies(flat(wrong), RetryPolicy()).of("key")
     if isinstance(wrong, Policy):  # when an engine is made, if it is the only one
         with pytest.raises(InvalidArgument, match=message):
             Policies(wrong, RetryPolicy())

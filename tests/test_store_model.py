@@ -56,7 +56,9 @@ from aiodigest.backends.redis.connections.url import Source
 from aiodigest.errors import AiodigestError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Limits, Policy
 from aiodigest.records.entries import aged, distinct, identity, identity_of, latest, pack, stamp
+from aiodigest.records.validation import nearest
 from aiodigest.timing.calendar import At
+from aiodigest.timing.explain import Explainer
 from aiodigest.timing.hours import Hours
 
 T = TypeVar("T")
@@ -216,6 +218,7 @@ class Pair:
                 state["layout"].pop("clock", None)
         assert self.kept == expected
         check_invariants(self.kept)
+        self._explain()
         wake = self._key("wake")
         last = self._client.xrevrange(wake, count=1) if self._client.type(wake) == b"stream" else ()
         rung = (self.reference._wake_ups[0], last[0][0] if last else None)
@@ -233,6 +236,15 @@ class Pair:
         assert entries - self._entries <= {*added}, "a record appeared from nowhere"
         self._entries = entries
         return self.kept
+
+    def _explain(self) -> None:
+        """See that of each timeline is told when it is due, as it is in the schedule, whatever its policy may be."""
+        machine, policy = self.reference.machines[0], POLICIES[self._calls % len(POLICIES)]
+        for key in machine.held:
+            told = Explainer(key, self.clock.now, policy).explain(machine.look(key, self.clock.now))
+            state, score = machine.placed(key) or ("empty", None)
+            shift = machine.now(self.clock.now) - self.clock.now
+            assert (told.state, told.due) == (state, None if score is None else nearest(score - shift))
 
     def plant(self, key: str, entry: bytes) -> None:
         """Append what no version of this library would, to a log that there is."""
@@ -600,6 +612,22 @@ class Stores(RuleBasedStateMachine):
         elif kind == "letter":
             for letter in self.machine.dead.oldest_first()[:1]:
                 self.call("dead_letter", letter)
+
+    @rule(number=numbers, kind=st.sampled_from(MOVABLE))
+    def what_is_told_is_when_it_becomes_due(self, number: int, kind: str) -> None:
+        """Not a millisecond before, by the server's clock."""
+        key = self.key(number, kind)
+        found = self.call("look", key)
+        told = Explainer(key, self.clock.now).explain(found)
+        if told.state != "waiting" or told.due is None or told.due <= nearest(self.clock.now):
+            return
+        due = round(told.due.timestamp() * 1000)
+        for now, state in ((due - 1, "waiting"), (due, "ready")):
+            self.clock.now = now
+            self.call("claim", 0, 0, LEASE, POLICIES[0].terms.limits)
+            placed = self.machine.placed(key)
+            assert placed is not None
+            assert placed[0] == state
 
     @precondition(lambda self: bool(self.machine.leased))
     @rule(early=st.sampled_from((0, 0, 1)))

@@ -33,6 +33,7 @@ from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidArgument, PartialFailure, Reject, RetryAfter
 from aiodigest.integrations.opentelemetry import instrument
 from aiodigest.testing import TestEngine
+from aiodigest.timing.calendar import At
 from aiodigest.timing.hours import Hours
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
@@ -114,6 +115,29 @@ async def test_functions_of_a_policy_and_of_retries_see_the_clock_of_the_test() 
         assert t.attempts[-1].result == "delivered"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "due"),
+    [
+        (Policy(), timedelta(seconds=330)),  # the cool-down, and the push of a record that comes in it
+        (Policy(minimum_delay=lambda number: 100.0 * number), timedelta(seconds=130)),
+        (Policy.window(600), timedelta(seconds=600)),
+        (Policy.debounce(3), timedelta(seconds=3)),
+        (Policy.balanced(60, gap=10), timedelta(seconds=60)),
+        (Policy.balanced(60, gap=90), timedelta(seconds=90)),
+        (Policy.at(At.daily("14:30")), timedelta(hours=14, minutes=30)),
+        (Policy(minimum_delay=60, hours=Hours("08:00-00:01")), timedelta(hours=8)),
+    ],
+)
+async def test_a_digest_tells_when_the_next_one_is_due(chosen: Policy, due: timedelta) -> None:
+    async with rehearsing(policy=chosen) as (mail, t, callback):
+        await mail.add("key", 1)
+        await mail.flush("key")
+        await t.advance()
+        [digest] = callback.digests
+        assert digest.next_due == START + due
+    assert Digest("key", []).next_due is None
+
+
 async def test_a_retry_by_key_tries_some_sooner_and_others_more_often() -> None:
     def by_key(key: str) -> RetryPolicy:
         return RetryPolicy(2, lambda _: 1.0) if key == "alert" else RetryPolicy(3, lambda _: 60.0)
@@ -131,7 +155,11 @@ async def test_a_retry_by_key_tries_some_sooner_and_others_more_often() -> None:
 async def test_a_retry_function_that_returns_what_may_not_be_fails_the_attempt(wrong: Any) -> None:
     answers = iter([wrong])
     usual = RetryPolicy(3, lambda _: 10.0)
-    async with rehearsing(retry=lambda key: next(answers, usual), policy=policy()) as (mail, t, callback):
+
+    def by_turns(key: str) -> Any:
+        return next(answers, usual)
+
+    async with rehearsing(retry=by_turns, policy=policy()) as (mail, t, callback):
         await mail.add("key", 1)
         await t.advance(hours=2)
         assert [attempt.result for attempt in t.attempts] == ["failed", "delivered"]

@@ -1,4 +1,4 @@
-"""``aiodigest namespaces``, ``stats``, ``timelines``, ``show``, ``add``, ``flush``, ``delete``: views from outside."""
+"""``aiodigest namespaces``, ``stats``, ``timelines``, ``show``, ``explain``, ``add``, ``flush``, ``delete``: views."""
 
 from __future__ import annotations
 
@@ -100,6 +100,18 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     if found.last_error:
         title += f", last error: {shortened(found.last_error, ERROR_WIDTH)}"
     print_table(("id", "timestamp", "value"), record_rows(found.records), title)
+
+
+def explain(
+    key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
+) -> None:
+    """Say why a timeline has not been delivered yet.
+
+    It tells until when the timeline waits, and what for. What the policy says is known to its own engine alone: call
+    engine.explain() there.
+    """
+    told = Location(url, namespace, timeout).ask(lambda engine: engine.explain(key))
+    print_result(asdict(told), f"{key}: {told}", in_json)
 
 
 def namespaces(url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:

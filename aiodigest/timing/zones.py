@@ -27,6 +27,11 @@ def zone_name(tz: str | ZoneInfo) -> str:
         raise InvalidArgument(f"tz must be a time zone, as 'Europe/Paris', not {shown(name)}{hint}") from None
 
 
+def zone_of(tz: str | ZoneInfo) -> ZoneInfo:
+    """Return a time zone by its name, as ``zone_name`` reads that."""
+    return ZoneInfo(zone_name(tz))
+
+
 def offset(zone: ZoneInfo, second: int) -> int:
     """Return what the zone's clocks show beyond UTC at an instant, in seconds."""
     ahead = datetime.fromtimestamp(second, zone).utcoffset() or timedelta()

@@ -19,8 +19,8 @@ from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
-from aiodigest.records.validation import DEFAULT, Bounds, duration, never_ran
-from aiodigest.timing.formula import share_of
+from aiodigest.records.validation import DEFAULT, Bounds, duration, nearest, never_ran
+from aiodigest.timing.formula import next_due, share_of
 from aiodigest.worker.contents import SMALL, Contents, read
 from aiodigest.worker.reasons import (
     TimedOut,
@@ -173,13 +173,15 @@ class Attempt(Generic[T]):
     retry: RetryPolicy = RetryPolicy()
     cool_ms: int = 0
     aside_ms: int = 0  # for how long it is to wait, as its hours are closed
+    next_ms: int = 0  # when a record is due that comes now
     is_spent: bool = False  # no attempt is left, and there is something to give up
 
     @property
     def digest(self) -> Digest[T]:
         lease = self.lease
         records = tuple(self.contents.records)
-        return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration)
+        due = nearest(self.next_ms)
+        return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration, due)
 
 
 def _signal_in(error: Exception) -> Exception | None:
@@ -290,6 +292,7 @@ class Dispatcher(Generic[T]):
             policy.check(attempt.retry)
         attempt.cool_ms, attempt.policy = policy.cool_ms(attempt.lease.iteration), policy
         self._compare_limits(attempt)
+        attempt.next_ms = next_due(policy.terms, key, now_ms, now_ms + attempt.cool_ms)
         if policy.hours is not None and not attempt.lease.passes:
             attempt.aside_ms = closed_ms(policy.hours, *call.clock(), key)
 

@@ -29,6 +29,7 @@ from aiodigest.backend import (
     Claims,
     Close,
     Closed,
+    Cooling,
     Lease,
     Move,
     Operations,
@@ -520,11 +521,12 @@ class ReferenceBackend(Backend, Operations):
         with self._lock:
             return self.machines[self.shard_map.shard_of(key)].look(key, self._now())
 
-    async def cooling(self, key: str) -> list[int]:
+    async def cooling(self, key: str) -> list[Cooling]:
         with self._lock:
-            machine = self.machines[self.shard_map.shard_of(key)]
-            held = machine.held.get(key, Held())
-            return [held.iteration] if held.empty and held.cool_ms > machine.now(self._now()) else []
+            machine, server_ms = self.machines[self.shard_map.shard_of(key)], self._now()
+            held, ahead = machine.held.get(key, Held()), machine.now(server_ms) - server_ms
+            cools = held.empty and held.cool_ms > server_ms + ahead
+            return [Cooling(held.iteration, held.cool_ms - ahead, held.last_ms - ahead)] if cools else []
 
     async def entries(self, key: str) -> list[bytes]:
         with self._lock:

@@ -224,13 +224,13 @@ class Shard:
         """Return what is stored of a timeline that holds records, its times by the server's clock."""
         if (placed := self.placed(key)) is None:
             return None
-        held, (state, due), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
-        delivery = held.delivery or Delivery("")
+        held, (state, score), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
+        delivery, until = held.delivery or Delivery(""), score - ahead if key in self.postponed else 0
+        cool, last, opening = (time and time - ahead for time in (held.cool_ms, held.last_ms, held.opening_ms))
         return StoredTimeline(
-            key, state, self.due_of(key, due) - ahead, len(held.log), len(delivery.entries),
-            delivery.attempts + bool(delivery.token),
-            held.iteration, held.dropped + delivery.dropped, held.cool_ms and held.cool_ms - ahead, delivery.digest_id,
-            delivery.last_error,
+            key, state, self.due_of(key, score) - ahead, len(held.log), len(delivery.entries),
+            delivery.attempts + bool(delivery.token), held.iteration, held.dropped + delivery.dropped, cool,
+            delivery.digest_id, delivery.last_error, last, opening, 0, until, held.flush, False, held.needs,
         )  # fmt: skip
 
     # The window in which records gather

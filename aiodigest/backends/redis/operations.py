@@ -13,7 +13,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import cast
 
-from aiodigest.backend import SLICE, Bookmark, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
+from aiodigest.backend import SLICE, Bookmark, Cooling, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
 from aiodigest.backends.redis.connections.calls import Connections, Moved
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import RETIRED, Layout
@@ -43,9 +43,9 @@ class RedisOperations(Operations):
         found = [fields[0] for fields, _ in cast("list[tuple[list[Fields], object]]", answers) if fields]
         return sorted(map(unpack_timeline, found), key=attrgetter("due_ms"))
 
-    async def cooling(self, key: str) -> list[int]:
+    async def cooling(self, key: str) -> list[Cooling]:
         answers = await self._namespace.call_of(key, "look", "", key)
-        return [number(each) for _, cooling in cast("list[tuple[object, list[int]]]", answers) for each in cooling]
+        return [Cooling(*map(number, each)) for _, each in cast("list[tuple[object, list[int]]]", answers) if each]
 
     async def look(self, key: str) -> StoredTimeline | None:
         found = await self.look_all(key)

@@ -410,8 +410,10 @@ def unpack_closed(fields: object) -> Closed:
 
 
 def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:
-    key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = fields
+    key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error, *more = fields
+    last, opening, following, until, flushed, passes, needs = more
     return StoredTimeline(
         text(key), cast("State", text(state)), number(due), number(logged), number(opened), number(attempt),
-        number(iteration), number(dropped), number(cool), text(digest_id), text(error),
+        number(iteration), number(dropped), number(cool), text(digest_id), text(error), number(last), number(opening),
+        number(following), number(until), flushed == 1, passes == 1, text(needs),
     )  # fmt: skip

@@ -13,15 +13,19 @@
 -- ARGV[6]   after (text): key after which to begin
 -- ARGV[7]   last (text): highest score to list, '' in the first page
 -- Returns   for each: key, state, due (ms), entries in the log, entries opened, attempt, iteration, dropped, end of the
---           cool-down (ms), digest id, last error; and the last three arguments for the next page: none, if this is the
---           last one. Of one without records: nothing, and its iteration if it is in a cool-down
+--           cool-down (ms), digest id, last error, last digest or opening (ms), when it was due then (ms), when what came
+--           since is due (ms), until when it is postponed (ms), whether a flush waits for the end of its delivery, whether
+--           its digest passes hours, what it needs; and the last three arguments for the next page: none, if this is the
+--           last one. Of one without records: nothing, and if it is in a cool-down its iteration, the end of that (ms) and
+--           the last digest (ms)
 --
 -- Needs     guard clock timelines state listing
 
 local state, which, score, after, last = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
 
-local function cool_of(held)
-  return held.cool > 0 and held.cool - shift or 0
+-- Return a time of the shard's clock by the server's; 0 if there is none.
+local function told(time)
+  return time and time > 0 and time - shift or 0
 end
 
 -- Return the number of the try that is under way, or else was the last with an outcome.
@@ -29,24 +33,26 @@ local function tries(held)
   return held.attempts + (held.token and 1 or 0)
 end
 
-local function window(key, state, due)
-  due = state == 'waiting' and tonumber(call('ZSCORE', postponed, key)) or due
+local function window(key, state, score)
+  local put_aside = state == 'waiting' and tonumber(call('ZSCORE', postponed, key))
   local held, problem = load_all(key)
-  due = due - shift
   if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration
     held = load(key) or thaw(key, {})
-    return {key, state, due, 0, 0, tries(held), held.iteration, 0, cool_of(held), held.id or '', problem}
+    held.error, held.dropped, held.open_dropped = problem, 0, 0
   end
   return {
-    key, state, due, held.logged, held.opened, tries(held), held.iteration,
-    held.dropped + held.open_dropped, cool_of(held), held.id or '', held.error or '',
+    key, state, (put_aside or score) - shift, held.logged, held.opened, tries(held), held.iteration,
+    held.dropped + held.open_dropped, told(held.cool), held.id or '', held.error or '', told(held.last),
+    told(held.opening), told(held.next), put_aside and score - shift or 0, held.flush and 1 or 0, held.pass and 1 or 0,
+    held.needs or '',
   }
 end
 
 if state == '' then
   local found, due = state_of(which)
   local held = not found and load(which)
-  return {found and {window(which, found, due)} or {}, held and held.cool > now and {held.iteration} or {}}
+  local cools = held and held.cool > now
+  return {found and {window(which, found, due)} or {}, cools and {held.iteration, told(held.cool), told(held.last)} or {}}
 end
 local windows = {}
 local members, rest = page(tag .. state, tonumber(which), score == '' and '-inf' or score, after, last)
