@@ -41,7 +41,7 @@ def due_now(terms: Terms, key: str, now: int, cooling: Cooling | None) -> int:
         return next_due(terms, key, now, 0, is_idle=True)
     cool = cooling.until_ms
     due = cool + terms.increment_ms if terms.rule == "increment" else opened(terms, key, now, now, 0)
-    return within(terms.hours, key, clamped(terms, due, cool, cooling.last_ms), 0)
+    return within(terms.hours, key, clamped(terms, due, cool, cooling.last_ms), 0, 0)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Explainer:
         """Tell why a timeline is put aside, as far as anybody knows: who does so keeps no reason."""
         if self.unknown:
             self._say("aside", None, f"it needs {self.unknown!r}, which this version of aiodigest does not know")
-        elif self.policy is not None and within(self.policy.hours, self.key, self.now_ms, 0) > self.now_ms:
+        elif self.policy is not None and within(self.policy.hours, self.key, self.now_ms, 0, 0) > self.now_ms:
             self._say("hours", until, "its hours are closed until {}")
         else:
             self._say("aside", None, "its destination rests or has all that it may have, or its worker has no room")
@@ -160,7 +160,7 @@ class Explainer:
             self._say("passes", None, "it goes out whatever its hours are")
         elif self.policy is not None and self.policy.hours is not None:
             due = max(found.due_ms, self.now_ms) if found.state == "ready" else found.due_ms
-            opening = within(self.policy.hours, self.key, due, 0)
+            opening = within(self.policy.hours, self.key, due, 0, 0)
             if opening > due or self._is_moved(found.due_ms):
                 self._say("hours", opening, "its hours are closed until {}")
             else:
@@ -173,7 +173,7 @@ class Explainer:
         if hours is None:
             return False
         opening, _ = hours.windows(due, due, 0)[0]
-        return within(hours, self.key, opening - 1, 0) == due
+        return within(hours, self.key, opening - 1, 0, 0) == due
 
     def _gathered(self, found: StoredTimeline) -> None:
         """Tell how long records wait for others: the rule, and what bounds it."""

@@ -16,9 +16,8 @@ from hashlib import sha1
 from math import ceil, e, log
 from typing import TYPE_CHECKING
 
-from aiodigest.policy import Terms
-
 if TYPE_CHECKING:
+    from aiodigest.policy import Terms
     from aiodigest.timing.hours import Hours
 
 
