@@ -39,7 +39,7 @@ SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
 ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
 # what this version knows of that timelines may need
-FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours", "mute"})
+FEATURES = frozenset({"balanced", "calendar", "debounce", "hours"})
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 

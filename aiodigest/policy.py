@@ -55,8 +55,6 @@ class Terms(NamedTuple):
     first_at_once: bool = False
     at: At | None = None
     hours: Hours | None = None
-    dedupe_ms: int = 0
-    max_bytes: int = 0
     needs: str = ""
 
     @property
@@ -151,8 +149,8 @@ class Policy:
     max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
     ttl : seconds, default the larger of 7 days and twice ``maximum_delay``
-        From the last touch of the timeline, its due time or the end of a mute, whichever is last (late by up to one
-        part in 64, never early): the only thing that ends records that nobody delivers.
+        From the last touch of the timeline, or with ``at`` and ``hours`` from its due time if that is later (late by up
+        to one part in 64, never early): the only thing that ends records that nobody delivers.
     quiet_delay : seconds or None, default None
         From the last add: the timeline is due when nothing was added for this long (debounce).
     price : record-seconds or None, default None
@@ -169,12 +167,6 @@ class Policy:
         The instants at which a digest is due, if something came; by the server's clock.
     hours : Hours or None, default None
         The hours in which digests are delivered: what is due outside waits for the opening, retries too.
-    dedupe_window : seconds or None, default None
-        From the delivery of a record: another one of its id is accepted, counted, and not delivered within it. Of a
-        timeline the latest 10,000 ids are known.
-    max_bytes : int or None, default None
-        The most bytes of JSON, before compression, in the values of one digest, at most ``Bounds(digest=...)``: what is
-        over comes in parts, and a single record above it is refused by ``add``.
 
     Raises
     ------
@@ -200,8 +192,6 @@ class Policy:
     else:
         at: At | None = None
     hours: Hours | None = None
-    dedupe_window: float | timedelta | None = None
-    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self._exclude()
@@ -227,13 +217,9 @@ class Policy:
                 raise InvalidArgument(above)
         if self.max_age is not None:
             duration(self.max_age, "max_age", SHORTEST)
-        if self.dedupe_window is not None:
-            duration(self.dedupe_window, "dedupe_window", SHORTEST)
         whole(self.capacity, "capacity", 1, MAX_CAPACITY)
         if self.max_size is not None:
             whole(self.max_size, "max_size", 1, self.capacity)
-        if self.max_bytes is not None:
-            whole(self.max_bytes, "max_bytes", 1, 2**30)
         if not _given(self.ttl):
             self._derive("ttl", max(7 * DAY, 2 * maximum))
         self._ttl_above(maximum, "maximum_delay")
@@ -293,10 +279,7 @@ class Policy:
     @property
     def needs(self) -> str:
         """The features that a worker must know to treat timelines of this policy right, separated by spaces."""
-        wanted = {
-            self.rule: self.rule != "increment", "hours": self.hours is not None,
-            "dedupe": self.dedupe_window is not None, "bytes": self.max_bytes is not None,
-        }  # fmt: skip
+        wanted = {self.rule: self.rule != "increment", "hours": self.hours is not None}
         return " ".join(name for name, is_used in wanted.items() if is_used)
 
     def check(self, retry: RetryPolicy | None, delivery_timeout: float = 0.0) -> None:
@@ -333,15 +316,15 @@ class Policy:
         """The policy as the store takes it."""
         durations = (
             self.initial_delay, self.increment_delay, self.maximum_delay, self.max_age, self.ttl, self.quiet_delay,
-            self.price, self.dedupe_window,
+            self.price,
         )  # fmt: skip
-        initial, increment, maximum, age, ttl, quiet, price, dedupe = (
+        initial, increment, maximum, age, ttl, quiet, price = (
             milliseconds(duration(each or 0, "a duration")) for each in durations
         )
         limits = Limits(self.capacity, self.max_size or 0, age, ttl)
         return Terms(
             initial, increment, maximum, limits, self.rule, quiet, price, self.randomised, self.first_at_once, self.at,
-            self.hours, dedupe, self.max_bytes or 0, self.needs,
+            self.hours, self.needs,
         )  # fmt: skip
 
 

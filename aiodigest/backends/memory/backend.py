@@ -329,7 +329,8 @@ class ReferenceBackend(Backend, Operations):
                 delivery.last_error = retry.error
                 delivery.token = ""
                 held = machine.held[lease.key]
-                due = within(retry.hours, lease.key, now + retry.delay_ms, now, machine.shift_ms)
+                hours = None if machine.held[lease.key].passes else retry.hours
+                due = within(hours, lease.key, now + retry.delay_ms, now, machine.shift_ms)
                 held.touch(due - now + retry.limits.ttl_ms, now)
                 machine.place(lease.key, due, now)
                 held.done = (lease.token, lease.digest_id, Closed("closed"))
@@ -406,6 +407,8 @@ class ReferenceBackend(Backend, Operations):
             exists = exists or machine.placed(key) is not None
             if key in machine.waiting:
                 machine.place(key, min(machine.due_of(key, machine.waiting[key]), now), now)
+            if key in machine.ready:
+                machine.held[key].passes = True
             elif key in machine.leased:
                 machine.held[key].flush = True
         return exists

@@ -69,7 +69,8 @@ class Held:
     drawn_ms: int = 0  # when the first record in the log came, which draws what a random price is multiplied by
     dropped: int = 0
     end_ms: int = 0
-    flush: bool = False
+    flush: bool = False  # what comes after the delivery under way is due at its end, and passes hours
+    passes: bool = False  # its digest goes out whatever its hours are
     own: Limits | None = None
     needs: str = ""  # features, separated by spaces: who does not know them all leaves it to others
     done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
@@ -231,7 +232,7 @@ class Shard:
             key, state, self.due_of(key, score) - ahead, len(held.log), len(delivery.entries),
             delivery.attempts + bool(delivery.token), held.iteration, held.dropped + delivery.dropped, cool,
             delivery.digest_id, delivery.last_error, last, opening, held.next_ms and held.next_ms - ahead, until, held.flush,
-            False, held.needs,
+            held.passes, held.needs,
         )  # fmt: skip
 
     # The window in which records gather
@@ -318,7 +319,7 @@ class Shard:
         return Lease(
             key, nonce, delivery.digest_id, delivery.attempts + 1, held.iteration + 1, delivery.dropped, due,
             len(delivery.entries), delivery.part, delivery.cut_ms, delivery.last_error, delivery.lost,
-            tuple(delivery.entries), delivery.bound, held.own,
+            tuple(delivery.entries), delivery.bound, held.own, passes=held.passes,
         )  # fmt: skip
 
     def _fold(self, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
@@ -351,6 +352,7 @@ class Shard:
         self.leave(key)
         limits = held.own or limits
         flush, held.flush = held.flush, False
+        held.passes = flush and bool(held.log)
         if not held.log:
             held.end_ms = held.dropped = held.next_ms = held.drawn_ms = 0
             held.own = None

@@ -174,7 +174,7 @@ def _pack_rich(terms: Terms, about_ms: int, days: int) -> str:
     known: dict[str, object] = {
         "rule": terms.rule, "initial": terms.initial_ms, "increment": terms.increment_ms, "maximum": terms.maximum_ms,
         "quiet": terms.quiet_ms, "price": terms.price_ms, "randomised": terms.randomised,
-        "at_once": terms.first_at_once, "needs": terms.needs, "dedupe": terms.dedupe_ms, "max_bytes": terms.max_bytes,
+        "at_once": terms.first_at_once, "needs": terms.needs,
     }  # fmt: skip
     if terms.at or terms.hours:
         known |= {"since": about_ms - COVERED, "before": about_ms + COVERED}
@@ -396,10 +396,11 @@ def unpack_counts(reply: object) -> dict[str, int]:
 
 
 def unpack_lease(fields: Sequence[Any]) -> Lease:
-    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, lost, bound, own, entries = fields
+    key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, lost, *more = fields
+    bound, own, passes, entries = more
     return Lease(  # the score of a set is text, and all other numbers are none
         text(key), text(token), text(digest_id), attempt, iteration, dropped, number(due), size, part, cut, text(error),
-        lost, tuple(entries), bound, unpack_limits(text(own)) if own else None,
+        lost, tuple(entries), bound, unpack_limits(text(own)) if own else None, passes=passes == 1,
     )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ if state == 'waiting' then
   due = tonumber(call('ZSCORE', postponed, key)) or due
   call('ZREM', postponed, key)
   place(key, math.min(due, now), true)
-elseif state == 'leased' and call('EXISTS', metas .. key) == 1 then
-  call('HSET', metas .. key, 'flush', '1')
+end
+if state and call('EXISTS', metas .. key) == 1 then -- its digest passes hours, or the one after that under delivery
+  try('HSET', metas .. key, state == 'leased' and 'flush' or 'pass', '1')
 end
 wake()
 return state and 1 or 0

@@ -2,7 +2,7 @@
 --
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
 -- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, number, number,
---           text, [text...]]
+--           text, number, [text...]]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)

@@ -63,7 +63,7 @@ local function retry(item)
     held.attempts = held.attempts + 1
   end
   held.error, held.token, held.lost = item.error, nil, 0
-  local due = within(item.hours, held.key, now + item.delay)
+  local due = within(not held.pass and item.hours, held.key, now + item.delay)
   touch(held, due - now + item.ttl) -- it must still be there when its time comes
   leave(held.key)
   place(held.key, due)

@@ -85,6 +85,6 @@ local function take(held, due, lease, limits, token, bound)
   return {
     key, token, held.id, held.attempts + 1, held.iteration + 1, held.open_dropped, due, held.opened, held.part, held.cut,
     held.error or '', held.lost, held.bound > 0 and held.bound or DIGEST_BYTES, held.own or '',
-    inline(opens .. key, held.opened),
+    held.pass and 1 or 0, inline(opens .. key, held.opened),
   }
 end

@@ -4,7 +4,7 @@
 
 local function end_delivery(held)
   held.id, held.token, held.attempts, held.lost, held.open_dropped, held.part = nil
-  held.cut, held.bound, held.frozen, held.parted, held.since, held.error = nil
+  held.cut, held.bound, held.frozen, held.parted, held.since, held.error, held.pass = nil
   call('UNLINK', opens .. held.key)
 end
 
@@ -12,7 +12,7 @@ end
 local function settle(held, max_size, ttl, hours)
   local flush = held.flush
   leave(held.key)
-  held.flush = nil
+  held.flush, held.pass = nil, flush and held.logged > 0 and '1' or nil
   if held.logged == 0 then
     held['end'], held.dropped, held.own, held.idle, held.next, held.drawn = 0, 0, nil, true, 0, 0
     return
