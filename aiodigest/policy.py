@@ -252,13 +252,13 @@ class Policy:
 
     @classmethod
     def window(cls, seconds: float | timedelta) -> Self:
-        """Return a policy that gathers: a digest is due this long after its first record, and nothing pushes it."""
+        """Return a policy that gathers: a digest is due ``seconds`` seconds after its first record."""
         return cls(initial_delay=seconds, minimum_delay=0, increment_delay=0, maximum_delay=seconds)
 
     @classmethod
     def debounce(cls, quiet: float | timedelta, at_most: float | timedelta | None = None) -> Self:
-        """Return a policy that waits until nothing was added for ``quiet`` seconds, ``at_most`` (default 10 times that)
-        from the first record on."""
+        """Return a policy that waits until nothing was added for ``quiet`` seconds, but no longer than ``at_most``
+        seconds (default 10 times ``quiet``) from the first record on."""
         return cls(quiet_delay=quiet) if at_most is None else cls(quiet_delay=quiet, maximum_delay=at_most)
 
     @classmethod
@@ -266,7 +266,8 @@ class Policy:
         cls, price: float | timedelta, gap: float | timedelta = 0, first_at_once: bool = False, randomised: bool = False
     ) -> Self:
         """Return a policy that weighs messages against waiting: ``price`` is what a message is worth, in seconds of one
-        record's waiting. ``gap`` is the least time between two digests."""
+        record's waiting. ``gap`` is the least time between two digests, in seconds; ``first_at_once`` and
+        ``randomised`` are those of the policy."""
         return cls(price=price, minimum_delay=gap, first_at_once=first_at_once, randomised=randomised)
 
     @property
@@ -329,8 +330,8 @@ class Policy:
 
 
 def _at(cls: type[Policy], when: At | str, tz: str = "UTC", *, hours: Hours | None = None) -> Policy:
-    """Return a policy of instants: ``Policy.at(At.daily("09:00", tz="Europe/Paris"))``, or a cron expression and the
-    name of a time zone."""
+    """Return a policy of instants: ``when`` is a calendar, as ``At.daily("09:00", tz="Europe/Paris")``, or a cron
+    expression, for the time zone ``tz``; ``hours`` are those of the policy."""
     from aiodigest.timing.calendar import At  # imports time zones
 
     return cls(at=when if isinstance(when, At) else At(when, tz=tz), hours=hours)

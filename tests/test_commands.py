@@ -178,7 +178,10 @@ def test_the_folders_of_the_lock_of_a_pipe_are_for_its_user_alone(tmp_path: File
     [
         (["frob"], "No such command"), (["pipe"], "--group-by"), (["pipe", "--group-by", "{"], "is not a template"),
         (["pipe", "--group-by", "a", "--minimum-delay", "-5m"], "is not a duration"),
-        (["pipe", "--group-by", "a", "--minimum-delay", "2h"], "minimum_delay (7200.0) must not be above"),
+        (
+            ["pipe", "--group-by", "a", "--minimum-delay", "2h", "--maximum-delay", "1h"],
+            "minimum_delay (7200 s) must not be above maximum_delay (3600 s): raise that",
+        ),
         (["pipe", "--group-by", "a", "--follow"], "needs a file"),
         (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
         (["pipe", "--group-by", "a", "/"], "/: Is a directory"),

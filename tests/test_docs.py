@@ -214,9 +214,11 @@ def table_rows(document: Path) -> list[tuple[str, str]]:
 
 def in_words(field: Field[Any]) -> str:
     """Return the default of a field, as the table words it."""
-    match field.default:
+    match getattr(Policy(), field.name):
         case None:
             return "none"
+        case bool():
+            return "off"
         case int() as number:
             return str(number)
         case 0.0:

@@ -221,7 +221,7 @@ async def test_remove_drops_one_record_and_respects_the_timeline_s_own_capacity(
 
 async def test_reschedule_moves_a_waiting_timeline_to_a_time_or_by_a_delay() -> None:
     inbox = Inbox()
-    async with delivering(inbox, policy=policy(initial_delay=600)) as (engine, _):
+    async with delivering(inbox, policy=policy(initial_delay=600, maximum_delay=1800)) as (engine, _):
         await engine.add("key", 1)
         assert await engine.reschedule("key", at=clock(900)) == clock(900)
         assert await engine.reschedule("key", at=START + 800) == clock(800)

@@ -23,7 +23,19 @@ from storestate import check_invariants, redis_state, reference_state
 from test_cluster import VERBS, Held
 
 from aiodigest import DigestEngine, Entry, Stats
-from aiodigest.backend import ASIDE_MS, MOVES, Add, Claims, Close, Closed, Lease, NewDeadLetter, Retry, StoredTimeline
+from aiodigest.backend import (
+    ASIDE_MS,
+    MOVES,
+    Add,
+    Claims,
+    Close,
+    Closed,
+    Lease,
+    Move,
+    NewDeadLetter,
+    Retry,
+    StoredTimeline,
+)
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.backend import RedisBackend
@@ -32,6 +44,7 @@ from aiodigest.backends.redis.layout import Layout
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidState, LeaseLost
 from aiodigest.policy import Policy
 from aiodigest.records.entries import identity_of, pack, unpack
+from aiodigest.timing.hours import Hours
 
 POLICY = Policy()
 TERMS, LIMITS = POLICY.terms, POLICY.terms.limits
@@ -408,6 +421,39 @@ async def test_leases_are_renewed_and_given_back_some_hundred_a_call(backend: Re
     assert await backend.renew(0, leases, LEASE) == [False] * 600
     assert await backend.release(0, leases, started=True) == [False] * 600
     assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 2 * 3
+
+
+class Astray(RedisBackend):
+    """A backend on a machine whose clock is a year behind the servers'."""
+
+    def _about(self, now: Any = "") -> int:
+        return super()._about(now) - 365 * DAY
+
+
+async def test_calendars_are_worked_out_anew_for_the_servers_time_where_this_machines_clock_is_wrong(
+    server: Server, namespace: str
+) -> None:
+    calendar, hours = Policy.at("*/10 * * * *"), Policy(minimum_delay=0, hours=Hours("00:00-24:00"))
+    backend = Astray(server.url, namespace=namespace)
+    try:
+        await backend.connect()
+        assert await backend.add(0, [record("k", "a", policy=calendar), record("h", "a", policy=hours)]) == [
+            False,
+            True,
+        ]
+        now = await backend.clock_ms(0)
+        assert now < (await seen(backend, "k")).due_ms <= now + 600_000
+        due = await backend.reschedule("k", Move(calendar.terms))
+        assert due is not None
+        assert now < due <= now + 600_000
+        [lease] = (await claim(backend)).leases
+        await backend.close(0, [closing(lease, [NewDeadLetter("boo")])])
+        await backend.replay(await only_letter(backend), calendar.terms, own=False)
+        assert now < (await seen(backend, "h")).due_ms <= now + 600_000
+    finally:
+        await backend.delete("k")
+        await backend.delete("h")
+        await backend.aclose()
 
 
 async def test_200_concurrent_adds_share_a_few_connections(server: Server, namespace: str) -> None:

@@ -206,7 +206,8 @@ class Explainer:
         if not found.cool_ms <= due <= limit:
             return moved
         if terms.rule == "increment":
-            return self._pushes(found, limit) or moved
+            since = "rule", "pushed by adds since its hours opened"
+            return self._pushes(found, limit) or (moved if self.policy.hours is None else since)
         if terms.rule == "debounce":
             wait, told = terms.quiet_ms, f"{span(terms.quiet_ms)} after the last add"
             told = told if due < limit else "adds do not end"

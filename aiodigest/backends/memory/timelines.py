@@ -231,8 +231,8 @@ class Shard:
         return StoredTimeline(
             key, state, self.due_of(key, score) - ahead, len(held.log), len(delivery.entries),
             delivery.attempts + bool(delivery.token), held.iteration, held.dropped + delivery.dropped, cool,
-            delivery.digest_id, delivery.last_error, last, opening, held.next_ms and held.next_ms - ahead, until, held.flush,
-            held.passes, held.needs,
+            delivery.digest_id, delivery.last_error, last, opening, held.next_ms and held.next_ms - ahead, until,
+            held.flush, held.passes, held.needs,
         )  # fmt: skip
 
     # The window in which records gather
