@@ -26,7 +26,7 @@ def engine_of(policy: Policy, retry: RetryPolicy | None = None) -> DigestEngine:
     engine = DigestEngine(namespace="rules", policy=policy, retry=retry or RetryPolicy())
 
     @engine.deliver
-    async def send(digest: Digest) -> None:  # pyright: ignore[reportUnusedFunction]
+    async def send(digest: Digest) -> None:
         pass
 
     return engine
