@@ -318,4 +318,5 @@ def lasting(seconds: float) -> Callable[[Digest[JSON]], Awaitable[object]]:
 
 def policy(**options: Any) -> Policy:
     """A policy with no cool-down, so that each test says which delay it is about."""
-    return Policy(**{"minimum_delay": 0, "increment_delay": 0, **options})
+    given: dict[str, Any] = {"minimum_delay": 0, "increment_delay": 0, **options}
+    return Policy(**given)

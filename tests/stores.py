@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,7 +45,7 @@ class Store:
 
     backend: Backend
     now: int = NOW
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = Policy()
 
     async def add(
         self, key: str, *records: str, policy: Policy | None = None, value: str = "v", timestamp: float | None = None

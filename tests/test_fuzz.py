@@ -30,7 +30,7 @@ from storestate import check_invariants, redis_state
 from aiodigest import JSON, Bounds, DigestEngine, JSONCodec, PartialAdd, PartialFailure, Reject, RetryAfter, Sync
 from aiodigest.backoff import BackoffMode, DecorrelatedJitter, IntervalBackoff, IterationBackoff
 from aiodigest.errors import AiodigestError, CodecError, ConfigurationError, InvalidArgument, LimitExceeded
-from aiodigest.models import DeadLetter, Digest, Draining, Entry, Finding, Health, Stats, Timeline
+from aiodigest.models import DeadLetter, Digest, Draining, Entry, Explanation, Finding, Health, Stats, Timeline
 from aiodigest.policy import Policy, RetryPolicy
 from aiodigest.records.entries import id_of, identity, latest, pack, places
 
@@ -169,6 +169,7 @@ often = st.one_of(
     call("remove", key=keys, record_id=ids),
     call("reschedule", key=keys, at=times, delay=delays),
     call("peek", key=keys),
+    call("explain", key=keys),
     call("timelines", state=states),
     call("dead_letters"),
     call("dead_letter", letter_id=letters),
@@ -262,7 +263,7 @@ class Fuzzed:
 
 
 def policy_of(key: str) -> Any:
-    now = {"minimum_delay": 0, "increment_delay": 0}
+    now: dict[str, Any] = {"minimum_delay": 0, "increment_delay": 0}
     if key == UNPOLICED:
         raise Odd("no policy")
     if key.startswith("canary"):
@@ -368,6 +369,7 @@ ANSWERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("add_many", "sync.add_many"), each_of(bool)),
     "reschedule": lambda answer: isinstance(answer, datetime) and answer.utcoffset() is not None,
     "peek": of(Timeline | None),
+    "explain": of(Explanation),
     "timelines": each_of(Timeline),
     "dead_letters": each_of(DeadLetter),
     "dead_letter": of(DeadLetter | None),

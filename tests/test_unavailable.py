@@ -30,6 +30,10 @@ NO_GAP = Policy(minimum_delay=0, increment_delay=0)
 LATER = Policy(initial_delay=3600, maximum_delay=3600)
 
 
+def later_before(key: str) -> Policy:
+    return LATER if key == "before" else NO_GAP
+
+
 @dataclass
 class Place:
     """A server, and a relay through which it can be reached."""
@@ -214,10 +218,7 @@ async def test_whatever_makes_a_server_unavailable_adds_say_so_in_time_and_worke
     with server_on(port) as server:
         async with Relay(port) as relay:
             url = relay.url if block in (black_hole, cut_connections) else f"redis://127.0.0.1:{port}/0"
-            engine = DigestEngine[JSON](
-                url, namespace=namespace, policy=lambda key: LATER if key == "before" else NO_GAP, timeout=TIMEOUT,
-                lease_timeout=3,
-            )  # fmt: skip
+            engine = DigestEngine[JSON](url, namespace=namespace, policy=later_before, timeout=TIMEOUT, lease_timeout=3)
             async with engine.delivering(worker):
                 await engine.add("before", 1)
                 await engine.add("first", 1)

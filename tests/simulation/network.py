@@ -346,6 +346,9 @@ class Link(Backend, Operations):
         self._witness.holds_no_more([postpone.lease for postpone in postpones])
         return await self._ask_shard("postpone", shard, postpones, limits)
 
+    async def clock_ms(self, shard: int) -> int:
+        return self._server.now()
+
     async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:
             await asyncio.sleep(self.lag)
