@@ -347,7 +347,7 @@ class Link(Backend, Operations):
         return await self._ask_shard("postpone", shard, postpones, limits)
 
     async def clock_ms(self, shard: int) -> int:
-        return self._server.now()
+        return self._server.now_ms()
 
     async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:
