@@ -40,7 +40,7 @@ SCRIPTS = (
     "print(json.dumps({name: script.source for name, script in load_scripts().items()}))"
 )
 # Scripts that take other arguments by now, or answer other things: they run in the processes above alone.
-CHANGED = frozenset[str]()
+CHANGED = frozenset({"claim", "close", "flush", "look", "open", "remove", "retry"})
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 
@@ -162,8 +162,8 @@ def test_scripts_of_both_versions_agree_on_the_data_of_each_other(one_server: Pl
     random = Random(7)
     ran = Counter[bool]()
 
-    def either(sha: bytes, _: bytes) -> bytes:
-        chosen = random.random() < 0.5
+    def either(sha: bytes, arguments: bytes) -> bytes:
+        chosen = random.random() < 0.5 and b'{"rule":' not in arguments  # of which the earlier one does not know
         ran[chosen] += 1
         return others.get(sha, sha) if chosen else sha
 
