@@ -286,6 +286,40 @@ def ignoring_its_end(free: asyncio.Event) -> Callable[[Digest[JSON]], Awaitable[
     return stubborn
 
 
+@pytest.mark.parametrize(
+    "why", ["its time is over", "its time was over while the loop stood still", "its lease is lost"]
+)
+async def test_one_that_is_to_be_alone_waits_for_a_callback_that_was_cancelled_and_has_not_ended_yet(why: str) -> None:
+    ended, loop = list[float](), asyncio.get_running_loop()
+
+    async def cleans_up(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            doubts.doubts_of_loop().look_again()
+            await asyncio.sleep(0.5)
+            ended.append(now())
+
+    inbox, backend = Inbox(cleans_up), WatchedBackend(shards=2)
+    before, alone = keys_of(backend, 0, 1)
+    await backend.put(before, 1)
+    async with delivering(inbox, backend, delivery_timeout=LEASE / 2 if "time" in why else 10 * LEASE, retry=SELDOM):
+        await inbox.digest()
+        await lost(backend, alone, times=2)
+        await asyncio.sleep(LEASE / 3)
+        assert backend.machines[1].leased[alone] > 0, "nobody has claimed it"
+        if "stood still" in why:
+            assert isinstance(loop, VirtualLoop)
+            loop.idle.now += LEASE / 3
+        elif "lease" in why:
+            delivery = backend.machines[0].held[before].delivery
+            assert delivery is not None
+            delivery.token = "another"
+        assert (await inbox.digest(2)).key == alone
+        assert ended
+        assert now() == pytest.approx(ended[0], abs=0.1)
+
+
 async def test_a_callback_that_ignores_the_end_of_its_time_is_not_waited_for() -> None:
     free, backend = asyncio.Event(), WatchedBackend()
     inbox = Inbox(ignoring_its_end(free))

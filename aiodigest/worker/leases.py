@@ -21,6 +21,8 @@ from aiodigest.worker.tasks import GRAIN, Timer
 
 logger = logger_of(__name__)
 
+GRACE = 0.9  # seconds a callback has to end, once it was seen that it must: less than those from look to look
+
 
 @dataclass(slots=True, eq=False)
 class ActiveDelivery:
@@ -38,6 +40,7 @@ class ActiveDelivery:
         init=False
     )  # too: for a task that is cancelled before it runs
     has_begun: bool = False
+    seen: float = inf  # the time when it was first seen that its callback must end
 
     @property
     def is_overdue(self) -> bool:
@@ -46,10 +49,16 @@ class ActiveDelivery:
 
     @property
     def is_waited_for(self) -> bool:
-        """True if others may wait for it: unless its callback ignores its end, or its server is away when it calls."""
+        """True if others may wait for it: unless its callback ignores its end, or its server is away when it calls.
+
+        A callback that is cancelled ends in a later turn of the loop, if not after it has cleaned up. Its time counts
+        from when somebody looks, not from its end: the loop may have stood still, and has not cancelled it yet.
+        """
         needs_store = self.stage in ("claimed", "reporting")
         away = needs_store and (self.leases.is_cut_off or self in self.leases.unreported)
-        return not (self.is_overdue or self.call.cancelled or away)
+        now = asyncio.get_running_loop().time()
+        self.seen = min(self.seen, now) if self.is_overdue or self.call.cancelled else inf
+        return not away and now < self.seen + GRACE
 
     def cancel(self) -> None:
         """Cancel the delivery, which then reports nothing."""
