@@ -353,7 +353,7 @@ async def machine_clock(key: str) -> int:
 
 
 class Source(Generic[T]):
-    """What an engine was given for all its timelines: a value, or a function of the key.
+    """A setting of an engine for all its timelines: a value, or a function of the key.
 
     Such a function is plain or async. One that has a parameter ``now`` besides is given the server's time, as an aware
     datetime: by ``clock``, unless who asks knows it.

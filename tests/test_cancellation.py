@@ -330,7 +330,7 @@ class Cancelled:
 
 
 async def is_told(call: Awaitable[object]) -> bool:
-    """Whether there is an answer, which may be another one each time."""
+    """Return True if there is an answer, which may be another one each time."""
     return await call is not None
 
 

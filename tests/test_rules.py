@@ -165,6 +165,9 @@ async def test_what_is_due_at_night_waits_for_the_morning_and_retries_do_too() -
         await engine.add("key", 1)
         await t.advance(hours=9, minutes=59)
         assert len(t.attempts) == 1
+        waiting = await engine.peek("key")
+        assert waiting is not None
+        assert waiting.due == datetime(2026, 10, 25, 7, 0, tzinfo=UTC)
         await t.advance(minutes=1)
         assert [len(digest.records) for digest in t.delivered] == [1]
 

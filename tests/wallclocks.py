@@ -1,4 +1,4 @@
-"""What the clocks on the wall show, minute by minute of UTC: the plain and slow way to tell when a calendar fires."""
+"""The clocks on the wall, minute by minute of UTC: the plain and slow way to tell when a calendar fires."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shift(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What makes it another than those of other years and places: the time of day, and how far the clocks go."""
+        """The difference from those of other years and places: the time of day, and how far the clocks go."""
         return (self.at + self.before) % DAY, self.after - self.before, self.before % 3600
 
 

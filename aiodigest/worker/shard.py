@@ -180,7 +180,7 @@ class ShardWorker:
 
     @property
     def _most(self) -> int:
-        """How many digests to claim at most: their callbacks may all block, one after the other, and nothing is renewed
+        """The most digests to claim: their callbacks may all block, one after the other, and nothing is renewed
         meanwhile."""
         return QUICK_CLAIM if self._lasts < QUICK else CLAIM
 
