@@ -39,7 +39,8 @@ SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
 ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
 # what this version knows of that timelines may need
-FEATURES = frozenset({"balanced", "calendar", "debounce", "hours"})
+FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours"})
+MOST_SEEN = 10_000  # ids of a timeline that are known as delivered
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
@@ -52,6 +53,7 @@ class Add:
     """A record to append; ``own`` says that its timeline is to keep the limits, since a claim may not know them.
 
     ``until`` is the event loop's time at which its caller gives it up: what reaches a server later must do nothing.
+    ``urgent``: it is flushed at once. ``size`` is what the value decodes to, in bytes, if ``terms`` bound it.
     """
 
     key: str
@@ -59,6 +61,8 @@ class Add:
     terms: Terms
     own: bool = False
     until: float = inf
+    urgent: bool = False
+    size: int = 0
 
 
 @dataclass(slots=True)  # frozen, the making of one would take three times as long
@@ -196,7 +200,9 @@ class Close(NamedTuple):
     """A delivery that ended for good: of the first ``taken`` entries, those in no dead letter were delivered.
 
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down. ``letter_bytes`` is how much
-    the dead letters of a shard may take. ``hours`` are those in which what came since may be due.
+    the dead letters of a shard may take. ``hours`` are those in which what came since may be due. What was delivered
+    does not come again for ``dedupe_ms``: the records of the identities ``seen`` (None: all but those in dead letters,
+    and too old).
     """
 
     lease: Lease
@@ -210,6 +216,8 @@ class Close(NamedTuple):
     dead_letters: Sequence[NewDeadLetter] = ()
     letter_bytes: int = DEFAULT.dead_letters
     hours: Hours | None = None
+    dedupe_ms: int = 0
+    seen: Sequence[bytes] | None = None
 
 
 class Closed(NamedTuple):
@@ -228,7 +236,7 @@ class Retry(NamedTuple):
     """A delivery that failed, or (``unknown``) may have; the next try waits ``delay_ms``, and for ``hours``.
 
     ``failed`` are the identities that stay, out of the first ``taken`` entries (None: all). An attempt is charged,
-    unless ``give_back``.
+    unless ``give_back``. ``dedupe_ms`` and ``seen`` are as in ``Close``.
     """
 
     lease: Lease
@@ -242,6 +250,8 @@ class Retry(NamedTuple):
     unknown: bool = False
     aged: int = 0
     hours: Hours | None = None
+    dedupe_ms: int = 0
+    seen: Sequence[bytes] | None = None
 
 
 class Postpone(NamedTuple):
@@ -493,6 +503,7 @@ class Backend(Protocol):
     async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
         """Append records; True for the add that made its timeline ready.
 
+        One that was delivered within the ``dedupe_ms`` of its terms is counted, and not appended; nor is it urgent.
         If the shard no longer takes adds, they go to those that do.
         """
         ...
@@ -581,7 +592,8 @@ class Backend(Protocol):
             await self.release(shard, [lease], started=True)
             raise
         old, cool_ms = len(entries) - len(young), policy.cool_ms(lease.iteration)
-        close = Close(lease, lease.taken, len(young), cool_ms, limits, lease_ms, old, counts=bool(young))
+        report = Close(lease, lease.taken, len(young), cool_ms, limits, lease_ms, old, counts=bool(young))
+        close = report._replace(dedupe_ms=policy.terms.dedupe_ms)
         [closed] = await self.close(shard, [close])
         if isinstance(closed, AiodigestError):
             raise closed

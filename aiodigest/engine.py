@@ -70,6 +70,7 @@ from aiodigest.policy import (
     RetryPolicy,
     RetrySource,
     Source,
+    Terms,
     milliseconds,
 )
 from aiodigest.records.entries import identity_of, unpack
@@ -264,7 +265,7 @@ class DigestEngine(Generic[T]):
         self.backend = backend
         self._url = self.backend.url  # also while a test replaces the backend
         self._retries = Source("retry", RetryPolicy, retry, self._clock_ms)
-        self._policies = Policies(policy, self._retries.fixed, self.delivery_timeout, self._clock_ms)
+        self._policies = Policies(policy, self._retries.fixed, self.delivery_timeout, self._clock_ms, bounds.digest)
         self._registered: Registered[T] = Registered()
         self._session: Session | None = None
 
@@ -502,13 +503,21 @@ class DigestEngine(Generic[T]):
     # Adding
 
     async def add(
-        self, key: str, value: T, *, record_id: str | None = None, timestamp: datetime | float | None = None
+        self,
+        key: str,
+        value: T,
+        *,
+        record_id: str | None = None,
+        timestamp: datetime | float | None = None,
+        urgent: bool = False,
     ) -> bool:
         """Add a record to the timeline ``key``; True if it is due now, and this add made it so.
 
         ``value`` must be of the engine's ``value_type``. ``record_id`` (any text, within the engine's ``bounds``; made
         up if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
-        time of arrival if absent) orders the records of a digest. When this returns, the record is stored.
+        time of arrival if absent) orders the records of a digest. ``urgent`` flushes the timeline at once, as ``flush``
+        does. When this returns, the record is stored, or it is counted as a duplicate (``dedupe_window``): then nothing
+        is flushed either.
 
         Raises InvalidArgument, LimitExceeded or CodecError if an argument is not allowed, ConfigurationError if the
         user may not add or the policy function took longer than ``timeout``, and BackendUnavailable within ``timeout``:
@@ -519,7 +528,7 @@ class DigestEngine(Generic[T]):
         name(key, "key", self.bounds.name)
         record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policies.of(key, self.timeout)
-        add = self._encode(key, record, value, timestamp, policy, began + self.timeout)
+        add = self._encode(key, record, value, timestamp, policy, urgent, began + self.timeout)
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
@@ -570,7 +579,7 @@ class DigestEngine(Generic[T]):
                 policy = fixed or policies[plain(entry.key)]
                 if isinstance(policy, BaseException):
                     raise policy
-                adds.append(self._encode(entry.key, record, entry.value, entry.timestamp, policy))
+                adds.append(self._encode(entry.key, record, entry.value, entry.timestamp, policy, entry.urgent))
                 indices.append(index)
             except AiodigestError as error:
                 results[index] = error
@@ -602,15 +611,27 @@ class DigestEngine(Generic[T]):
         value: T,
         timestamp: datetime | float | None,
         policy: Policy,
+        urgent: bool,
         until: float = inf,
     ) -> Add:
         tracing = self._registered.tracing
         context = b"" if tracing is None else tracing.context()
         encoded = self.codec.encode(value)
         entry = pack_entry(record_id, timestamp, encoded, self.bounds.value, context)
+        terms = policy.terms
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:
             raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")
-        return Add(plain(key), entry, policy.terms, self._policies.own, until)
+        if urgent is not False or terms.max_bytes:
+            return self._special(key, entry, encoded, terms, urgent, until)
+        return Add(plain(key), entry, terms, self._policies.own, until)
+
+    def _special(self, key: str, entry: bytes, encoded: bytes, terms: Terms, urgent: bool, until: float) -> Add:
+        """Return an add that is urgent, or whose policy bounds the bytes of a digest, as few are."""
+        require(isinstance(urgent, bool), "urgent", "True or False", urgent)  # pyright: ignore[reportUnnecessaryIsInstance]
+        size = sizes_of(self.codec)(encoded) if terms.max_bytes else 0
+        if size > terms.max_bytes > 0:
+            raise LimitExceeded(f"a value may take at most {terms.max_bytes:,} bytes (max_bytes), not {size:,}")
+        return Add(plain(key), entry, terms, self._policies.own, until, urgent, size)
 
     # Looking at timelines and dead letters, and moving them by hand
 

@@ -110,22 +110,29 @@ class Digest(Generic[T]):
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One add of ``add_many``; ``key``, ``value``, ``record_id`` (made up if None) and ``timestamp`` (the server's time
-    of arrival if None) are the arguments of ``DigestEngine.add``."""
+    """One add of ``add_many``; ``key``, ``value``, ``record_id`` (made up if None), ``timestamp`` (the server's time of
+    arrival if None) and ``urgent`` are the arguments of ``DigestEngine.add``."""
 
     key: str
     value: T
     record_id: str | None = None
     timestamp: datetime | float | None = None
+    urgent: bool = False
 
     def __init__(
-        self, key: str, value: T, record_id: str | None = None, timestamp: datetime | float | None = None
+        self,
+        key: str,
+        value: T,
+        record_id: str | None = None,
+        timestamp: datetime | float | None = None,
+        urgent: bool = False,
     ) -> None:
         fields = self.__dict__  # what the dataclass would make of it takes twice as long
         fields["key"] = key
         fields["value"] = value
         fields["record_id"] = record_id
         fields["timestamp"] = timestamp
+        fields["urgent"] = urgent
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,8 @@ class Stats:
     ``waiting``, ``ready`` and ``leased`` are timelines, ``dead`` dead letters, and ``digests`` deliveries so far.
     ``delivered``, ``dropped``, ``aged``, ``expired`` and ``buried`` are records so far: delivered, dropped by capacity,
     left out by ``max_age``, ended by ``ttl``, and put in dead letters. ``letters_dropped`` are dead letters that made
-    room for newer ones or reached their 30 days. ``oldest_due`` is the earliest due time of a timeline that waits or is
+    room for newer ones or reached their 30 days. ``duplicates`` are adds of records that ``dedupe_window`` kept from
+    being delivered again. ``oldest_due`` is the earliest due time of a timeline that waits or is
     ready, or the end of a lease that nobody has taken over, and ``overdue`` the seconds for which that one has been
     due, by the server's clock; 0 if it is not due. ``stepped_back`` is by how many seconds the server's clock last
     stepped back, if that was in the last hour, else 0.
@@ -278,6 +286,7 @@ class Stats:
     expired: int = 0
     buried: int = 0
     letters_dropped: int = 0
+    duplicates: int = 0
     oldest_due: datetime | None = None
     overdue: float = 0.0
     stepped_back: float = 0.0

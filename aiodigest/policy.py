@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import TEN_YEARS, duration, moment, require, whole
+from aiodigest.records.validation import DEFAULT, TEN_YEARS, duration, moment, require, whole
 
 if TYPE_CHECKING:
     from aiodigest.timing.calendar import At
@@ -55,6 +55,8 @@ class Terms(NamedTuple):
     first_at_once: bool = False
     at: At | None = None
     hours: Hours | None = None
+    dedupe_ms: int = 0
+    max_bytes: int = 0
     needs: str = ""
 
     @property
@@ -168,6 +170,12 @@ class Policy:
         The instants at which a digest is due, if something came; by the server's clock.
     hours : Hours or None, default None
         The hours in which digests are delivered: what is due outside waits for the opening, retries too.
+    dedupe_window : seconds or None, default None
+        From the delivery of a record: another one of its id is accepted, counted, and not delivered within it. Of a
+        timeline the latest 10,000 ids are known.
+    max_bytes : int or None, default None
+        A timeline with this many bytes of JSON, before compression, is due at once, and no digest's values take more:
+        what is over comes in parts. A single record above it is refused by ``add``. At most ``Bounds(digest=...)``.
 
     Raises
     ------
@@ -193,6 +201,8 @@ class Policy:
     else:
         at: At | None = None
     hours: Hours | None = None
+    dedupe_window: float | timedelta | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self._exclude()
@@ -218,9 +228,13 @@ class Policy:
                 raise InvalidArgument(above)
         if self.max_age is not None:
             duration(self.max_age, "max_age", SHORTEST)
+        if self.dedupe_window is not None:
+            duration(self.dedupe_window, "dedupe_window", SHORTEST)
         whole(self.capacity, "capacity", 1, MAX_CAPACITY)
         if self.max_size is not None:
             whole(self.max_size, "max_size", 1, self.capacity)
+        if self.max_bytes is not None:
+            whole(self.max_bytes, "max_bytes", 1, 2**30)
         if not _given(self.ttl):
             self._derive("ttl", max(7 * DAY, 2 * maximum))
         self._ttl_above(maximum, "maximum_delay")
@@ -281,15 +295,24 @@ class Policy:
     @property
     def needs(self) -> str:
         """The features that a worker must know to treat timelines of this policy right, separated by spaces."""
-        wanted = {self.rule: self.rule != "increment", "hours": self.hours is not None}
+        wanted = {
+            self.rule: self.rule != "increment", "hours": self.hours is not None,
+            "dedupe": self.dedupe_window is not None, "bytes": self.max_bytes is not None,
+        }  # fmt: skip
         return " ".join(name for name, is_used in wanted.items() if is_used)
 
-    def check(self, retry: RetryPolicy | None, delivery_timeout: float = 0.0) -> None:
-        """Raise InvalidArgument if records could expire while their digest is delivered or tried again.
+    def check(
+        self, retry: RetryPolicy | None, delivery_timeout: float = 0.0, digest_bytes: int = DEFAULT.digest
+    ) -> None:
+        """Raise InvalidArgument if records could expire while their digest is delivered or tried again, or if
+        ``max_bytes`` is more than ``digest_bytes``.
 
         Delivery takes as long as all tries of ``retry`` (None: that is checked elsewhere), or one of
         ``delivery_timeout`` seconds.
         """
+        if self.max_bytes is not None and self.max_bytes > digest_bytes:
+            bound = f"max_bytes must be at most Bounds(digest=...), {digest_bytes:,}"
+            raise InvalidArgument(f"{bound}; it is {self.max_bytes:,}: raise that, or lower it")
         if retry is not None:
             self._ttl_above(retry.span, "the whole retry span")
         self._ttl_above(delivery_timeout, "delivery_timeout")
@@ -318,15 +341,15 @@ class Policy:
         """The policy as the store takes it."""
         durations = (
             self.initial_delay, self.increment_delay, self.maximum_delay, self.max_age, self.ttl, self.quiet_delay,
-            self.price,
+            self.price, self.dedupe_window,
         )  # fmt: skip
-        initial, increment, maximum, age, ttl, quiet, price = (
+        initial, increment, maximum, age, ttl, quiet, price, dedupe = (
             milliseconds(duration(each or 0, "a duration")) for each in durations
         )
         limits = Limits(self.capacity, self.max_size or 0, age, ttl)
         return Terms(
             initial, increment, maximum, limits, self.rule, quiet, price, self.randomised, self.first_at_once, self.at,
-            self.hours, self.needs,
+            self.hours, dedupe, self.max_bytes or 0, self.needs,
         )  # fmt: skip
 
 
@@ -414,14 +437,15 @@ class Policies:
         retry: RetryPolicy | None,
         delivery_timeout: float = 0.0,
         clock: Clock = machine_clock,
+        digest_bytes: int = DEFAULT.digest,
     ) -> None:
         self._source = Source("policy", Policy, source, clock)
         self.fixed = self._source.fixed
         self._retry = retry
-        self._delivery_timeout = delivery_timeout
+        self._bounds = delivery_timeout, digest_bytes
         # claims of an engine whose policy is a function trim nothing but by limits that are stored
         base = self.fixed or Policy(capacity=MAX_CAPACITY)
-        base.check(retry, delivery_timeout)
+        base.check(retry, *self._bounds)
         self.limits = base.terms.limits
         self.own = self.fixed is None  # the limits of a function's policies are stored with their timelines
 
@@ -430,7 +454,7 @@ class Policies:
         if self.fixed is not None:
             return self.fixed
         policy = await self._source.of(key, timeout, now_ms)
-        policy.check(self._retry, self._delivery_timeout)
+        policy.check(self._retry, *self._bounds)
         return policy
 
     async def of_all(self, keys: Iterable[str], timeout: float) -> dict[str, Policy | BaseException]:

@@ -11,22 +11,24 @@ from aiodigest.records.entries import identity
 State = dict[str, Any]
 
 SETS = ("waiting", "ready", "leased")
-ORDERED = (*SETS, "postponed")  # of timelines, by times
+ORDERED = (*SETS, "postponed", "seens")  # of timelines, by times
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
 SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
     "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted", "needs",
-    "next", "drawn", "pass",
+    "next", "drawn", "pass", "bytes", "max_bytes",
 }  # fmt: skip
-KINDS = (b"log", b"open", b"meta", b"ids", b"letter", b"remains", b"moved")
+KINDS = (b"log", b"open", b"meta", b"ids", b"seen", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done", "opening", "needs"}  # of a timeline without records
-COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped", "duplicates")
 
 
 def reference_state(machine: Shard) -> State:
     state: State = {name: {key.encode(): due for key, due in getattr(machine, name).items()} for name in SETS}
     state["postponed"] = {key.encode(): due for key, due in machine.postponed.items()}
+    state["seens"] = {key.encode(): end for key, end in machine.seens.items()}
+    state["seen"] = {key.encode(): ids for key, ids in machine.seen.items() if ids}
     state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
     times = {
         "seen": machine.seen_ms, "clock": machine.clock_ms, "shift": machine.shift_ms, "stepped": machine.stepped_ms,
@@ -53,6 +55,7 @@ def _timeline(held: Held) -> State:
         "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
         "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms, "needs": held.needs,
         "next": held.next_ms, "drawn": held.drawn_ms, "pass": int(held.passes),
+        "bytes": held.log_bytes, "max_bytes": held.max_bytes,
     }  # fmt: skip
     if held.own:
         meta["own"] = " ".join(map(str, held.own))
@@ -78,7 +81,8 @@ def redis_state(client: Any, tag: str) -> State:
     """Read all keys of a shard; fails if one has no expiry and should, or belongs to nothing that is known."""
     prefix = f"{{{tag}}}:".encode()
     keys = sorted(client.scan_iter(match=b"{" + tag.encode() + b"}:*", count=1000))
-    keys = [key for key in keys if key != prefix + b"sizes"]  # of its letters, which Pair compares
+    # of its letters, which Pair compares, and of what was delivered, which ends with the last of it
+    keys = [key for key in keys if key not in (prefix + b"sizes", prefix + b"seens")]
     pipe = client.pipeline(transaction=False)
     for name in (*ORDERED, "dead"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
@@ -89,8 +93,8 @@ def redis_state(client: Any, tag: str) -> State:
         kind, colon, _ = key[len(prefix) :].partition(b":")
         assert colon, f"{key!r} is no key of a shard"
         assert kind in KINDS, f"{key!r} is no key of a shard"
-        if kind == b"ids":
-            pipe.zrange(key, 0, -1)
+        if kind in (b"ids", b"seen"):
+            pipe.zrange(key, 0, -1, withscores=kind == b"seen")
         else:
             pipe.lrange(key, 0, -1) if kind in (b"log", b"open", b"remains") else pipe.hgetall(key)
         pipe.pttl(key)
@@ -102,19 +106,22 @@ def redis_state(client: Any, tag: str) -> State:
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(ORDERED, replies, strict=False)}
     state["layout"] = {
         name.decode(): int(value)
-        for name, value in replies[5].items()
+        for name, value in replies[6].items()
         if name not in (b"version", b"current", b"drains", b"shift") or (name == b"shift" and value != b"0")
     }
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
     timelines: dict[bytes, State] = {}
-    for key, value, lifetime in zip(parts, replies[6::2], replies[7::2], strict=True):
+    state["seen"] = {}
+    for key, value, lifetime in zip(parts, replies[7::2], replies[8::2], strict=True):
         kind, _, name = key[len(prefix) :].partition(b":")
         assert lifetime > 0, f"{key!r} has no expiry"
         if kind == b"remains":
             remains[name] = value
         elif kind == b"letter":
             facts[name] = value
+        elif kind == b"seen":
+            state["seen"][name] = {each: int(end) for each, end in value}
         elif kind != b"moved":  # which tells for a day that a letter of a drained shard has come
             empty: State = {"log": [], "open": [], "meta": {}, "ids": []}
             timeline = timelines.setdefault(name, empty)
@@ -132,10 +139,10 @@ def redis_state(client: Any, tag: str) -> State:
             int(facts[letter][b"attempt"]), facts[letter][b"digest"].decode(), remains.pop(letter),
             facts[letter][b"limits"].decode(),
         )
-        for letter, _ in replies[4]
+        for letter, _ in replies[5]
     }  # fmt: skip
     assert not remains, "records of dead letters that are no more"
-    assert set(facts) == {letter for letter, _ in replies[4]}, "facts of dead letters that are no more"
+    assert set(facts) == {letter for letter, _ in replies[5]}, "facts of dead letters that are no more"
     return state
 
 

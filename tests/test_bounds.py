@@ -16,6 +16,7 @@ from aiodigest import (
     Digest,
     DigestEngine,
     Entry,
+    InvalidArgument,
     JSONCodec,
     LimitExceeded,
     PartialAdd,
@@ -250,3 +251,51 @@ async def test_a_record_that_was_stored_under_a_larger_bound_still_comes_alone()
     async with delivering(inbox, backend, policy=policy(), bounds=BOUNDS):
         await inbox.outcome(2)
     assert [ids_of(digest) for digest in inbox.digests] == [["0"], ["1"]]
+
+
+async def test_max_bytes_bounds_what_a_digest_decodes_to_and_the_rest_comes_in_parts() -> None:
+    inbox = Inbox()
+    async with delivering(inbox, policy=Policy(initial_delay=3_600, max_bytes=5_000)) as (engine, _):
+        assert await engine.add_many([Entry("k", list_of(n), f"r{n}") for n in range(5)]) == [
+            False, False, True, False, False,
+        ]  # fmt: skip
+        await inbox.outcome(3)
+    assert [len(digest.records) for digest in inbox.digests] == [2, 2, 1]
+
+
+async def test_a_record_above_max_bytes_is_refused_when_it_is_added() -> None:
+    async with delivering(Inbox(), policy=Policy(max_bytes=2_000)) as (engine, _):
+        with pytest.raises(LimitExceeded, match=r"at most 2,000 bytes \(max_bytes\), not 2,001"):
+            await engine.add("k", list_of(1))
+        assert await engine.peek("k") is None
+
+
+def test_max_bytes_is_at_most_the_bound_of_a_digest() -> None:
+    message = r"max_bytes must be at most Bounds\(digest=...\), 5,000; it is 5,001"
+    with pytest.raises(InvalidArgument, match=message):
+        DigestEngine(namespace="n", policy=Policy(max_bytes=5_001), bounds=BOUNDS)
+
+
+async def test_max_bytes_of_a_function_s_policy_is_at_most_the_bound_of_a_digest() -> None:
+    def chosen(key: str) -> Policy:
+        return Policy(max_bytes=5_001)
+
+    async with delivering(Inbox(), policy=chosen, bounds=BOUNDS) as (engine, _):
+        with pytest.raises(InvalidArgument, match="max_bytes must be at most"):
+            await engine.add("k", 1)
+
+
+async def test_a_value_that_a_later_part_replaces_counts_as_delivered_with_that_part_alone() -> None:
+    """The first value of "a" is in the first part, where it is left out; the part with the newer one is rejected."""
+    backend, inbox = WatchedBackend(), Inbox(None, Reject("no"))
+    once = policy(dedupe_window=600)
+    async with engine_on(backend, policy=once, bounds=BOUNDS) as engine:
+        for number, record_id in enumerate("abca"):
+            await engine.add("key", list_of(number), record_id=record_id)
+    async with delivering(inbox, backend, policy=once, bounds=BOUNDS) as (engine, _):
+        await inbox.outcome(2)
+        await settle()
+        assert [ids_of(digest) for digest in inbox.digests] == [["b"], ["c", "a"]]
+        await engine.add_many([Entry("key", 1, name) for name in "bca"])
+        await inbox.outcome(3)
+    assert ids_of(inbox.digests[2]) == ["c", "a"]

@@ -213,6 +213,7 @@ def test_a_value_is_added_as_json_or_as_text_and_told_to_be_due_or_to_wait(tmp_p
     assert sorted(map(str, (record["value"] for record in held))) == sorted(map(str, ["[1]", *dict(given).values()]))
     assert [record["id"] for record in held][:3] == ["0", "1", "2"]
     assert [command("add", "user:2", "1")[1] for _ in range(2)] == ["user:2 is due now\n"] * 2
+    assert command("add", "user:1", "2", "--urgent") == (0, "user:1 is due now\n", "")
 
 
 def test_the_namespaces_of_a_server_are_listed(tmp_path: Path, command: Command) -> None:

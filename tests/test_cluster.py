@@ -589,6 +589,8 @@ VERBS: dict[str, Verb] = {
     "keep": lambda held: call(held, "keep", 0, "id", "key", "why", 1, 1, "digest", "", 0, 1, b"entry"),
     "carry": lambda held: call(held, "carry", 0, "2:1:1:0", "delivered", 5),
     "retire": lambda held: call(held, "retire", 0, ""),
+    "forget": lambda held: call(held, "forget", 0, "key", b"id"),
+    "remember": lambda held: call(held, "remember", 0, "key", b"id", 4_000_000_000_000),
 }
 
 SETS = (b"waiting", b"ready", b"leased", b"dead")

@@ -45,6 +45,7 @@ from aiodigest import (
     PartialAdd,
     PartialFailure,
     Policy,
+    Reject,
     RetryPolicy,
 )
 
@@ -939,3 +940,42 @@ async def test_what_is_no_entry_is_told_how_to_give_one() -> None:
 def test_a_partial_failure_of_what_are_no_ids_is_refused(failed: Any) -> None:
     with pytest.raises(InvalidArgument, match="PartialFailure takes"):
         PartialFailure(failed)
+
+
+async def test_an_urgent_add_is_delivered_at_once_through_the_cool_down() -> None:
+    async with delivering(inbox := Inbox(), policy=Policy(initial_delay=3_600)) as (engine, _):
+        assert not await engine.add("key", 1)
+        assert await engine.add("key", 2, urgent=True)
+        await inbox.outcome()
+        assert await engine.add_many([Entry("key", 3), Entry("key", 4, urgent=True)]) == [False, True]
+        await inbox.outcome(2)
+    assert [[record.value for record in digest.records] for digest in inbox.digests] == [[1, 2], [3, 4]]
+
+
+async def test_urgent_is_true_or_false() -> None:
+    async with delivering(Inbox()) as (engine, _):
+        with pytest.raises(InvalidArgument, match="urgent must be True or False, not 1"):
+            await engine.add("key", 1, urgent=1)  # type: ignore[arg-type]
+        assert await engine.peek("key") is None
+
+
+async def test_a_record_that_was_delivered_within_the_dedupe_window_is_counted_and_not_delivered_again() -> None:
+    async with delivering(inbox := Inbox(), policy=Policy(minimum_delay=0, dedupe_window=600)) as (engine, _):
+        await engine.add("key", 1, record_id="a")
+        await inbox.outcome()
+        assert await engine.add_many([Entry("key", 2, "a"), Entry("key", 3, "b")]) == [False, True]
+        await inbox.outcome(2)
+        assert (await engine.stats()).duplicates == 1
+    assert [[record.id for record in digest.records] for digest in inbox.digests] == [["a"], ["b"]]
+
+
+async def test_a_callback_that_was_rejected_or_failed_has_delivered_nothing() -> None:
+    once = Policy(minimum_delay=0, dedupe_window=600)
+    async with delivering(inbox := Inbox(Reject("no"), OSError()), policy=once) as (engine, _):
+        for number in (1, 2):
+            await engine.add("key", number, record_id="a")
+            await inbox.outcome(number)
+        await engine.flush("key")
+        await inbox.outcome(3)
+        assert (await engine.stats()).duplicates == 0
+    assert inbox.results == ["rejected", "failed", "delivered"]

@@ -25,6 +25,7 @@ from test_cluster import VERBS, Held
 from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import (
     ASIDE_MS,
+    MOST_SEEN,
     MOVES,
     Add,
     Claims,
@@ -1114,3 +1115,34 @@ async def test_what_needs_a_feature_that_a_worker_does_not_know_is_left_to_other
         assert needs() == b"new far"
         assert await backend.delete("k")
         assert needs() is None
+
+
+async def test_the_latest_ten_thousand_ids_of_a_timeline_are_known_as_delivered(
+    backend: RedisBackend, raw: Raw, clock: Clock
+) -> None:
+    once = Policy(minimum_delay=0, dedupe_window=600)
+    raw.client.zadd(raw.key("seen:k"), {f"old{number:05}": clock.now + 1 + number for number in range(MOST_SEEN)})
+    await backend.add(0, [Add("k", pack(name, None, b"v"), once.terms) for name in (b"a", b"b")])
+    [lease] = (await claim(backend)).leases
+    clock.now += 1  # and so one of the old ones is over
+    assert await backend.close(0, [closing(lease)._replace(dedupe_ms=600_000)]) == [Closed("closed")]
+    assert raw.client.zcard(raw.key("seen:k")) == MOST_SEEN
+    assert raw.client.zscore(raw.key("seen:k"), "old00001") is None
+    assert raw.client.zscore(raw.key("seen:k"), "old00002")
+    assert raw.client.zscore(raw.key("seen:k"), identity_of(b"a")) == clock.now + 600_000
+    assert 0 < raw.client.pttl(raw.key("seen:k")) <= 600_000
+    assert 0 < raw.client.pttl(raw.key("seens")) <= 600_000
+
+
+async def test_what_no_version_has_written_in_place_of_ids_lets_records_come_again(
+    backend: RedisBackend, raw: Raw
+) -> None:
+    once = Policy(minimum_delay=0, dedupe_window=600)
+    adds = [Add("k", pack(b"a", None, b"v"), once.terms)]
+    for name in ("seen:k", "seens"):
+        raw.client.set(raw.key(name), "not ours")
+        assert await backend.add(0, adds) == [True]
+        [lease] = (await claim(backend)).leases
+        assert await backend.close(0, [closing(lease, cool_ms=0)._replace(dedupe_ms=600_000)]) == [Closed("closed")]
+        assert await backend.add(0, adds) == [True]
+        assert await backend.delete("k")

@@ -40,7 +40,7 @@ VALUE = JSONCodec[JSON]().encode("v")
 LATER = Policy(initial_delay=1_500)  # what is added under it is not due while a test lasts
 AT_ONCE = Policy(minimum_delay=0, increment_delay=0, capacity=10_000)
 LIMITS = AT_ONCE.terms.limits
-COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped")
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped", "duplicates")
 
 _places = count(1)
 
@@ -603,6 +603,40 @@ async def test_a_dead_letter_that_is_taken_while_it_moves_stays_away(server: Ser
         assert await held(user, "k") == (["a", "b"] if name == "replay" else [])
 
     await between_any_two_steps(server, scene)
+
+
+async def test_what_was_delivered_is_known_in_the_new_shards_for_as_long(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    once = Policy(minimum_delay=0, dedupe_window=600)
+    names = [f"r{number}" for number in range(SLICE + 50)]
+    for key, some in (("many", names), ("few", names[:1])):
+        await add(old, key, *some, policy=once)
+        [lease] = await claim(old, 0)
+        close = Close(lease, lease.size, lease.size, 0, LIMITS, LEASE, dedupe_ms=600_000)
+        assert await old.close(0, [close]) == [Closed("closed")]
+    await change(new, 4)
+    assert place.left_of(Layout(1)) == []
+    for key, some in (("many", names), ("few", names[:1])):
+        await add(new, key, *some, policy=once)
+        assert await held(new, key) == []
+    place.now += 600_000
+    await add(new, "few", "r0", policy=once)
+    assert await held(new, "few") == ["r0"]
+    assert (await new.operations.counts())["duplicates"] == SLICE + 51
+
+
+async def test_what_the_old_shards_deliver_during_a_change_is_known_in_the_new_ones(place: Place) -> None:
+    old, new = await place.process(), await place.process()
+    once = Policy(minimum_delay=0, dedupe_window=600)
+    await add(old, "k", "a", policy=once)
+    [lease] = await claim(old, 0)
+    assert await new.operations.reshard(4)
+    assert await new.operations.drain() == {"leased": 1}
+    close = Close(lease, 1, 1, 0, LIMITS, LEASE, dedupe_ms=600_000)
+    assert await old.close(0, [close]) == [Closed("closed")]
+    await finish(new)
+    await add(new, "k", "a", policy=once)
+    assert await held(new, "k") == []
 
 
 async def test_counters_are_the_same_before_while_and_after_a_change_there_and_back(place: Place) -> None:

@@ -1071,7 +1071,7 @@ async def test_each_record_that_is_set_aside_has_a_letter_with_its_own_reason(st
     lease = await store.claim()
     letters = [NewDeadLetter(each, [identity_of(each.encode())]) for each in ("bad", "worse")]
     close = Close(lease, 3, 1, 0, store.policy.terms.limits, LEASE, dead_letters=letters)
-    assert await store.backend.close(0, [close]) == [Closed("closed")]
+    assert await store.backend.close(store.backend.shard_map.shard_of("k"), [close]) == [Closed("closed")]
     assert await store.state("k") is None
     kept = await read_letters(store)
     told = [(letter.reason, records(letter.entries)) for letter in kept]
@@ -1204,3 +1204,235 @@ async def test_a_page_of_dead_letters_has_none_that_reached_its_30_days_since_th
     store.now = NOW + 31 * DAY
     names, end = await store.backend.operations.dead_letters(0, 2, page.end)
     assert ([letter.key for letter in await read_letters(store, names)], end) == (["k20"], None)
+
+
+# Urgent adds, records that are not delivered twice, digests of so many bytes
+
+LATER = Policy(initial_delay=60)
+ONCE = Policy(initial_delay=60, minimum_delay=0, dedupe_window=600)
+SIZED = Policy(initial_delay=60, max_bytes=100)
+
+
+def named(*records: str) -> list[bytes]:
+    return [identity_of(record.encode()) for record in records]
+
+
+async def put(store: Store, *records: str, policy: Policy = LATER, urgent: bool = True, size: int = 0) -> list[object]:
+    """Add records to "k" in one call."""
+    adds = [
+        Add("k", pack(record.encode(), None, b"v"), policy.terms, urgent=urgent, size=size) for record in records
+    ]  # fmt: skip
+    return [*await store.backend.add(store.backend.shard_map.shard_of("k"), adds)]
+
+
+async def delivered(store: Store, lease: Lease, letter: list[str] | None = None, seen: list[str] | None = None) -> None:
+    """Close a digest of which nothing is to come again for ten minutes."""
+    letters = [] if letter is None else [NewDeadLetter("no", named(*letter))]
+    close = Close(
+        lease, lease.size, lease.size - len(letter or ()), 0, store.policy.terms.limits, LEASE, dead_letters=letters,
+        dedupe_ms=600_000, seen=None if seen is None else named(*seen),
+    )  # fmt: skip
+    assert [
+        closed.status
+        for closed in await store.backend.close(store.backend.shard_map.shard_of("k"), [close])
+        if isinstance(closed, Closed)
+    ] == ["closed"]
+
+
+async def duplicates(store: Store) -> int:
+    return (await store.backend.operations.counts()).get("duplicates", 0)
+
+
+async def test_an_urgent_add_makes_its_timeline_due_now_and_says_so_once(store: Store) -> None:
+    assert await put(store, "a", "b", urgent=False) == [False, False]
+    assert await put(store, "c", "d") == [True, False]
+    lease = await store.claim()
+    assert (ids(lease), lease.passes) == (["a", "b", "c", "d"], True)
+
+
+async def test_an_urgent_add_goes_through_a_cool_down_and_ends_with_its_digest(store: Store) -> None:
+    await put(store, "a", policy=Policy())
+    await store.close(await store.claim())
+    assert await put(store, "b", policy=Policy()) == [True]
+    lease = await store.claim()
+    assert lease.passes
+    assert await store.close(lease) == Closed("closed")
+    assert await put(store, "c", policy=Policy(), urgent=False) == [False]
+    store.now += 331_000
+    lease = await store.claim()
+    assert (ids(lease), lease.passes) == (["c"], False)
+
+
+async def test_an_urgent_add_ends_a_retry_wait_and_its_attempts_are_kept(store: Store) -> None:
+    await store.add("k", "a")
+    await store.retry(await store.claim(), 100_000)
+    assert await put(store, "b") == [True]
+    lease = await store.claim()
+    assert (ids(lease), lease.attempt, lease.passes) == (["a", "b"], 2, True)
+    await store.retry(lease, 1_000)
+    store.now += 1_000
+    assert (await store.claim()).passes, "it is the same digest"
+
+
+async def test_an_urgent_add_under_delivery_is_due_after_its_close(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    assert (lease.passes, await put(store, "b")) == (False, [False])
+    assert await store.close(lease) == Closed("closed")
+    lease = await store.claim()
+    assert (ids(lease), lease.passes) == (["b"], True)
+
+
+async def test_what_was_urgent_while_its_digest_was_claimed_is_not_postponed(store: Store) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    await put(store, "b")
+    assert await store.postpone(lease, 36_000_000)
+    lease = await store.claim()
+    assert (ids(lease), lease.passes, lease.attempt) == (["a", "b"], True, 1)
+    assert await store.postpone(lease, 36_000_000), "a second time nobody has asked for it since"
+    assert await store.state("k") == "waiting"
+
+
+async def test_urgent_and_other_adds_of_a_call_stay_in_order(store: Store) -> None:
+    adds = [
+        Add("k", pack(b"%d" % number, 0, b"v"), LATER.terms, urgent=number in (1, 2)) for number in range(4)
+    ]  # fmt: skip
+    assert await store.backend.add(store.backend.shard_map.shard_of("k"), adds) == [False, True, False, False]
+    assert ids(await store.claim()) == ["0", "1", "2", "3"]
+
+
+async def test_a_record_that_was_delivered_is_counted_and_not_stored_within_its_window(store: Store) -> None:
+    await put(store, "a", policy=ONCE)
+    await delivered(store, await store.claim())
+    assert await put(store, "a", "b", "a", policy=ONCE) == [False, True, False]
+    assert (await store.held("k"), await duplicates(store)) == ([("b", "v")], 2)
+    store.now += 600_000
+    assert await put(store, "a", policy=ONCE) == [False]
+    assert await store.held("k") == [("b", "v"), ("a", "v")]
+
+
+async def test_an_urgent_duplicate_flushes_nothing(store: Store) -> None:
+    await put(store, "a", policy=ONCE)
+    await delivered(store, await store.claim())
+    await put(store, "b", policy=ONCE, urgent=False)
+    assert await put(store, "a", policy=ONCE) == [False]
+    assert await store.state("k") == "waiting"
+
+
+async def test_a_record_that_comes_again_under_delivery_is_left_out_when_the_next_digest_is_opened(
+    store: Store,
+) -> None:
+    await put(store, "a", policy=ONCE)
+    lease = await store.claim()
+    await put(store, "a", "b", "a", policy=ONCE)
+    await delivered(store, lease)
+    lease = await store.claim()
+    assert (ids(lease), lease.iteration, await duplicates(store)) == (["b"], 2, 1)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+async def test_a_digest_of_duplicates_alone_ends_without_a_delivery_or_a_cool_down(store: Store, sample: bool) -> None:
+    await put(store, "a", policy=ONCE)
+    lease = await store.claim()
+    await put(store, "a", policy=ONCE)
+    await delivered(store, lease)
+    await store.add("other", "a")
+    claims = await store.claims(sample=sample)
+    if store.backend.shard_map.shard_of("other") == store.backend.shard_map.shard_of("k"):
+        assert [lease.key for lease in claims.leases] == ["other"]
+    assert (await store.state("k"), await duplicates(store)) == (None, 1)
+    assert (await store.backend.operations.counts())["delivered"] == 1
+    await put(store, "b", policy=ONCE, urgent=False)
+    assert await store.due("k") == 60_000
+
+
+async def test_opening_a_timeline_of_duplicates_alone_finds_nothing(store: Store) -> None:
+    await put(store, "a", policy=ONCE)
+    lease = await store.claim()
+    await put(store, "a", policy=ONCE)
+    await delivered(store, lease)
+    shard = store.backend.shard_map.shard_of("k")
+    assert await store.backend.open(shard, "k", LEASE, ONCE.terms.limits) is None
+    assert await store.state("k") is None
+
+
+async def test_what_became_a_dead_letter_or_was_not_named_may_come_again(store: Store) -> None:
+    await put(store, "a", "b", policy=ONCE)
+    await delivered(store, await store.claim(), letter=["a"])
+    assert await put(store, "a", "b", policy=ONCE) == [True, False]
+    await delivered(store, await store.claim(), seen=[])
+    assert await put(store, "a", policy=ONCE) == [True]
+
+
+async def test_what_a_partial_failure_delivered_does_not_come_again_and_what_failed_does(store: Store) -> None:
+    await put(store, "a", "b", policy=ONCE)
+    lease = await store.claim()
+    await put(store, "a", "b", policy=ONCE)
+    partial = Retry(lease, 1_000, "boo", ONCE.terms.limits, 2, named("b"), 1, dedupe_ms=600_000)
+    assert await store.backend.retry(0, [partial]) == [True]
+    store.now += 1_000
+    lease = await store.claim()
+    assert (ids(lease), await duplicates(store)) == (["b"], 1)
+    await delivered(store, lease)
+    assert await put(store, "a", "b", policy=ONCE) == [False, False]
+
+
+async def test_a_frozen_digest_is_tried_again_whole_and_nothing_of_it_counts_as_delivered(store: Store) -> None:
+    await put(store, "a", "b", policy=ONCE)
+    await store.retry(await store.claim(), unknown=True)
+    store.now += 1_000
+    lease = await store.claim()
+    partial = Retry(lease, 1_000, "boo", ONCE.terms.limits, 2, named("b"), 1, dedupe_ms=600_000)
+    assert await store.backend.retry(0, [partial]) == [True]
+    store.now += 1_000
+    assert ids(await store.claim()) == ["a", "b"]
+    await put(store, "a", policy=ONCE)
+    assert (await store.held("k"))[-1] == ("a", "v")
+
+
+async def test_a_replayed_letter_is_delivered_although_its_records_were_since(store: Store) -> None:
+    await put(store, "a", "b", policy=ONCE)
+    await delivered(store, await store.claim(), letter=["a"])
+    await put(store, "a", policy=ONCE)
+    await delivered(store, await store.claim())
+    [letter] = (await store.backend.operations.dead_letters(0, 10)).items
+    assert not await store.backend.replay(letter, ONCE.terms, False)
+    await store.backend.flush("k")
+    assert ids(await store.claim()) == ["a"]
+
+
+async def test_deleting_a_timeline_forgets_what_it_has_delivered(store: Store) -> None:
+    await put(store, "a", policy=ONCE)
+    await delivered(store, await store.claim())
+    await store.backend.delete("k")
+    assert await put(store, "a", policy=ONCE) == [True]
+
+
+async def test_reaching_max_bytes_makes_a_timeline_due_at_once(store: Store) -> None:
+    assert await put(store, "a", "b", "c", "d", policy=SIZED, urgent=False, size=40) == [False, False, True, False]
+    lease = await store.claim()
+    assert (lease.due_ms, lease.bound, lease.passes) == (NOW, 100, False)
+    await put(store, "e", "f", policy=SIZED, urgent=False, size=40)
+    await store.close(lease)
+    assert await store.due("k") == 300_000
+    assert await put(store, "g", policy=SIZED, urgent=False, size=20) == [True]
+
+
+async def test_what_came_under_delivery_is_due_after_its_close_if_it_is_as_large_as_a_digest(store: Store) -> None:
+    await put(store, "a", policy=SIZED)
+    lease = await store.claim()
+    await put(store, "b", "c", policy=SIZED, urgent=False, size=50)
+    await store.close(lease)
+    assert ids(await store.claim()) == ["b", "c"]
+
+
+async def test_a_claim_with_a_smaller_bound_keeps_it_and_a_larger_one_gives_way_to_that_of_the_timeline(
+    store: Store,
+) -> None:
+    for bound, expected in ((50, 50), (5_000, 100)):
+        await put(store, "a", policy=SIZED)
+        shard = store.backend.shard_map.shard_of("k")
+        [lease] = (await store.backend.claim(shard, 1, LEASE, SIZED.terms.limits, bound=bound)).leases
+        assert lease.bound == expected
+        await store.close(lease)

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from stores import Place, bound_of_dead_letters
-from storestate import State, check_invariants, forget, redis_state, reference_state
+from storestate import SETS, State, check_invariants, forget, redis_state, reference_state
 
 from aiodigest import models
 from aiodigest.backend import (
@@ -95,6 +95,16 @@ POLICIES = (
     Policy.at(At.daily("09:00", "Europe/Paris"), hours=NIGHT),
     Policy(minimum_delay=600, increment_delay=400, maximum_delay=4000, hours=BREAKS, max_size=2, capacity=3),
 )
+DEDUPED = (  # no window is so short that it ends while a test goes on
+    Policy(dedupe_window=3600, initial_delay=20),
+    Policy(dedupe_window=120, capacity=3, max_age=50, minimum_delay=10),
+    Policy(dedupe_window=3600, capacity=4, max_size=2, initial_delay=20, max_bytes=100),
+)
+MEASURED = (
+    Policy(max_bytes=100, initial_delay=20), Policy(max_bytes=1, capacity=2, minimum_delay=0, initial_delay=5),
+    DEDUPED[2],
+)  # fmt: skip
+ASKING = (*DEDUPED, *MEASURED)  # of which an earlier version knows nothing
 UNKNOWN = Policy(capacity=10_000)  # the limits of a claim whose engine has a function as its policy
 STEPS = (
     0, 1, 10, 1_000, 7_000, 29_999, 30_000, 31_000, 60_000, 300_000, 1_900_000, 90_000_000, 31 * DAY,
@@ -120,6 +130,9 @@ kinds = st.sampled_from(KINDS)
 ids = st.sampled_from(IDS)
 policies = st.sampled_from(POLICIES)
 sized = st.sampled_from((*POLICIES, *(policy for policy in POLICIES if policy.max_size)))
+asking = st.sampled_from((POLICIES[0], POLICIES[2], *ASKING))
+sizes = st.sampled_from((1, 30, 60, 99, 100))  # of records, in bytes
+windows = st.sampled_from((0, 0, 0, 120_000, 3_600_000))
 holds = st.sampled_from(HOLDS)
 small = st.integers(0, 4)
 numbers = st.integers(0, 49)  # which of what is there, see pick()
@@ -170,6 +183,11 @@ class Pair:
         assert count == len(ready)
         return sorted(ready, key=lambda key: self._drawn.index(key) if key in self._drawn else len(ready))
 
+    def _emptied(self) -> set[str]:
+        """The timelines that the real store has in no set any more, since all in them had been delivered."""
+        left = {key for name in SETS for key in self._client.zrange(self._key(name), 0, -1)}
+        return {key for key in self.reference.machines[0].held if key.encode() not in left}
+
     def _key(self, name: str) -> str:
         return f"{{{self._namespace}}}:{name}"
 
@@ -188,7 +206,7 @@ class Pair:
         actual = await outcome(call(self.redis)(*arguments, **named))
         if isinstance(actual, Claims):
             gone = (*actual.expired, *actual.left)
-            self._drawn = [*(key for key, _ in gone), *(lease.key for lease in actual.leases)]
+            self._drawn = [*(key for key, _ in gone), *self._emptied(), *(lease.key for lease in actual.leases)]
         expected = await outcome(call(self.reference)(*arguments, **named))
         told = comparable if self.alone else without_count
         assert told(actual) == told(expected)
@@ -358,6 +376,7 @@ class Pair:
         ]
         if part != "open":
             calls.append(store.add(0, [Add(key, pack(b"a", 0, b""), terms)]))
+            calls.append(store.add(0, [Add(key, pack(b"a", 0, b""), MEASURED[0].terms, urgent=True)]))
         if part not in ("log", "open"):
             calls += [store.read(0, lease, 0, 1), store.renew(0, [lease], LEASE), store.release(0, [lease], True)]
             calls.append(store.postpone(0, [Postpone(lease, 1)], limits))
@@ -617,6 +636,7 @@ class Stores(RuleBasedStateMachine):
     def what_is_told_is_when_it_becomes_due(self, number: int, kind: str) -> None:
         """Not a millisecond before, by the server's clock."""
         key = self.key(number, kind)
+        self.call("claim", 0, 0, LEASE, POLICIES[0].terms.limits)  # so that a step back of the clock is noted
         found = self.call("look", key)
         told = Explainer(key, self.clock.now).explain(found)
         if told.state != "waiting" or told.due is None or told.due <= nearest(self.clock.now):
@@ -689,6 +709,76 @@ class Stores(RuleBasedStateMachine):
         if lost and key in self.logs():
             self.stores.drop(key)
             self.call("add", 0, [Add(key, self.entry(again, None), policy.terms)])
+
+    @precondition(lambda self: self.alone)
+    @rule(
+        adds=st.lists(
+            st.tuples(numbers, st.sampled_from((*MOVABLE, *KINDS)), ids, asking, st.booleans(), st.booleans(), sizes),
+            min_size=1,
+            max_size=8,
+        ),
+        few=st.booleans(),
+    )
+    def add_what_asks_for_more(self, adds: Sequence[Any], few: bool) -> None:
+        """Urgent adds, records that may have been delivered, and digests of so many bytes; to one timeline or more."""
+        self.adds = []
+        for number, kind, record_id, policy, own, urgent, size in adds:
+            key = self.adds[0].key if few and self.adds else self.key(number, kind, policy)
+            add = Add(key, self.entry(record_id, None), policy.terms, own, urgent=urgent)
+            self.adds.append(replace(add, size=size if policy.max_bytes else 0))
+        self.call("add", 0, self.adds)
+
+    @precondition(lambda self: self.alone)
+    @rule(
+        key=keys,
+        names=st.lists(ids, min_size=1, max_size=4),
+        since=st.lists(ids, max_size=4),
+        policy=st.sampled_from(DEDUPED),
+        ends=st.sampled_from(("close", "close", "retry", "lost", "letter", "named")),
+        which=picks,
+        step=st.sampled_from((0, 0, 119_999, 120_000, 3_600_000)),
+        slots=st.sampled_from((1, 3)),
+        sample=st.booleans(),
+    )
+    def what_was_delivered_comes_again(
+        self,
+        key: str,
+        names: Sequence[bytes],
+        since: Sequence[bytes],
+        policy: Policy,
+        ends: str,
+        which: Sequence[int],
+        step: int,
+        slots: int,
+        sample: bool,
+    ) -> None:
+        """While it is under delivery, after that, or as a dead letter that is replayed; its window may be over."""
+        terms, limits, window = policy.terms, policy.terms.limits, policy.terms.dedupe_ms
+        self.call("add", 0, [Add(key, self.entry(each, None), terms, urgent=True) for each in names])
+        lease = self.call("open", 0, key, LEASE, limits)
+        if lease is None:
+            return
+        self.given.append(lease)
+        self.call("add", 0, [Add(key, self.entry(each, None), terms) for each in since])
+        picked, size = self.ids_of(lease, which), min(lease.part or lease.size, lease.size)
+        if ends == "retry":
+            delivered, old = self.ended(lease, size, picked)
+            partial = Retry(lease, 5_000, "boo", limits, size, picked, delivered, aged=old, dedupe_ms=window)
+            self.call("retry", 0, [partial])
+        elif ends != "lost":
+            letters = [NewDeadLetter("all", picked)] if ends == "letter" else []
+            delivered, old = self.ended(lease, size, picked if letters else ())
+            close = Close(lease, size, delivered, 0, limits, LEASE, old, True, letters, dedupe_ms=window)
+            self.call("close", 0, [close._replace(seen=picked) if ends == "named" else close])
+        self.call("flush", key)
+        self.clock.now += step
+        self.claim(slots, policy, LEASE, sample)
+        self.adds = [Add(key, self.entry(each, None), terms) for each in names]
+        self.call("add", 0, self.adds)
+        for letter in self.call("dead_letters", 0, 100).items[-1:] if ends == "letter" else ():
+            self.call("replay", letter, terms, False)
+            self.call("flush", key)
+            self.claim(slots, policy, LEASE, sample)
 
     @precondition(lambda self: bool(self.adds))
     @rule()
@@ -858,8 +948,11 @@ class Stores(RuleBasedStateMachine):
     def renew(self, picked: Sequence[tuple[str, int]]) -> None:
         self.call("renew", 0, [self.lease(*each) for each in picked], LEASE)
 
-    @rule(picked=some(holds, numbers, st.none() | small, st.booleans(), policies, set_aside | picks, delays))
-    def close(self, picked: Sequence[Any]) -> None:
+    @rule(
+        picked=some(holds, numbers, st.none() | small, st.booleans(), policies, set_aside | picks, delays),
+        window=windows,
+    )
+    def close(self, picked: Sequence[Any], window: int) -> None:
         closes: list[Close] = []
         for hold, number, taken, counts, policy, buried, cool in picked:
             lease = self.lease(hold, number)
@@ -873,7 +966,7 @@ class Stores(RuleBasedStateMachine):
             delivered, old = self.ended(lease, taken, letters[0].ids if letters else ())
             limits = policy.terms.limits
             close = Close(lease, taken, delivered, cool, limits, LEASE, old, counts or bool(cool), letters)
-            closes.append(close._replace(hours=policy.hours))
+            closes.append(close._replace(hours=policy.hours, dedupe_ms=window if self.alone else 0))
         answers = self.call("close", 0, closes)
         for close, answer in zip(closes, answers, strict=True):
             if answer.status == "part":
@@ -885,8 +978,9 @@ class Stores(RuleBasedStateMachine):
         give_back=st.booleans(),
         unknown=seldom,
         policy=policies,
+        window=windows,
     )
-    def retry(self, picked: Sequence[Any], give_back: bool, unknown: bool, policy: Policy) -> None:
+    def retry(self, picked: Sequence[Any], give_back: bool, unknown: bool, policy: Policy, window: int) -> None:
         retries: list[Retry] = []
         for hold, number, delay, taken, failed in picked:
             lease = self.lease(hold, number)
@@ -897,7 +991,7 @@ class Stores(RuleBasedStateMachine):
             limits = policy.terms.limits
             error = f"boo {delay}"
             retry = Retry(lease, delay, error, limits, size, ids, delivered, give_back, unknown, old)
-            retries.append(retry._replace(hours=policy.hours))
+            retries.append(retry._replace(hours=policy.hours, dedupe_ms=window if self.alone else 0))
         self.call("retry", 0, retries)
 
     @rule(picked=some(holds, numbers), started=st.booleans())
@@ -1136,6 +1230,7 @@ ELSEWHERE = {
     "replay.lua are_stale(terms): yes": ASTRAY,
     "reschedule.lua are_stale(terms): yes": ASTRAY,
     "add.lua room < 1: yes": "test_much_to_compact_is_done_in_several_calls",
+    "shared/seen.lua over > 0: yes": "test_the_latest_ten_thousand_ids_of_a_timeline_are_known_as_delivered",
     "shared/clock.lua not now: yes": "test_200_concurrent_adds_share_a_few_connections",
     "shared/late.lua server_time >= tonumber(too_late): yes": "test_a_script_that_comes_too_late_does_nothing",
     "shared/late.lua too_late: no": "test_a_script_that_comes_too_late_does_nothing",

@@ -49,6 +49,7 @@ def test_sync_adds_store_their_records_and_tell_whether_they_are_due(engine: Dig
     assert engine.sync.add("k", 1, record_id="a", timestamp=1.5) is True
     assert engine.sync.add_many(Entry(key, 1, record_id=key) for key in ("k", "l", "k")) == [False, True, False]
     assert engine.sync.add_many([]) == []
+    assert engine.sync.add("k", 1, record_id="a", urgent=True) is False  # it was due
     assert stored(server.url, engine.namespace) == ["a", "k"]
     threads = threading.active_count()
     other = DigestEngine(server.url, namespace=f"{engine.namespace}-other", value_type=str)

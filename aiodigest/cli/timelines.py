@@ -132,6 +132,7 @@ def add(
     key: Key, value: Annotated[str, typer.Argument(help=VALUE)], namespace: Namespace,
     id: Annotated[str | None, typer.Option(help=ADDED_ID)] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Take VALUE as text, even if it is JSON.")] = False,
+    urgent: Annotated[bool, typer.Option(help="Make the timeline due now, as flush does.")] = False,
     url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Add a record to a timeline, under the default policy.
@@ -144,7 +145,7 @@ def add(
             record = json.loads(value, parse_constant=int)  # which refuses NaN and the like
 
     async def put(engine: DigestEngine) -> bool:
-        if await engine.add(key, record, record_id=id):
+        if await engine.add(key, record, record_id=id, urgent=urgent):
             return True
         found = await engine.peek(key)  # it may have been due before
         return found is not None and found.state == "ready"

@@ -100,6 +100,13 @@ class Metrics:
             (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
             (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),
             (counter, "records.buried", stored({"buried": {}}), "{record}", "Records that went into dead letters"),
+            (
+                counter,
+                "records.duplicates",
+                stored({"duplicates": {}}),
+                "{record}",
+                "Records that were delivered before",
+            ),
             (counter, "dead_letters.dropped", stored({"letters_dropped": {}}), "{letter}", let_go),
             (gauge, "oldest_overdue", stored({"overdue": {}}), "s", "For how long the earliest timeline has been due"),
         ):

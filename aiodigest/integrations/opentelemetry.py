@@ -36,6 +36,7 @@ def instrument(
     ``aiodigest.awaiting_room`` and ``aiodigest.backend_unavailable`` (1 or 0) are of this process.
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
     ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
+    ``aiodigest.records.duplicates`` (kept from being delivered again by ``dedupe_window``),
     ``aiodigest.dead_letters.dropped`` (let go, oldest first) and ``aiodigest.oldest_overdue`` (seconds) belong to the
     namespace: each process reports the same, so take their maximum and not their sum. For these
     the server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow;

@@ -51,7 +51,13 @@ class Adding(Protocol[Given]):
     timeout: float
 
     async def add(
-        self, key: str, value: Given, *, record_id: str | None = ..., timestamp: datetime | float | None = ...
+        self,
+        key: str,
+        value: Given,
+        *,
+        record_id: str | None = ...,
+        timestamp: datetime | float | None = ...,
+        urgent: bool = ...,
     ) -> bool: ...
     async def add_many(self, entries: Iterable[Entry[Given]]) -> list[bool]: ...
 
@@ -73,7 +79,13 @@ class Sync(Generic[T]):
         self._in_task = in_task  # an add needs one
 
     def add(
-        self, key: str, value: T, *, record_id: str | None = None, timestamp: datetime | float | None = None
+        self,
+        key: str,
+        value: T,
+        *,
+        record_id: str | None = None,
+        timestamp: datetime | float | None = None,
+        urgent: bool = False,
     ) -> bool:
         """``DigestEngine.add``, with the same arguments, answer and errors; blocks until the record is stored.
 
@@ -81,9 +93,8 @@ class Sync(Generic[T]):
         thread it raises ConfigurationError. If the wait is interrupted, as by Ctrl-C, the record may be stored.
         """
         engine = self._engine
-        return self._run(
-            "add", partial(engine.add, key, value, record_id=record_id, timestamp=timestamp), self._in_task
-        )
+        add = partial(engine.add, key, value, record_id=record_id, timestamp=timestamp, urgent=urgent)
+        return self._run("add", add, self._in_task)
 
     def add_many(self, entries: Iterable[Entry[T]]) -> list[bool]:
         """``DigestEngine.add_many``, with the same arguments, answers and errors; blocks until all are stored.

@@ -209,6 +209,16 @@ def _leaves(error: Exception) -> Iterator[Exception]:
         yield error
 
 
+def _seen(attempt: Attempt[Any], lost: Iterable[bytes]) -> list[bytes] | None:
+    """Return the identities of the records that were delivered, those of ``attempt`` but the ``lost``; None where the
+    store finds them by itself, which knows nothing of values that a later part replaces."""
+    if not attempt.contents.replaced:
+        return None
+    undelivered = {*lost}
+    delivered = (identity_of(record.id.encode()) for record in attempt.contents.records)
+    return [name for name in delivered if name not in undelivered]
+
+
 def _why_spent(lease: Lease) -> str:
     """Return why no attempt is left for a digest."""
     if not lease.lost:  # fewer are allowed than were
@@ -420,11 +430,15 @@ class Dispatcher(Generic[T]):
         return [NewDeadLetter(reason, some) for reason, some in ids.items()]
 
     def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
-        limits, too_old = attempt.policy.terms.limits, attempt.contents.aged
-        return Close(
-            attempt.lease, attempt.taken, delivered, attempt.cool_ms, limits, self._lease_ms, too_old, counts, letters,
-            self.bounds.dead_letters, attempt.policy.hours,
+        terms, too_old = attempt.policy.terms, attempt.contents.aged
+        close = Close(
+            attempt.lease, attempt.taken, delivered, attempt.cool_ms, terms.limits, self._lease_ms, too_old, counts,
+            letters, self.bounds.dead_letters, attempt.policy.hours,
         )  # fmt: skip
+        if terms.dedupe_ms:
+            lost = (name for letter in letters for name in letter.ids or ())
+            close = close._replace(dedupe_ms=terms.dedupe_ms, seen=_seen(attempt, lost))
+        return close
 
     def _buried(
         self, attempt: Attempt[T], reason: str, result: Result = "buried", error: BaseException | None = None
@@ -483,10 +497,12 @@ class Dispatcher(Generic[T]):
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason)
-        kept, limits = [*failed, *attempt.contents.undecodable], attempt.policy.terms.limits
+        kept, terms = [*failed, *attempt.contents.undecodable], attempt.policy.terms
         delay_ms, aged = self._delay_ms(attempt, reason, "failed in part"), attempt.contents.aged
         hours = attempt.policy.hours
-        retry = Retry(lease, delay_ms, reason, limits, attempt.taken, kept, delivered, aged=aged, hours=hours)
+        retry = Retry(lease, delay_ms, reason, terms.limits, attempt.taken, kept, delivered, aged=aged, hours=hours)
+        if terms.dedupe_ms:
+            retry = retry._replace(dedupe_ms=terms.dedupe_ms, seen=_seen(attempt, kept))
         return Outcome(retry, "partial", delivered)
 
     def _delay_ms(self, attempt: Attempt[T], reason: str, how: str, error: BaseException | None = None) -> int:

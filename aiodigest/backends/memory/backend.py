@@ -46,7 +46,7 @@ from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest,
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
-from aiodigest.records.entries import distinct, identity, latest, stamp
+from aiodigest.records.entries import aged, distinct, identity, latest, stamp
 from aiodigest.timing.formula import clamped, opened, within
 
 
@@ -146,13 +146,21 @@ class ReferenceBackend(Backend, Operations):
         with self._transition(shard, begins=True) as (machine, now):
             for add in adds:
                 key, terms, limits = add.key, add.terms, add.terms.limits
+                if terms.dedupe_ms and machine.has_seen(key, add.entry, now):
+                    machine.counts["duplicates"] += 1
+                    answers.append(False)
+                    continue
                 held = machine.held.setdefault(key, Held())
                 held.log.append(stamp(add.entry, now - machine.shift_ms))
                 held.own = limits if add.own else None
                 held.touch(limits.ttl_ms, now)
                 if terms.needs:
                     held.needs = merged_needs(held.needs, terms.needs)
+                if terms.max_bytes:
+                    held.log_bytes, held.max_bytes = held.log_bytes + add.size, terms.max_bytes
                 ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)
+                ready = ready or machine.fill_bytes(key, held, terms, now)
+                ready = (add.urgent and machine.flush(key, held, now)) or ready
                 if len(held.log) > limits.capacity + limits.capacity // 2:
                     held.log = machine.compact(held, held.log, limits.capacity)
                 answers.append(ready)
@@ -202,7 +210,8 @@ class ReferenceBackend(Backend, Operations):
                 else:
                     doubtful = doubtful and not is_doubtful
                     count = 1 if is_alone else count
-                    leases.append(machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound))
+                    lease = machine.lease(key, lease_ms, limits, now, f"{nonce}-{len(leases) + 1}", bound)
+                    leases.extend([lease] if lease else [])
 
             def take_ended() -> None:
                 """Lease what has ended first, if the caller may have it."""
@@ -284,6 +293,8 @@ class ReferenceBackend(Backend, Operations):
                     for index, letter in enumerate(close.dead_letters, 1)
                 )
                 machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
+                lost = [each.ids for each in close.dead_letters]
+                machine.remember(key, _delivered(close, delivery, lost), close.dedupe_ms, now)
                 parted = delivery.parted or close.counts
                 if rest := delivery.entries[close.taken :]:
                     held.delivery = Delivery(
@@ -316,6 +327,8 @@ class ReferenceBackend(Backend, Operations):
                     continue
                 kept = only(latest(delivery.entries[: retry.taken]), retry.failed or ())
                 if kept and not delivery.frozen:  # a choice of nothing would leave nothing to try: all stay
+                    delivered = _delivered(retry, delivery, [retry.failed])
+                    machine.remember(lease.key, delivered, retry.dedupe_ms, now)
                     delivery.entries = kept + delivery.entries[retry.taken :]
                     delivery.digest_id, delivery.dropped = f"{nonce}-{number}", 0
                     delivery.parted = delivery.parted or retry.delivered > 0
@@ -329,7 +342,8 @@ class ReferenceBackend(Backend, Operations):
                 delivery.last_error = retry.error
                 delivery.token = ""
                 held = machine.held[lease.key]
-                hours = None if machine.held[lease.key].passes else retry.hours
+                held.passes = held.passes or held.flush
+                hours = None if held.passes else retry.hours
                 due = within(hours, lease.key, now + retry.delay_ms, now, machine.shift_ms)
                 held.touch(due - now + retry.limits.ttl_ms, now)
                 machine.place(lease.key, due, now)
@@ -361,6 +375,8 @@ class ReferenceBackend(Backend, Operations):
                     answers.append(delivery.status != "lost")
                     continue
                 held = machine.held[lease.key]
+                if held.flush:  # it was asked for since, so it is tried again, now whatever its hours
+                    held.flush, held.passes, delay_ms = False, True, 0
                 delivery.token = ""
                 held.touch(delay_ms + (held.own or limits).ttl_ms, now)
                 if not machine.place(lease.key, now + delay_ms if delay_ms else min(lease.due_ms, now), now):
@@ -395,6 +411,7 @@ class ReferenceBackend(Backend, Operations):
             existed = existed or machine.placed(key) is not None
             held = machine.held.pop(key, Held())
             machine.leave(key)
+            machine.forget(key)
             if held.delivery and held.delivery.token:
                 held.done = (held.delivery.token, held.delivery.digest_id, Closed("deleted"))
             if held.done:  # also of an earlier outcome, so that a repeated call hears what the first one did
@@ -404,13 +421,9 @@ class ReferenceBackend(Backend, Operations):
     async def flush(self, key: str) -> bool:
         exists = False
         for machine, now in self._transitions(self.shard_map.shards_of(key)):
-            exists = exists or machine.placed(key) is not None
-            if key in machine.waiting:
-                machine.place(key, min(machine.due_of(key, machine.waiting[key]), now), now)
-            if key in machine.ready:
-                machine.held[key].passes = True
-            elif key in machine.leased:
-                machine.held[key].flush = True
+            if machine.placed(key):
+                exists = True
+                machine.flush(key, machine.held[key], now)
         return exists
 
     async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
@@ -421,6 +434,7 @@ class ReferenceBackend(Backend, Operations):
                 continue
             log = machine.compact(held, held.log, limits.capacity)
             held.log = [entry for entry in log if identity(entry) != name]
+            held.log_bytes = held.log_bytes if held.log else 0
             removed = removed or len(held.log) < len(log)
             delivery = held.delivery or Delivery("")
             kept = [entry for entry in delivery.entries if identity(entry) != name]
@@ -491,6 +505,8 @@ class ReferenceBackend(Backend, Operations):
             if size > limits.capacity:
                 raise LimitExceeded(f"timeline {key!r} would hold {size} records; its capacity is {limits.capacity}")
             held.log[:0] = letter.entries
+            for entry in letter.entries:
+                machine.seen.get(key, {}).pop(identity(entry), None)
             held.own = kept
             held.touch(limits.ttl_ms, now)
             if terms.needs:
@@ -572,3 +588,14 @@ class ReferenceBackend(Backend, Operations):
         if shards != len(self.machines):
             raise ConfigurationError(f"this store keeps its number of shards, {len(self.machines)}")
         return False
+
+
+def _delivered(report: Close | Retry, delivery: Delivery, lost: Sequence[Sequence[bytes] | None]) -> list[bytes]:
+    """Return the entries of a part that were delivered: none that is ``lost`` (None: all of it) or too old."""
+    entries = latest(delivery.entries[: report.taken])
+    if report.seen is not None:
+        return only(entries, report.seen)
+    if None in lost:
+        return []
+    left = {*map(identity, entries)}.difference(*(names for names in lost if names))
+    return [entry for entry in only(entries, left) if not aged(entry, delivery.cut_ms)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiodigest.backend import (
     ALONE,
     DEAD_LETTER_TTL_MS,
+    MOST_SEEN,
     MOVES,
     SLICE,
     STEP_MS,
@@ -71,6 +72,8 @@ class Held:
     end_ms: int = 0
     flush: bool = False  # what comes after the delivery under way is due at its end, and passes hours
     passes: bool = False  # its digest goes out whatever its hours are
+    log_bytes: int = 0  # what the entries in the log decode to, of those for which it was told
+    max_bytes: int = 0  # of a digest
     own: Limits | None = None
     needs: str = ""  # features, separated by spaces: who does not know them all leaves it to others
     done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
@@ -129,6 +132,8 @@ class Shard:
         }  # fmt: skip
         self.postponed: dict[str, int] = {}  # of those that wait, when they were due, which is theirs again when ready
         self.held: dict[str, Held] = {}
+        self.seen: dict[str, dict[bytes, int]] = {}  # of each timeline, until when identities count as delivered
+        self.seens: dict[str, int] = {}  # and until when the latest of them do
         self.dead = DeadLetters()
         self.counts: Counter[str] = Counter()
         self.shift_ms = 0  # how far its clock is ahead of the server's
@@ -288,6 +293,48 @@ class Shard:
             held.log = latest(held.log)
         return False
 
+    def fill_bytes(self, key: str, held: Held, terms: Terms, now: int) -> bool:
+        """Make a waiting timeline ready whose log is as large as a digest may be."""
+        if (
+            key not in self.waiting
+            or held.delivery
+            or key in self.postponed
+            or not 0 < held.max_bytes <= held.log_bytes
+        ):
+            return False
+        return self.place(key, within(terms.hours, key, min(self.waiting[key], now), now, self.shift_ms), now)
+
+    def flush(self, key: str, held: Held, now: int) -> bool:
+        """Let a timeline be due now, or after the delivery under way; True if that made it ready."""
+        if key in self.leased:
+            held.flush = True
+        elif self.placed(key):
+            held.passes = True
+        return key in self.waiting and self.place(key, min(self.due_of(key, self.waiting[key]), now), now)
+
+    # Records that were delivered
+
+    def has_seen(self, key: str, entry: bytes, now: int) -> bool:
+        """True if a record was delivered, and is not to be delivered again."""
+        return self.seen.get(key, {}).get(identity(entry), now) > now
+
+    def remember(self, key: str, entries: Iterable[bytes], dedupe_ms: int, now: int) -> None:
+        """Remember which records of a timeline were delivered, the latest ``MOST_SEEN``; forget what has gone by."""
+        names = [*map(identity, entries)]
+        if not dedupe_ms or not names:
+            return
+        for gone, until in earliest(self.seens)[:10]:
+            if until <= now:
+                self.forget(gone)
+        seen = {name: until for name, until in self.seen.get(key, {}).items() if until > now}
+        seen.update(dict.fromkeys(names, now + dedupe_ms))
+        latest_last = sorted(seen.items(), key=lambda item: (item[1], item[0]))
+        self.seen[key], self.seens[key] = dict(latest_last[-MOST_SEEN:]), now + dedupe_ms
+
+    def forget(self, key: str) -> None:
+        self.seen.pop(key, None)
+        self.seens.pop(key, None)
+
     def compact(self, held: Held, entries: Sequence[bytes], capacity: int) -> list[bytes]:
         """Return the newest ``capacity`` records; the older ones count as dropped."""
         kept = latest(entries)
@@ -298,8 +345,8 @@ class Shard:
 
     # Digests
 
-    def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str, bound: int) -> Lease:
-        """Lease a timeline that is ready, or whose lease has ended.
+    def lease(self, key: str, lease_ms: int, limits: Limits, now: int, nonce: str, bound: int) -> Lease | None:
+        """Lease a timeline that is ready, or whose lease has ended; None if nothing but duplicates was in it.
 
         An unknown outcome freezes its digest; otherwise new records are merged into it.
         """
@@ -310,8 +357,12 @@ class Shard:
             delivery.attempts += delivery.lost >= ALONE
             delivery.lost += 1
         if delivery is None or (held.log and not delivery.frozen):
-            delivery = self._fold(held, limits, now, nonce)
-            delivery.bound = bound
+            delivery = self._fold(key, held, limits, now, nonce)
+            delivery.bound = min(bound, held.max_bytes or bound)
+            if not delivery.entries:
+                held.delivery = None
+                self.settle(key, held, limits, now)
+                return None
         delivery.token = nonce
         held.touch(limits.ttl_ms, now)
         self.leave(key)
@@ -322,10 +373,15 @@ class Shard:
             tuple(delivery.entries), delivery.bound, held.own, passes=held.passes,
         )  # fmt: skip
 
-    def _fold(self, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
+    def _fold(self, key: str, held: Held, limits: Limits, now: int, digest_id: str) -> Delivery:
         """Open the log as a new digest, or merge it into one that failed; either way the contents are new."""
         merging = held.delivery is not None
         delivery = held.delivery or Delivery(digest_id)
+        if "dedupe" in held.needs.split():
+            records = latest(held.log)
+            kept = [entry for entry in records if not self.has_seen(key, entry, now)]
+            self.counts["duplicates"] += len(records) - len(kept)
+            held.log = kept if len(kept) < len(records) else held.log
         delivery.entries += held.log
         delivery.digest_id = digest_id
         delivery.part = limits.max_size
@@ -335,7 +391,7 @@ class Shard:
             delivery.entries = self.compact(held, delivery.entries, limits.capacity)
         delivery.dropped += held.dropped
         held.dropped, held.log, held.delivery = 0, [], delivery
-        held.next_ms = held.drawn_ms = 0
+        held.next_ms = held.drawn_ms = held.log_bytes = 0
         return delivery
 
     def fenced(self, lease: Lease) -> Delivery | Closed:
@@ -354,10 +410,10 @@ class Shard:
         flush, held.flush = held.flush, False
         held.passes = flush and bool(held.log)
         if not held.log:
-            held.end_ms = held.dropped = held.next_ms = held.drawn_ms = 0
+            held.end_ms = held.dropped = held.next_ms = held.drawn_ms = held.log_bytes = held.max_bytes = 0
             held.own = None
             return
-        full = limits.max_size > 0 and distinct(held.log) >= limits.max_size
+        full = 0 < limits.max_size <= distinct(held.log) or 0 < held.max_bytes <= held.log_bytes
         due = max(held.cool_ms, held.next_ms or now)
         due = now if flush else within(hours, key, min(due, now) if full else due, now, self.shift_ms)
         held.next_ms = 0

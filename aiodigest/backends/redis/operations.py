@@ -25,7 +25,9 @@ from aiodigest.models import Finding, State
 Fields = Sequence[bytes | int]
 NO_BOOKMARK = "", "", ""  # from the beginning
 ROOT = re.compile(r"\{([A-Za-z0-9_.-]{1,64})\}:layout")  # of a namespace, and not of one of its shards
-RESHARDING = ("layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts")
+RESHARDING = (
+    "layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts", "forget", "remember",
+)  # fmt: skip
 
 
 class RedisOperations(Operations):
@@ -234,13 +236,14 @@ class RedisOperations(Operations):
                         broken.append(error)
                 if (end := page.end) is None:
                     break
+            await self._move_seen(shard)
             held = unpack_counts(await namespace.call("counts", shard))
             counters = await namespace.call("retire", shard, "")
             if counters is None:  # it is not empty
                 left = +Counter({state: held.get(state, 0) for state in ("waiting", "ready", "leased", "dead")})
                 if broken and left == {"dead": len(broken)}:
                     raise broken[0]
-                return left
+                return left or await self._drain_shard(shard)  # or something has been delivered meanwhile
             name = f"{home.layout.version}:{home.number}"
             await namespace.call("carry", namespace.shard_map.current.start, name, *cast("list[bytes]", counters))
             if await namespace.call("retire", shard, RETIRED) is None:  # a failover has brought something back
@@ -248,6 +251,15 @@ class RedisOperations(Operations):
         except Retired:  # another process does the same
             pass
         return Counter()
+
+    async def _move_seen(self, shard: int) -> None:
+        """Tell the shards that have its timelines now which of their records were delivered already."""
+        namespace, key, moved = self._namespace, "", list[bytes]()
+        while reply := await namespace.call("forget", shard, key, *moved):
+            name, found = cast("tuple[bytes, list[bytes]]", reply)
+            key, moved = text(name), found[::2]
+            if found:
+                await namespace.call("remember", namespace.shard_map.shard_of(key), key, *found)
 
 
 async def _scan(

@@ -37,7 +37,7 @@ CONSTANTS: Mapping[str, int] = {
             backend,
             ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES"),
         ),
-        (backend, ("SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
+        (backend, ("MOST_SEEN", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names
@@ -174,7 +174,7 @@ def _pack_rich(terms: Terms, about_ms: int, days: int) -> str:
     known: dict[str, object] = {
         "rule": terms.rule, "initial": terms.initial_ms, "increment": terms.increment_ms, "maximum": terms.maximum_ms,
         "quiet": terms.quiet_ms, "price": terms.price_ms, "randomised": terms.randomised,
-        "at_once": terms.first_at_once, "needs": terms.needs,
+        "at_once": terms.first_at_once, "needs": terms.needs, "dedupe": terms.dedupe_ms, "max_bytes": terms.max_bytes,
     }  # fmt: skip
     if terms.at or terms.hours:
         known |= {"since": about_ms - COVERED, "before": about_ms + COVERED}
@@ -211,24 +211,26 @@ def _hours_around(hours: Hours, about_ms: int, until_ms: int, instants: Sequence
 def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int = 0) -> tuple[list[Argument], list[int]]:
     """Return the arguments for some of the adds, and the order in which they stand there.
 
-    Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order.
+    Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order, and
+    those that are urgent stand apart.
     """
-    parts: list[tuple[Terms, bool, dict[str, list[int]]]] = []
-    places: dict[tuple[Terms, bool], int] = {}  # of terms: the last part that has them
+    parts: list[tuple[Terms, int, dict[str, list[int]]]] = []
+    places: dict[tuple[Terms, int], int] = {}  # of terms: the last part that has them
     begun: dict[str, int] = {}  # of a timeline: the last part that has it, if that is not the first
-    seen, own, place = None, False, 0
+    seen, own, urgent, flags, place = None, False, False, 0, 0
     groups: dict[str, list[int]] = {}  # those of the part at this place
     for index in indices:
         add = adds[index]
         key, terms = add.key, add.terms
-        if terms is not seen or add.own is not own:  # most adds of a call have the same policy
-            seen, own = terms, add.own
-            place = places.get((terms, own), len(parts))
+        if terms is not seen or add.own is not own or add.urgent is not urgent:  # most adds of a call have the same
+            seen, own, urgent = terms, add.own, add.urgent
+            flags = own + 2 * urgent
+            place = places.get((terms, flags), len(parts))
             groups = parts[place][2] if place < len(parts) else {}
         if place == len(parts) or (begun and begun.get(key, 0) > place):  # not before what came to it earlier
-            place = places[terms, own] = len(parts)
+            place = places[terms, flags] = len(parts)
             groups = {}
-            parts.append((terms, own, groups))
+            parts.append((terms, flags, groups))
         if place:
             begun[key] = place
         if key in groups:
@@ -237,10 +239,15 @@ def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int = 0) -> t
             groups[key] = [index]
     arguments: list[Argument] = []
     order: list[int] = []
-    for terms, own, groups in parts:
-        arguments += (pack_delays(terms, now_ms), pack_limits(terms.limits), int(own), len(groups))
+    for terms, flags, groups in parts:
+        arguments += (pack_delays(terms, now_ms), pack_limits(terms.limits), flags, len(groups))
+        is_measured = terms.max_bytes > 0
         for key, group in groups.items():
             order += group
+            if is_measured:
+                sizes = " ".join(str(adds[index].size) for index in group)
+                arguments += (key, len(group), sizes, *(adds[index].entry for index in group))
+                continue
             if len(group) == 1:  # as most have, where timelines are many: half the time
                 entry = adds[group[0]].entry
                 arguments += (key, -1, entry[ARRIVAL_END:]) if entry[0] == ARRIVING else (key, 1, entry)
@@ -261,20 +268,22 @@ def pack_postpone(postpone: Postpone) -> tuple[Argument, ...]:
 
 def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
     arguments: list[Argument] = [
-        *pack_lease(close.lease), close.taken, close.delivered, close.aged, int(close.counts), close.cool_ms,
+        *pack_lease(close.lease), close.taken, close.delivered, close.aged,
+        close.counts + 2 * (close.dedupe_ms > 0), close.cool_ms,
         close.lease_ms, close.limits.max_size, close.limits.ttl_ms, pack_hours(close.hours, now_ms, close.cool_ms),
         len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
         arguments += (_readable(letter.reason), pack_limits(close.limits), close.letter_bytes, *_pack_ids(letter.ids))
-    return arguments
+    return [*arguments, close.dedupe_ms, *_pack_ids(close.seen)] if close.dedupe_ms else arguments
 
 
 def pack_retry(retry: Retry, now_ms: int = 0) -> list[Argument]:
     return [
         *pack_lease(retry.lease), retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms, retry.taken,
         retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown),
-        pack_hours(retry.hours, now_ms, retry.delay_ms), *_pack_ids(retry.failed),
+        pack_hours(retry.hours, now_ms, retry.delay_ms), *_pack_ids(retry.failed), retry.dedupe_ms,
+        *(_pack_ids(retry.seen) if retry.dedupe_ms else ()),
     ]  # fmt: skip
 
 

@@ -2,14 +2,17 @@
 --
 -- Flags     begins-namespace, replicated
 -- Parts     add
--- Commands  HDEL HGET HINCRBY HMGET HSET LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  HDEL HGET HINCRBY HMGET HSET LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZMSCORE ZRANGE ZREM
+--           ZSCORE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
--- then      for each terms of a policy: delays "initial increment maximum", ms, or JSON of more; limits "capacity max_size max_age ttl",
---           times in ms; 1 if these limits are the timeline's own; how many groups follow. A group is what is added to
---           one timeline: key; number of entries, negative if each lacks what is filled in at its beginning; the entries
+-- then      for each terms of a policy: delays "initial increment maximum", ms, or JSON of more; limits
+--           "capacity max_size max_age ttl", times in ms; 1 if these limits are the timeline's own, and 2 more if it is to
+--           be flushed after each; how many groups follow. A group is what is added to one timeline: key; number of
+--           entries, negative if each lacks what is filled in at its beginning; if the terms bound the bytes of a digest,
+--           those of each, "bytes bytes ..."; the entries
 -- Returns   the number of entries that were looked at: less than all if much had to be compacted. Then, for each of them
 --           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error:
 --           "STALE" and the server's time, ms, if its terms do not tell of that.
@@ -162,15 +165,74 @@ local function append(key, terms, first, last)
   return last, made_ready
 end
 
+local duplicates = 0
+
+-- Append entries under terms that ask for more, up to the first after which there is something to do; answer as `append`.
+-- `seen` are those that were delivered already, and `sizes` the bytes of each.
+local function append_some(key, terms, first, last, seen, sizes)
+  -- Needs    flushing
+  if seen[first] then
+    duplicates = duplicates + 1
+    return first
+  end
+  local stop, meta = first, metas .. key
+  local stored = terms.max_bytes > 0 and try('HGET', meta, 'bytes')
+  local total = terms.max_bytes > 0 and (type(stored) == 'string' and whole(stored) or 0)
+  total = total and total + sizes[first]
+  while stop < last and not (terms.urgent or seen[stop + 1] or total and total >= terms.max_bytes) do
+    stop = stop + 1
+    total = total and total + sizes[stop]
+  end
+  local done, made_ready, problem = append(key, terms, first, stop)
+  if problem or done < first then
+    return done, made_ready, problem
+  end
+  if total then
+    for index = done + 1, stop do
+      total = total - sizes[index]
+    end
+    call('HSET', meta, 'max_bytes', terms.max_bytes)
+    if total > 0 then
+      call('HSET', meta, 'bytes', total)
+    end
+    local due = tonumber(call('ZSCORE', waiting, key))
+    if due and total >= terms.max_bytes and not call('ZSCORE', postponed, key) and not call('HGET', meta, 'id') then
+      made_ready = place(key, within(terms, key, math.min(due, now)), true) and done
+    end
+  end
+  if terms.urgent then
+    local _, is_ready = flush(key)
+    made_ready = made_ready or is_ready and done
+  end
+  return done, made_ready
+end
+
+-- Return which entries of a group were delivered already, and the bytes of each.
+local function look_at(key, terms, first, last, bytes)
+  -- Needs    seen
+  local sizes, place = {}, first
+  for size in string.gmatch(bytes, '%d+') do
+    sizes[place], place = tonumber(size), place + 1
+  end
+  return terms.dedupe > 0 and which_seen(key, ARGV, first, last) or {}, sizes
+end
+
 local cursor, looked, answer, is_spent = 3, 0, {0}, false
 while cursor <= #ARGV and not is_spent do
-  local terms = parse_terms(ARGV[cursor], ARGV[cursor + 1], ARGV[cursor + 2] == '1')
+  local flags = tonumber(ARGV[cursor + 2])
+  local terms = parse_terms(ARGV[cursor], ARGV[cursor + 1], flags % 2 == 1)
+  terms.urgent = flags > 1
+  local asks, is_measured = terms.urgent or terms.dedupe > 0 or terms.max_bytes > 0, terms.max_bytes > 0
   terms.kept, terms.most = terms.own or false, terms.capacity + math.floor(terms.capacity / 2)
   terms.fresh = now + terms.ttl
   local groups = tonumber(ARGV[cursor + 3])
   cursor = cursor + 4
   while groups > 0 and not is_spent do
     local key, number, first = ARGV[cursor], tonumber(ARGV[cursor + 1]), cursor + 2
+    local seen, sizes
+    if is_measured then
+      first = first + 1
+    end
     cursor, groups = first + math.abs(number), groups - 1
     if are_stale(terms) then
       for index = first, cursor - 1 do
@@ -181,8 +243,16 @@ while cursor <= #ARGV and not is_spent do
       first = cursor
     end
     stamp(first, cursor - 1, number < 0)
+    if asks then
+      seen, sizes = look_at(key, terms, first, cursor - 1, is_measured and ARGV[first - 1] or '')
+    end
     while first < cursor and not is_spent do
-      local last, made_ready, problem = append(key, terms, first, cursor - 1)
+      local last, made_ready, problem
+      if seen then
+        last, made_ready, problem = append_some(key, terms, first, cursor - 1, seen, sizes)
+      else
+        last, made_ready, problem = append(key, terms, first, cursor - 1)
+      end
       if made_ready then
         answer[#answer + 1] = looked + made_ready - first + 1
       end
@@ -196,5 +266,8 @@ while cursor <= #ARGV and not is_spent do
   end
 end
 answer[1] = looked
+if duplicates > 0 then
+  try('HINCRBY', layout, 'duplicates', duplicates)
+end
 wake()
 return answer

@@ -4,17 +4,19 @@
 -- Flags     repeatable
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD
---           ZRANGE ZREM
+--           ZCOUNT ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [list | text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
 -- ARGV[3]   nonce (items): for the names of the next digest and of dead letters
 -- ARGV[4]   first (items)
--- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest;
---           cool-down, ms; lease, ms; max_size; ttl, ms; hours in which
---           what came since may be due, or ''; number of dead letters; for each of these: reason, limits that its
---           engine's policy has, what all may take, bytes; number of ids (-1: all records of the part), ids
+-- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest,
+--           and 2 more if nothing of it is to be delivered again; cool-down, ms; lease, ms; max_size; ttl, ms; hours in
+--           which what came since may be due, or ''; number of dead letters; for each of these: reason, limits that its
+--           engine's policy has, what all may take, bytes; number of ids (-1: all records of the part), ids. Then, if
+--           nothing is to be delivered again: for how long, ms; number of ids that were delivered (-1: all but those in
+--           dead letters, and too old), ids
 -- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
 --           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
 --
@@ -26,7 +28,7 @@ call('PERSIST', layout)
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
 -- Return how many older ones were let go.
 local function set_aside(held, letters, taken)
-  -- Needs    entries lists dead
+  -- Needs    entries lists dead aging
   local let_go = 0
 
   -- The oldest make room for what is over the bound, and go when their time is over (a few for each new one).
@@ -40,12 +42,6 @@ local function set_aside(held, letters, taken)
       drop_letter(oldest[1])
       let_go = let_go + 1
     end
-  end
-
-  local function is_aged(entry)
-    local is_exact = string.byte(entry) % TRACED < ARRIVAL
-    local time = is_exact and struct.unpack('>i8', entry, 2) or struct.unpack('>I6', entry, 2) * 1000
-    return time < held.cut * 1000
   end
 
   local part = collect({}, {}, opens .. held.key, math.min(taken, held.opened)) -- newest first
@@ -63,8 +59,7 @@ local function set_aside(held, letters, taken)
     end
     for index = 1, letter.wanted and #chosen or #part do
       local entry = part[letter.wanted and chosen[index] or index]
-      local is_readable = identity(entry) ~= entry
-      if held.cut <= 0 or not is_readable or not is_aged(entry) then
+      if not is_aged(held, entry, identity(entry)) then
         records[#records + 1] = entry
         bytes = bytes + #entry
       end
@@ -87,8 +82,24 @@ local function set_aside(held, letters, taken)
   return let_go
 end
 
-local function close(letters, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl, hours)
+-- Remember what was delivered of the part that was taken: the records `wanted`, or (nil) all that are in no dead letter,
+-- of which there is none of the whole part then.
+local function remember_part(held, letters, taken, window, wanted)
+  -- Needs    seen
+  local lost = {}
+  for _, letter in ipairs(letters) do
+    for id in pairs(letter.wanted or {}) do
+      lost[id] = true
+    end
+  end
+  remember(held, taken, window, wanted, lost)
+end
+
+local function close(
+  letters, window, wanted, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl, hours
+)
   taken, delivered, max_size, ttl = tonumber(taken), tonumber(delivered), tonumber(max_size), tonumber(ttl)
+  local is_counted = counts == '1' or counts == '3'
   local held, problem = load_all(key)
   if not held then
     return problem
@@ -105,6 +116,9 @@ local function close(letters, key, token, digest_id, taken, delivered, aged, cou
     end
     let_go = set_aside(held, letters, taken)
   end
+  if window and delivered > 0 then
+    remember_part(held, letters, taken, window, wanted)
+  end
   count('digests', delivered > 0 and 1 or 0)
   count('delivered', delivered)
   count('aged', tonumber(aged))
@@ -113,13 +127,13 @@ local function close(letters, key, token, digest_id, taken, delivered, aged, cou
     call('LTRIM', opens .. key, taken, -1)
     held.id, held.attempts, held.lost, held.open_dropped, held.since = next_id, 0, 0, 0, 0
     held.frozen, held.error = nil, nil
-    held.parted = (held.parted or counts == '1') and '1' or nil
+    held.parted = (held.parted or is_counted) and '1' or nil
     touch(held, ttl) -- or the rest might end before its turn
     leave(key)
     call('ZADD', leased, now + lease, key)
   else
     status, next_id, left = 'closed', '', 0
-    if counts == '1' or held.parted then
+    if is_counted or held.parted then
       held.iteration = held.iteration + 1
       held.last, held.cool = now, now + cool
     end
@@ -133,13 +147,16 @@ end
 
 -- Return the arguments of an item, its dead letters first: a table of them would take as long as two commands.
 local function next_item()
-  local at, letters = skip(12), {}
+  local at, letters, window, wanted = skip(12), {}, nil, nil
   for index = 1, next_number() do
     letters[index] = {
       reason = next_argument(), limits = next_argument(), most = next_number(), wanted = next_ids(),
     }
   end
-  return letters, unpack(ARGV, at, at + 11)
+  if ARGV[at + 6] >= '2' then
+    window, wanted = next_number(), next_ids()
+  end
+  return letters, window, wanted, unpack(ARGV, at, at + 11)
 end
 
 return answer_each(next_item, close)

@@ -15,7 +15,8 @@ local key = ARGV[3]
 local held = load(key) or thaw(key, {})
 local existed = leave(key)
 while leave(key) do end -- another program may have put it into several sets
-call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key)
+call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key, tag .. 'seen:' .. key)
+try('ZREM', tag .. 'seens', key)
 if held.id and held.token then
   answer(held, held.token, held.id, 'deleted', '', 0)
 end

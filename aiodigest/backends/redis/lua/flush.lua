@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     move by hand
--- Commands  EXISTS HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  HGET HMGET HSET TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -10,17 +10,9 @@
 -- ARGV[3]   key (text)
 -- Returns   1 if it holds records, else 0
 --
--- Needs     guard clock tick state schedule
+-- Needs     guard clock tick flushing
 
 local key = ARGV[3]
-local state, due = state_of(key)
-if state == 'waiting' then
-  due = tonumber(call('ZSCORE', postponed, key)) or due
-  call('ZREM', postponed, key)
-  place(key, math.min(due, now), true)
-end
-if state and call('EXISTS', metas .. key) == 1 then -- its digest passes hours, or the one after that under delivery
-  try('HSET', metas .. key, state == 'leased' and 'flush' or 'pass', '1')
-end
+local state = flush(key)
 wake()
 return state and 1 or 0

@@ -1,6 +1,7 @@
 -- open: claim one timeline, if it is ready.
 --
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZCARD
+--           ZMSCORE ZREM ZSCORE
 -- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, number, number,
 --           text, number, [text...]]
 -- KEYS[1]   layout (guard)
@@ -11,7 +12,8 @@
 -- ARGV[5]   limits (limits): of the engine
 -- ARGV[6]   nonce (text): for the names of the token and the digest
 -- ARGV[7]   features (text): that the caller knows, separated by spaces
--- Returns   the lease, or nothing; the text of an error if the timeline is broken, or "NEEDS" and a feature
+-- Returns   the lease, or nothing (also if all of it was delivered already); the text of an error if the timeline is
+--           broken, or "NEEDS" and a feature
 --
 -- Needs     guard clock lease needs
 

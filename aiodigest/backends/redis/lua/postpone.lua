@@ -24,6 +24,9 @@ local function postpone(key, token, digest_id, due, delay)
     return answered
   end
   held.token = nil
+  if held.flush then -- it was asked for since, so it is tried again, now whatever its hours
+    held.flush, held.pass, delay = nil, '1', 0
+  end
   touch(held, delay + (held.own and parse_limits(held.own) or limits).ttl) -- it must still be there when its time comes
   leave(key)
   if not place(key, delay > 0 and now + delay or math.min(due, now)) then

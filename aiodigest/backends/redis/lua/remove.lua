@@ -44,6 +44,9 @@ if #rest < held.logged then
   uncount(held)
   rewrite(logs .. key, rest, #rest, lifetime(held, limits.ttl))
   held.logged = #rest
+  if #rest == 0 and held.needs then
+    held.bytes = 0
+  end
 end
 if #records > left then
   held.dropped = held.dropped + #records - left

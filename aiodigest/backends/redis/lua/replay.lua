@@ -15,7 +15,7 @@
 --           {'stale', the server's time, ms} if the delays do not tell of it, or the text of an error if the timeline is
 --           broken
 --
--- Needs     guard clock tick timelines window entries lists dead
+-- Needs     guard clock tick timelines window entries lists dead seen
 
 local id, delays, limits, own = ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local letter, remains = tag .. 'letter:' .. id, tag .. 'remains:' .. id
@@ -49,6 +49,7 @@ end
 local due = tonumber(call('ZSCORE', waiting, key))
 local is_ready, settled = false, call('ZSCORE', ready, key) or call('ZSCORE', postponed, key) -- left to other workers
 push_front(logs .. key, buried)
+unsee(key, buried)
 held.own = terms.own
 touch(held, terms.ttl)
 if held.logged == 0 and not held.touched then

@@ -12,7 +12,7 @@
 -- Needs     guard clock tick keys telling
 
 local retired, dead = ARGV[3], tag .. 'dead'
-if call('EXISTS', waiting, ready, leased) > 0
+if call('EXISTS', waiting, ready, leased, tag .. 'seens') > 0
   or call('ZCOUNT', dead, string.format('(%.0f', now - DEAD_LETTER_TTL_MS), '+inf') > 0 then
   return false
 end

@@ -2,8 +2,8 @@
 --
 -- Flags     repeatable
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE
---           ZREM
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME UNLINK XADD ZADD ZCARD
+--           ZCOUNT ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -11,7 +11,9 @@
 -- ARGV[3]   nonce (items): for the name of a digest whose contents change
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; delay, ms; error; ttl, ms; entries taken; records delivered; records aged;
---           1 to charge no attempt; 1 if the outcome is unknown; hours, or ''; number of ids that stay (-1: all), ids
+--           1 to charge no attempt; 1 if the outcome is unknown; hours, or ''; number of ids that stay (-1: all), ids;
+--           for how long what was delivered is not delivered again, ms; if that is not 0, number of ids that were
+--           delivered (-1: all but those that stay, and too old), ids
 -- Returns   for each: 1, 0 if the lease is lost, or the text of an error. Fewer than asked for if much had to be read;
 --           the rest was not looked at.
 --
@@ -32,6 +34,10 @@ local function keep(held, item)
   end
   if #kept == 0 then
     return
+  end
+  if item.window > 0 then
+    -- Needs    seen
+    remember(held, item.taken, item.window, item.delivered_ids, item.failed)
   end
   call('LTRIM', open, item.taken, -1)
   push_front(open, kept)
@@ -63,6 +69,9 @@ local function retry(item)
     held.attempts = held.attempts + 1
   end
   held.error, held.token, held.lost = item.error, nil, 0
+  if held.flush then
+    held.pass = '1'
+  end
   local due = within(not held.pass and item.hours, held.key, now + item.delay)
   touch(held, due - now + item.ttl) -- it must still be there when its time comes
   leave(held.key)
@@ -73,12 +82,16 @@ local function retry(item)
 end
 
 local function next_item()
-  return {
+  local item = {
     key = next_argument(), token = next_argument(), digest_id = next_argument(), delay = next_number(),
     error = next_argument(), ttl = next_number(), taken = next_number(), delivered = next_number(),
     aged = next_number(), give_back = next_flag(), unknown = next_flag(),
-    hours = parse_hours(next_argument()), failed = next_ids(),
+    hours = parse_hours(next_argument()), failed = next_ids(), window = next_number(),
   }
+  if item.window > 0 then
+    item.delivered_ids = next_ids()
+  end
+  return item
 end
 
 return answer_each(next_item, retry)

@@ -27,6 +27,25 @@ local function inline(list, length)
   return entries
 end
 
+-- Take the records out of a log that were delivered already, and are not to be delivered again.
+local function leave_out(held, ttl)
+  -- Needs    entries lists seen
+  local log, rest = logs .. held.key, {}
+  local kept = collect({}, {}, log, held.logged)
+  local seen = which_seen(held.key, kept, 1, #kept)
+  for index, entry in ipairs(kept) do
+    if not seen[index] then
+      rest[#rest + 1] = entry
+    end
+  end
+  if #rest < #kept then
+    uncount(held)
+    rewrite(log, rest, #rest, lifetime(held, ttl))
+    held.logged = #rest
+    try('HINCRBY', layout, 'duplicates', #kept - #rest)
+  end
+end
+
 -- Open the log as a new digest, or merge it into one that failed; either way the contents are new.
 local function fold(held, limits, digest_id)
   local log, open = logs .. held.key, opens .. held.key
@@ -64,7 +83,7 @@ local function is_doubtful(held)
   return held.token ~= nil or held.lost > 0
 end
 
--- Lease a timeline; return the fields of `aiodigest.backend.Lease`.
+-- Lease a timeline; return the fields of `aiodigest.backend.Lease`, or nothing if all of it was delivered already.
 local function take(held, due, lease, limits, token, bound)
   local key = held.key
   limits = held.own and parse_limits(held.own) or limits
@@ -74,7 +93,22 @@ local function take(held, due, lease, limits, token, bound)
     held.lost = held.lost + 1
   end
   if not held.id or (held.logged > 0 and not held.frozen) then
+    local needs = held.needs
+    if needs and string.find(needs, 'dedupe', 1, true) then
+      leave_out(held, limits.ttl)
+      if held.logged + held.opened == 0 then
+        held.flush, held.pass = nil, nil
+        go_idle(held)
+        call('ZREM', ready, key)
+        call('ZREM', leased, key)
+        save(held, FIELDS)
+        return
+      end
+    end
     fold(held, limits, token)
+    if needs then
+      bound, held.bytes = held.max_bytes > 0 and math.min(bound, held.max_bytes) or bound, 0
+    end
     held.bound = bound ~= DIGEST_BYTES and bound or 0
   end
   held.token = token

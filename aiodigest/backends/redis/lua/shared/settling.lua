@@ -14,7 +14,7 @@ local function settle(held, max_size, ttl, hours)
   leave(held.key)
   held.flush, held.pass = nil, flush and held.logged > 0 and '1' or nil
   if held.logged == 0 then
-    held['end'], held.dropped, held.own, held.idle, held.next, held.drawn = 0, 0, nil, true, 0, 0
+    go_idle(held)
     return
   end
   if held.own then
@@ -25,6 +25,9 @@ local function settle(held, max_size, ttl, hours)
   if due > now and max_size > 0 and held.logged >= max_size then
     -- Needs    entries
     due = #collect({}, {}, logs .. held.key, held.logged) >= max_size and now or due
+  end
+  if held.max_bytes > 0 and held.bytes >= held.max_bytes then
+    due = math.min(due, now)
   end
   due = flush and due or within(hours, held.key, due)
   held.next = 0

@@ -6,6 +6,7 @@
 -- it has more than these, the first are JSON of all: a `rule` and what that needs, `windows` of hours, what timelines need.
 local function parse_terms(delays, limits, own)
   local terms = parse_limits(limits)
+  terms.dedupe, terms.max_bytes = 0, 0
   local initial, increment, maximum = string.match(delays, '^(%d+) (%d+) (%d+)$')
   if initial then
     terms.initial, terms.increment, terms.maximum = tonumber(initial), tonumber(increment), tonumber(maximum)

@@ -1,0 +1,17 @@
+-- flushing: let a timeline be due now, or after the delivery under way.
+--
+-- Needs    state schedule
+
+-- Return the state that a timeline had which holds records, and whether it has become ready. Its digest passes its hours.
+local function flush(key)
+  local state, due = state_of(key)
+  if state and type(try('HGET', metas .. key, 'end')) == 'string' then -- else it is broken, and the claim will say so
+    call('HSET', metas .. key, state == 'leased' and 'flush' or 'pass', '1')
+  end
+  if state ~= 'waiting' then
+    return state, false
+  end
+  due = tonumber(call('ZSCORE', postponed, key)) or due
+  call('ZREM', postponed, key)
+  return state, place(key, math.min(due, now), true)
+end
