@@ -161,9 +161,9 @@ class Policy:
         Without a cool-down, sizes and hours, messages and waits cost at most twice what the best schedule would that
         knows the future (Dooly, Goldman, Scott, J. ACM 48, 2001).
     randomised : bool, default False
-        Multiplies ``price`` by a number drawn once a window, with density e^z / (e - 1) on [0, 1] (after Karlin,
-        Kenyon, Randall, Algorithmica 36, 2003). Records that come alone then cost e / (e - 1) = 1.582 times as much in
-        expectation; for others no bound is proved, and 1.63 is known to occur.
+        Multiplies ``price`` by a number that the key draws, with density e^z / (e - 1) on [0, 1]: in the mean over
+        keys messages and waits then cost at most e / (e - 1) = 1.582 times what the best schedule would, and no rule
+        does better (Karlin, Kenyon, Randall, Algorithmica 36, 2003).
     first_at_once : bool, default False
         With ``price`` and a cool-down: a record that comes to an idle timeline is due at once.
     at : At or None, default None

@@ -17,7 +17,7 @@ SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"lay
 FIELDS = {
     "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
     "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted", "needs",
-    "next", "drawn", "pass", "bytes", "max_bytes",
+    "next", "pass", "bytes", "max_bytes",
 }  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"ids", b"seen", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done", "opening", "needs"}  # of a timeline without records
@@ -54,7 +54,7 @@ def _timeline(held: Held) -> State:
     meta: dict[str, str | int] = {
         "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
         "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms, "needs": held.needs,
-        "next": held.next_ms, "drawn": held.drawn_ms, "pass": int(held.passes),
+        "next": held.next_ms, "pass": int(held.passes),
         "bytes": held.log_bytes, "max_bytes": held.max_bytes,
     }  # fmt: skip
     if held.own:

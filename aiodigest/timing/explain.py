@@ -40,7 +40,7 @@ def due_now(terms: Terms, key: str, now: int, cooling: Cooling | None) -> int:
     if cooling is None:
         return next_due(terms, key, now, 0, is_idle=True)
     cool = cooling.until_ms
-    due = cool + terms.increment_ms if terms.rule == "increment" else opened(terms, key, now, now, 0)
+    due = cool + terms.increment_ms if terms.rule == "increment" else opened(terms, key, now, 0)
     return within(terms.hours, key, clamped(terms, due, cool, cooling.last_ms), 0, 0)
 
 

@@ -34,23 +34,23 @@ def within(hours: Hours | None, key: str, time: int, now: int, ahead: int) -> in
     return hours.within(max(time, now) - ahead, share_of(key) if hours.spread else 0.0) + ahead
 
 
-def price_of(terms: Terms, key: str, drawn: int, count: int) -> int:
+def price_of(terms: Terms, key: str, count: int) -> int:
     """Return how long ``count`` records may wait for others: the price of a message, divided by them.
 
-    If it is random, it is multiplied by z = ln(1 + u (e - 1)), whose density is e^z / (e - 1) on [0, 1]; ``drawn`` is
-    when the first record of the window came, which makes u.
+    If it is random, it is multiplied by z = ln(1 + u (e - 1)), whose density is e^z / (e - 1) on [0, 1]. The key makes
+    u: with another z for each window the bound would not hold.
     """
-    z = log(1 + share_of(f"{key}:{drawn}") * (e - 1)) if terms.randomised else 1.0
+    z = log(1 + share_of(key) * (e - 1)) if terms.randomised else 1.0
     return max(1, ceil(z * terms.price_ms / count))
 
 
-def opened(terms: Terms, key: str, now: int, drawn: int, ahead: int, count: int = 1) -> int:
+def opened(terms: Terms, key: str, now: int, ahead: int, count: int = 1) -> int:
     """Return when the record that opens a window is due by the rule alone."""
     match terms.rule:
         case "debounce":
             return now + terms.quiet_ms
         case "balanced":
-            return now + price_of(terms, key, drawn, count)
+            return now + price_of(terms, key, count)
         case "calendar":
             assert terms.at is not None
             return terms.at.next_ms(now - ahead) + ahead
@@ -58,13 +58,13 @@ def opened(terms: Terms, key: str, now: int, drawn: int, ahead: int, count: int 
             return now + terms.initial_ms
 
 
-def pushed(terms: Terms, key: str, due: int, now: int, drawn: int, count: int) -> int:
+def pushed(terms: Terms, key: str, due: int, now: int, count: int) -> int:
     """Return when a waiting timeline is due by the rule alone, once another record has come."""
     match terms.rule:
         case "debounce":
             return now + terms.quiet_ms
         case "balanced":
-            return min(due, now + price_of(terms, key, drawn, count))
+            return min(due, now + price_of(terms, key, count))
         case "calendar":
             return due
         case _:
@@ -84,5 +84,5 @@ def next_due(terms: Terms, key: str, now: int, cool: int, *, is_idle: bool = Fal
     elif terms.rule == "increment" and cool > now:
         due = clamped(terms, cool + terms.increment_ms, cool, now)
     else:
-        due = clamped(terms, opened(terms, key, now, now, 0), cool, now)
+        due = clamped(terms, opened(terms, key, now, 0), cool, now)
     return within(terms.hours, key, due, now, 0)

@@ -479,7 +479,7 @@ class ReferenceBackend(Backend, Operations):
                         due = held.opening_ms = placed(held.opening_ms, terms.initial_ms)
                 else:
                     count = max(1, len(held.log))
-                    due = opened(terms, key, now, held.drawn_ms, machine.shift_ms, count)
+                    due = opened(terms, key, now, machine.shift_ms, count)
                     due = clamped(terms, due, held.cool_ms, held.last_ms)
             due = within(terms.hours, key, due, now, machine.shift_ms)
             if not waits:

@@ -67,7 +67,6 @@ class Held:
     cool_ms: int = 0
     opening_ms: int = 0  # when the window was due as it opened; 0 if it was due at once
     next_ms: int = 0  # when the log is due by its rule, while a delivery is open; 0 if that is as soon as it ends
-    drawn_ms: int = 0  # when the first record in the log came, which draws what a random price is multiplied by
     dropped: int = 0
     end_ms: int = 0
     flush: bool = False  # what comes after the delivery under way is due at its end, and passes hours
@@ -245,13 +244,11 @@ class Shard:
     def open_or_push(self, key: str, held: Held, terms: Terms, now: int) -> bool:
         """Open a window, or push back the waiting one; True if the timeline became ready."""
         due, count = self.waiting.get(key), len(held.log)
-        if terms.randomised and not held.drawn_ms:
-            held.drawn_ms = now
         is_plain = due is not None and held.delivery is None and due > now and key not in self.postponed
         if due is None and self.placed(key) is None:
             due = self._opened(key, held, terms, now)
         elif due is not None and is_plain:
-            due = clamped(terms, pushed(terms, key, due, now, held.drawn_ms, count), held.cool_ms, held.last_ms)
+            due = clamped(terms, pushed(terms, key, due, now, count), held.cool_ms, held.last_ms)
         else:  # nothing moves what is due, or is to be tried again; but the log may be due later
             self._gather(key, held, terms, now)
             return False
@@ -262,10 +259,10 @@ class Shard:
 
     def _opened(self, key: str, held: Held, terms: Terms, now: int) -> int:
         count = len(held.log)
-        due = opened(terms, key, now, held.drawn_ms, self.shift_ms, count)
+        due = opened(terms, key, now, self.shift_ms, count)
         if held.cool_ms > now and terms.rule != "calendar":
             if terms.rule == "increment":
-                due = pushed(terms, key, held.cool_ms, now, 0, count)
+                due = pushed(terms, key, held.cool_ms, now, count)
             return clamped(terms, due, held.cool_ms, held.last_ms)
         held.iteration = held.cool_ms = 0
         held.last_ms = now
@@ -277,7 +274,7 @@ class Shard:
         """Note when the log of a timeline with an open delivery is due by its rule."""
         if terms.rule == "increment" or (terms.rule == "calendar" and held.next_ms):
             return
-        due = opened(terms, key, now, held.drawn_ms, self.shift_ms, len(held.log))
+        due = opened(terms, key, now, self.shift_ms, len(held.log))
         if terms.rule == "calendar":  # whoever settles knows the hours, but perhaps not so far ahead
             due = within(terms.hours, key, due, now, self.shift_ms)
         held.next_ms = min(held.next_ms or due, due) if terms.rule == "balanced" else due
@@ -391,7 +388,7 @@ class Shard:
             delivery.entries = self.compact(held, delivery.entries, limits.capacity)
         delivery.dropped += held.dropped
         held.dropped, held.log, held.delivery = 0, [], delivery
-        held.next_ms = held.drawn_ms = held.log_bytes = 0
+        held.next_ms = held.log_bytes = 0
         return delivery
 
     def fenced(self, lease: Lease) -> Delivery | Closed:
@@ -410,7 +407,7 @@ class Shard:
         flush, held.flush = held.flush, False
         held.passes = flush and bool(held.log)
         if not held.log:
-            held.end_ms = held.dropped = held.next_ms = held.drawn_ms = held.log_bytes = held.max_bytes = 0
+            held.end_ms = held.dropped = held.next_ms = held.log_bytes = held.max_bytes = 0
             held.own = None
             return
         full = 0 < limits.max_size <= distinct(held.log) or 0 < held.max_bytes <= held.log_bytes

@@ -23,7 +23,7 @@
 local SETTLED = {'end', 'own'}
 local PUSHED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs'}
 local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening'}
-local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next', 'drawn'}
+local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next'}
 
 -- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
 local arrival = struct.pack('>I6', now - shift)

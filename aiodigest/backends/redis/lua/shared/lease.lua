@@ -75,7 +75,7 @@ local function fold(held, limits, digest_id)
     call('RENAME', log, open)
   end
   held.open_dropped = held.open_dropped + held.dropped
-  held.dropped, held.logged, held.opened, held.next, held.drawn = 0, 0, size, 0, 0
+  held.dropped, held.logged, held.opened, held.next = 0, 0, size, 0
 end
 
 -- Return whether the last lease on a timeline's digest, or one before, ended without a word.

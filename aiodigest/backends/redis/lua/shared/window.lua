@@ -65,7 +65,7 @@ end
 
 -- Return how long `count` records may wait for others.
 local function price_of(held, terms, count)
-  local factor = terms.randomised and math.log(1 + share_of(held.key .. ':' .. held.drawn) * 1.718281828459045) or 1
+  local factor = terms.randomised and math.log(1 + share_of(held.key) * 1.718281828459045) or 1
   return math.max(1, math.ceil(factor * terms.price / count))
 end
 
@@ -124,9 +124,6 @@ end
 -- Open the window of a timeline, or push it, record by record, for `number` of the `length` entries in its log. `settled`
 -- if its due time is not to be moved. Return which of them made it ready.
 local function open_or_push_each(held, due, terms, settled, number, length)
-  if terms.randomised and held.drawn == 0 then
-    held.drawn = now
-  end
   if settled or (due and (held.id or due <= now)) then
     return gather(held, terms, length)
   end
