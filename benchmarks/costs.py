@@ -258,7 +258,7 @@ for index = 1, #found, 2 do
   redis.call('ZADD', tag .. 'leased', now + ARGV[4], key)
   redis.call('HSET', meta, 'id', token, 'token', token)
   leases[#leases + 1] = {
-    key, token, token, 1, 1, 0, found[index + 1], 10, 0, 0, '', 0, 0, '', redis.call('LRANGE', open, 0, 9)
+    key, token, token, 1, 1, 0, found[index + 1], 10, 0, 0, '', 0, 0, '', 0, redis.call('LRANGE', open, 0, 9)
   }
 end
 redis.call('ZCARD', tag .. 'ready')
@@ -273,7 +273,7 @@ redis.call('HMGET', KEYS[1], 'version', 'shift', 'clock')
 redis.call('PERSIST', KEYS[1])
 redis.call('ZCARD', tag .. 'ready')
 redis.call('ZRANGE', tag .. 'waiting', 0, 0, 'WITHSCORES')
-for index = 5, #ARGV, 12 do
+for index = 5, #ARGV, 13 do
   local key = ARGV[index]
   local meta = tag .. 'meta:' .. key
   redis.call('HGETALL', meta)
