@@ -17,6 +17,7 @@ from aiodigest.errors import (
     InvalidState,
     LeaseLost,
     LimitExceeded,
+    OutcomeUnknown,
     PartialAdd,
     PartialFailure,
     Reject,
@@ -52,9 +53,9 @@ __all__ = [
     "JSON", "Activity", "AiodigestError", "At", "BackendUnavailable", "BackoffMode", "Bounds", "Codec", "CodecError",
     "ConfigurationError", "DeadLetter", "DecorrelatedJitter", "Delivery", "DeliverySignal", "Digest", "DigestEngine",
     "Draining", "Entry", "Explanation", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument",
-    "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "PartialAdd", "PartialFailure",
-    "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy", "Sync",
-    "Timeline", "data_folder",
+    "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "OutcomeUnknown", "PartialAdd",
+    "PartialFailure", "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy",
+    "Sync", "Timeline", "data_folder",
 ]  # fmt: skip
 
 _LATER = {"At": "aiodigest.timing.calendar", "Hours": "aiodigest.timing.hours"}  # imported when they are asked for

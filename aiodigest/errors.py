@@ -77,8 +77,9 @@ class PartialAdd(AiodigestError):
 class DeliverySignal(Exception):
     """Base class of the signals that a callback raises to end its delivery in its own way; none is an error.
 
-    A signal may come in an exception group, as `asyncio.TaskGroup` raises it. Several are one: a `Reject`, else the
-    longest `RetryAfter`, else a `PartialFailure` that names all; this one counts only if no other error is beside it.
+    A signal may come in an exception group, as `asyncio.TaskGroup` raises it. Several are one: a `Reject`, else an
+    `OutcomeUnknown`, else the longest `RetryAfter`, else a `PartialFailure` that names all; this one counts only if no
+    other error is beside it.
     """
 
 
@@ -97,6 +98,16 @@ class Reject(DeliverySignal):
     """Never deliver this digest: it becomes a dead letter at once, with ``reason``."""
 
     def __init__(self, reason: str = "rejected by the callback") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class OutcomeUnknown(DeliverySignal):
+    """Deliver this digest again as it is, since nobody knows whether it has arrived: after backoff, under the same id,
+    with the same records; newer ones wait. For a connection that is lost after the message was sent, and before the
+    answer: a receiver that knows the id can tell the repeat. An attempt is charged, and ``reason`` kept with it."""
+
+    def __init__(self, reason: str = "nobody knows whether it has arrived") -> None:
         super().__init__(reason)
         self.reason = reason
 

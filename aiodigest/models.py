@@ -36,8 +36,8 @@ State = Literal["waiting", "ready", "leased"]
 """The state of a timeline that holds records: not due yet, due, or under delivery."""
 
 Result = Literal[
-    "delivered", "failed", "partial", "deferred", "rejected", "timeout", "buried", "empty", "lost", "deleted"
-]
+    "delivered", "failed", "partial", "deferred", "unknown", "rejected", "timeout", "buried", "empty", "lost", "deleted"
+]  # fmt: skip
 
 Check = Literal[
     "server", "version", "role", "eviction", "memory", "persistence", "disk", "replicas", "cluster", "tls",
@@ -230,13 +230,13 @@ class Delivery:
     An attempt that was cut short, or whose end the store could not be told, is not reported.
 
     ``key`` is the timeline's, and ``attempt`` the number of the try to deliver ``digest_id``, from 1. ``result`` is
-    "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``) or
-    "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter; "empty" (``max_age`` left
-    nothing of it); "lost" if the store answered that the digest had ended or was another worker's by then (it comes,
-    or came, again); "deleted" if its timeline was deleted under delivery. ``records`` is the number of records the
-    callback delivered, whatever the result. ``lateness`` is the time in seconds from its due time to the start of the
-    attempt, and ``duration`` the seconds that the attempt took. ``reason`` says in one line why records were not
-    delivered ('' if all were), and ``error`` is what the callback or the policy function raised.
+    "delivered"; "failed" (the callback raised), "partial" (``PartialFailure``), "deferred" (``RetryAfter``), "unknown"
+    (``OutcomeUnknown``) or "timeout", which are tried again; "rejected" or "buried" (no try is left): a dead letter;
+    "empty" (``max_age`` left nothing of it); "lost" if the store answered that the digest had ended or was another
+    worker's by then (it comes, or came, again); "deleted" if its timeline was deleted under delivery. ``records`` is
+    the number of records the callback delivered, whatever the result. ``lateness`` is the time in seconds from its due
+    time to the start of the attempt, and ``duration`` the seconds that the attempt took. ``reason`` says in one line
+    why records were not delivered ('' if all were), and ``error`` is what the callback or the policy function raised.
     """
 
     key: str

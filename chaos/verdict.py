@@ -187,8 +187,8 @@ def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Ca
     """Why the store cannot have known that ``first`` had completed its records; '' if there is no reason."""
     if first.told in KNOWN:
         return ""
-    if first.told == "timeout":
-        return "delivery_timeout"
+    if first.told in ("timeout", "unknown"):
+        return "its outcome was unknown"
     if first.told == "partial":
         return "kept whole after an unknown outcome before" if is_frozen(evidence, first, attempts) else ""
     process = first.process
@@ -242,7 +242,7 @@ def is_frozen(evidence: Evidence, call: Call, attempts: list[Call]) -> bool:
     before = [each for each in attempts if each.order < call.order]
     if len(before) < call.attempt - 1 or any(at < call.begun and each == call.digest for at, each in evidence.doubted):
         return True
-    return any(each.told in ("", "timeout", "lost") or forgotten_end(evidence, each) for each in before)
+    return any(each.told in ("", "timeout", "unknown", "lost") or forgotten_end(evidence, each) for each in before)
 
 
 def compare_contents(evidence: Evidence, verdict: Verdict) -> None:

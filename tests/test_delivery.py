@@ -17,7 +17,7 @@ from engines import VirtualLoop, forever
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodigest import JSON, Digest, JSONCodec, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
+from aiodigest import JSON, Digest, JSONCodec, OutcomeUnknown, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.errors import CodecError
 from aiodigest.records.entries import identity_of, pack
@@ -250,6 +250,10 @@ async def test_returning_closes_the_digest_under_the_policy_of_now() -> None:
          Outcome(closing(1, 0, NewDeadLetter("ValueError: no more")), "buried", success=False)),
         (Reject("address gone"), 1, Outcome(closing(1, 0, NewDeadLetter("address gone")), "rejected")),
         (Reject(), 1, Outcome(closing(1, 0, NewDeadLetter("rejected by the callback")), "rejected")),
+        # a repeat of it has the same id and records, and its receiver may be broken
+        (OutcomeUnknown("no answer"), 2,
+         Outcome(retrying("no answer", 20_000, unknown=True), "unknown", success=False)),
+        (OutcomeUnknown("no answer"), 3, Outcome(closing(1, 0, NewDeadLetter("no answer")), "buried", success=False)),
         (RetryAfter(timedelta(minutes=2)), 3, Outcome(retrying(ANY, 120_000, give_back=True), "deferred")),
         # a pause stops this process for as long, and a second at least
         *(
@@ -354,6 +358,8 @@ def group(*errors: Exception) -> ExceptionGroup[Exception]:
         (group(Reject("no such user")), "rejected", "no such user"),
         (group(group(Reject("a")), ValueError("x"), Reject("b"), RetryAfter(5)), "rejected", "a; b"),
         (group(ValueError("x"), RetryAfter(5), RetryAfter(timedelta(seconds=7))), "deferred", "retry after 0:00:07"),
+        (group(RetryAfter(5), OutcomeUnknown("x"), ValueError("y"), OutcomeUnknown("z")), "unknown", "x; z"),
+        (group(OutcomeUnknown("x"), Reject("y")), "rejected", "y"),
         (group(PartialFailure({"a": "x"}), group(PartialFailure({"b": "y"}))), "partial", "a: x; b: y"),
         (group(PartialFailure({"a": "x"}), ValueError("y")), "failed", "ExceptionGroup: unhandled errors"),
         (group(RetryAfter(-1)), "failed", "ExceptionGroup: unhandled errors"),

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from servers import Server
 from userland import DEADLINE, ROOT, data_folder, environment
 
-from aiodigest import JSON, Bounds, Digest, DigestEngine, Entry, Policy, RetryPolicy
+from aiodigest import JSON, Bounds, Digest, DigestEngine, Entry, OutcomeUnknown, Policy, RetryPolicy
 from aiodigest.backend import Add
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.errors import ConfigurationError, PartialFailure, Reject, RetryAfter
@@ -157,7 +157,7 @@ async def test_every_metric_has_its_prometheus_name_and_the_namespace_and_no_key
     [
         (RuntimeError(), "failed"), (RuntimeError(), "buried"),  # the last attempt
         (RetryAfter(3600), "deferred"), (Reject(), "rejected"), (PartialFailure(["1"]), "partial"),
-        (forever, "timeout"), (None, None),
+        (OutcomeUnknown(), "unknown"), (forever, "timeout"), (None, None),
     ],
 )  # fmt: skip
 async def test_each_attempt_is_counted(reply: BaseException | None, reason: str | None, prometheus: Prometheus) -> None:
@@ -171,7 +171,7 @@ async def test_each_attempt_is_counted(reply: BaseException | None, reason: str 
         figures = await prometheus.scrape()
     prefix = "aiodigest_delivery_failures_total{namespace=test,reason="
     failures = {name.removeprefix(prefix)[:-1]: value for name, value in figures.items() if name.startswith(prefix)}
-    assert failures.keys() == {"failed", "partial", "deferred", "timeout", "rejected", "buried", "lost"}
+    assert failures.keys() == {"failed", "partial", "deferred", "unknown", "timeout", "rejected", "buried", "lost"}
     assert {name for name, value in failures.items() if value} == ({reason} if reason else set())
     assert figures["aiodigest_deliveries_total{namespace=test}"] == (reason is None)
     assert figures["aiodigest_delivery_duration_seconds_count{namespace=test}"] == 1

@@ -28,7 +28,7 @@ from servers import Server, server_binary
 from starlette.testclient import TestClient
 from userland import DEADLINE
 
-from aiodigest import JSON, BackoffMode, Delivery, Digest, DigestEngine, Entry, Policy, RetryPolicy
+from aiodigest import JSON, BackoffMode, Delivery, Digest, DigestEngine, Entry, OutcomeUnknown, Policy, RetryPolicy
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.errors import BackendUnavailable, ConfigurationError, InvalidArgument, PartialFailure, Reject, RetryAfter
 from aiodigest.integrations.opentelemetry import instrument
@@ -796,3 +796,22 @@ async def test_an_advance_may_be_cancelled_at_any_await_and_the_next_one_deliver
         assert (await mail.stats()).leased == 0
     assert {digest.key for digest in t.delivered} == {f"{turn}" for turn in range(30)}
     assert {told.attempt for told in t.attempts} == {1}
+
+
+async def test_what_may_have_arrived_is_repeated_as_it_was_and_newer_records_wait() -> None:
+    waits = RetryPolicy(backoff=lambda attempt: 10.0)
+    mail = DigestEngine(namespace="test", policy=Policy(minimum_delay=0), retry=waits)
+
+    @mail.deliver
+    async def send(digest: Digest) -> None:
+        pass
+
+    async with TestEngine(mail) as t:
+        t.fail_next(OutcomeUnknown("no answer"))
+        await mail.add("a", 1)
+        await t.advance()
+        await mail.add("a", 2)
+        await t.advance(seconds=10)
+    unknown, again, newer = t.attempts
+    assert (unknown.result, unknown.digest_id) == ("unknown", again.digest_id) != ("unknown", newer.digest_id)
+    assert [[record.value for record in digest.records] for digest in t.delivered] == [[1], [2]]

@@ -19,7 +19,7 @@ Engine: TypeAlias = DigestEngine[Any]
 Observe: TypeAlias = Callable[[CallbackOptions], Iterable[Observation]]
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
-FAILURES = ("failed", "partial", "deferred", "timeout", "rejected", "buried", "lost")
+FAILURES = ("failed", "partial", "deferred", "unknown", "timeout", "rejected", "buried", "lost")
 
 LOSSES = {"dropped": "capacity", "aged": "age", "expired": "ttl"}  # reasons of records that are lost, by counter
 

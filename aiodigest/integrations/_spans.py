@@ -18,7 +18,7 @@ from aiodigest.worker.delivery import TracedAttempt, Tracing
 logger = logger_of(__name__)
 
 MOST_LINKS = 32  # each costs the exporter as much as a small span
-ERRORS = ("failed", "timeout", "buried")
+ERRORS = ("failed", "unknown", "timeout", "buried")
 
 
 class Spans(Tracing):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec, most_of, sizes_of
-from aiodigest.errors import DeliverySignal, InvalidArgument, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.errors import DeliverySignal, InvalidArgument, OutcomeUnknown, PartialFailure, Reject, RetryAfter, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
@@ -190,6 +190,9 @@ def _signal_in(error: Exception) -> Exception | None:
     rejections = [error for error in errors if isinstance(error, Reject)]
     if rejections:
         return Reject("; ".join(dict.fromkeys(text_of(error.reason) for error in rejections)))
+    unknown = [text_of(error.reason) for error in errors if isinstance(error, OutcomeUnknown)]
+    if unknown:
+        return OutcomeUnknown("; ".join(dict.fromkeys(unknown)))
     delays = [error for error in errors if isinstance(error, RetryAfter)]
     with suppress(InvalidArgument):
         if delays:
@@ -462,14 +465,17 @@ class Dispatcher(Generic[T]):
 
     def _failed(self, attempt: Attempt[T], error: BaseException, reason: str = "") -> Outcome:
         lease, reason = attempt.lease, reason or describe(error)
-        unknown, shown = isinstance(error, TimedOut), self._worth_a_traceback(error)
-        success = None if isinstance(error, DeliverySignal) else False
+        result: Result = "failed"
+        if isinstance(error, (TimedOut, OutcomeUnknown)):
+            result = "timeout" if isinstance(error, TimedOut) else "unknown"
+        is_known, shown = result == "failed", self._worth_a_traceback(error)
+        success = None if is_known and isinstance(error, DeliverySignal) else False
         if lease.attempt >= attempt.retry.max_attempts:
             return self._buried(attempt, reason, error=shown)._replace(success=success)
         delay_ms = self._delay_ms(attempt, reason, "failed", shown)
         policy = attempt.policy
-        retry = Retry(lease, delay_ms, reason, policy.terms.limits, unknown=unknown, hours=policy.hours)
-        return Outcome(retry, "timeout" if unknown else "failed", success=success)
+        retry = Retry(lease, delay_ms, reason, policy.terms.limits, unknown=not is_known, hours=policy.hours)
+        return Outcome(retry, result, success=success)
 
     def _worth_a_traceback(self, error: BaseException) -> BaseException | None:
         """Return the error if its traceback tells something new: it does not for the second of a kind in a row."""
