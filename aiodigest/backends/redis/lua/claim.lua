@@ -2,8 +2,8 @@
 --
 -- Flags     begins-namespace
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE ZADD
---           ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE
+--           ZADD ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [int, int, text, [list...], [text...], [number...], int, [text...], int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -57,6 +57,7 @@ local function expire(held, from)
 end
 
 local looked = 0 -- timelines
+local is_plain = limits.max_size == 0 and limits.max_age == 0 and bound == DIGEST_BYTES
 
 -- Let a doubtful digest wait where those wait whose leases have ended: at the head of `ready` it would block others.
 local function defer(key, due)
@@ -112,7 +113,37 @@ local function leave_to_others(key, from, due, need)
   left[#left + 1] = need
 end
 
+-- Open what most digests are: the log of a timeline as it is, whose hash has no fields but those that all timelines with
+-- records have. Return the lease, or nothing, having done nothing, if it is not so; `take` would do the same.
+local function take_plain(key, due)
+  local meta, log, open = metas .. key, logs .. key, opens .. key
+  local fields = try('HMGET', meta, 'end', 'last', 'iteration', 'cool', 'done')
+  local ends, iteration, known = whole(fields[1] or ''), whole(fields[3] or '0'), 0
+  for index = 1, 5 do
+    known = known + (fields[index] and 1 or 0)
+  end
+  if not (ends and iteration and whole(fields[2] or '0') and whole(fields[4] or '0')) or ends < now + limits.ttl
+    or known ~= call('HLEN', meta) or try('LLEN', open) ~= 0 then
+    return
+  end
+  local size, token = try('LLEN', log), nonce .. '-' .. (#leases + 1)
+  if type(size) == 'table' or size == 0 or size > limits.capacity then
+    return
+  end
+  call('RENAME', log, open)
+  call('ZREM', ready, key)
+  call('ZADD', leased, now + lease, key)
+  call('HSET', meta, 'id', token, 'token', token)
+  return {key, token, token, 1, iteration + 1, 0, due, size, 0, 0, '', 0, bound, '', 0, inline(open, size)}
+end
+
 local function consider(from, key, due)
+  local plain = is_plain and from == ready and take_plain(key, due)
+  if plain then
+    looked = looked + 1
+    leases[#leases + 1] = plain
+    return
+  end
   local held, problem = load_all(key)
   local need = held and unknown_need(held, features)
   looked = looked + 1

@@ -3,8 +3,8 @@
 --
 -- Flags     repeatable
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD
---           ZCOUNT ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE LTRIM PERSIST PEXPIRE RPUSH TIME UNLINK XADD ZADD
+--           ZCARD ZCOUNT ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [list | text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -95,10 +95,41 @@ local function remember_part(held, letters, taken, window, wanted)
   remember(held, taken, window, wanted, lost)
 end
 
+-- Close what most deliveries are: all of a digest was delivered, nothing has come since, and its hash has no fields but
+-- those that all such timelines have. Answer nothing, having done nothing, if it is not so; `close` would do the same.
+local function close_plain(key, token, digest_id, taken, delivered, cool)
+  local meta, open = metas .. key, opens .. key
+  local fields = try('HMGET', meta, 'id', 'token', 'end', 'iteration', 'last', 'cool', 'done')
+  if fields[1] ~= digest_id or fields[2] ~= token then
+    return
+  end
+  local iteration, known = whole(fields[4] or '0'), 2
+  for index = 3, 7 do
+    known = known + (fields[index] and 1 or 0)
+  end
+  if not iteration or known ~= call('HLEN', meta) or try('LLEN', logs .. key) ~= 0 or try('LLEN', open) ~= taken then
+    return
+  end
+  count('digests', 1)
+  count('delivered', delivered)
+  leave(key)
+  call('UNLINK', open, meta)
+  call('HSET', meta, 'done', token .. ' ' .. digest_id .. ' closed  0', 'iteration', iteration + 1, 'last', now,
+    'cool', now + cool)
+  call('PEXPIRE', meta, cool + ECHO)
+  return {'closed', '', 0, 0}
+end
+
 local function close(
   letters, window, wanted, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl, hours
 )
   taken, delivered, max_size, ttl = tonumber(taken), tonumber(delivered), tonumber(max_size), tonumber(ttl)
+  if counts == '1' and aged == '0' and delivered > 0 and #letters == 0 then
+    local closed = close_plain(key, token, digest_id, taken, delivered, tonumber(cool))
+    if closed then
+      return closed
+    end
+  end
   local is_counted = counts == '1' or counts == '3'
   local held, problem = load_all(key)
   if not held then

@@ -11,10 +11,10 @@ local key = KEYS[1]
 -- What each command is tried with: there is no such key, so nothing comes of it.
 local TRIES = {
   EXISTS = {}, HDEL = {'field'}, HGET = {'field'}, HGETALL = {}, HINCRBY = {'field', 'no number'}, HMGET = {'field'},
-  HSET = {'field', 'value', 'field without a value'}, HSETNX = {'field', 'value'}, LLEN = {}, LPUSH = {'entry'},
-  LRANGE = {0, 0}, LTRIM = {0, 0}, PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'}, UNLINK = {},
-  XADD = {'NOMKSTREAM', '*', 'at', 0}, XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {}, ZCOUNT = {0, 0},
-  ZMSCORE = {'member'}, ZRANDMEMBER = {}, ZRANGE = {0, 0}, ZRANGEBYSCORE = {0, 0}, ZREM = {'member'},
+  HLEN = {}, HSET = {'field', 'value', 'field without a value'}, HSETNX = {'field', 'value'}, LLEN = {},
+  LPUSH = {'entry'}, LRANGE = {0, 0}, LTRIM = {0, 0}, PERSIST = {}, PEXPIRE = {1}, RENAME = {key}, RPUSH = {'entry'},
+  UNLINK = {}, XADD = {'NOMKSTREAM', '*', 'at', 0}, XREVRANGE = {'+', '-'}, ZADD = {'XX', 0, 'member'}, ZCARD = {},
+  ZCOUNT = {0, 0}, ZMSCORE = {'member'}, ZRANDMEMBER = {}, ZRANGE = {0, 0}, ZRANGEBYSCORE = {0, 0}, ZREM = {'member'},
   ZREMRANGEBYRANK = {0, 0}, ZSCORE = {'member'},
 }
 
