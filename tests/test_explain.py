@@ -19,6 +19,7 @@ from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.testing import TestEngine
 from aiodigest.timing.calendar import At
 from aiodigest.timing.explain import Explainer, span
+from aiodigest.timing.formula import share_of
 from aiodigest.timing.hours import Hours
 
 DAY = datetime(2030, 1, 1, tzinfo=UTC)  # a Tuesday
@@ -168,6 +169,11 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
             StoredTimeline("key", "waiting", at(358), 1, last_ms=at(3)),
             Policy(initial_delay=60, hours=Hours("20:00-21:00")),
             "opened 14:05:00; at the latest 14:35:00; its hours are closed until 20:00:00",
+        ),
+        (
+            StoredTimeline("key", "waiting", at(358) + int(share_of("key") * 1_800_000), 1, last_ms=at(3)),
+            Policy(initial_delay=60, hours=Hours("20:00-21:00", spread=1_800)),
+            "its hours are closed until 20:00:00, and its share of the spread is 19 min 28 s",
         ),
         (
             StoredTimeline("key", "waiting", at(33), 99, last_ms=at(3)), USUAL,

@@ -145,7 +145,7 @@ class Explainer:
         if self.unknown:
             self._say("aside", None, f"it needs {self.unknown!r}, which this version of aiodigest does not know")
         elif self.policy is not None and within(self.policy.hours, self.key, self.now_ms, 0, 0) > self.now_ms:
-            self._say("hours", until, "its hours are closed until {}")
+            self._closed(until)
         else:
             self._say("aside", None, "its destination rests or has all that it may have, or its worker has no room")
 
@@ -162,9 +162,18 @@ class Explainer:
             due = max(found.due_ms, self.now_ms) if found.state == "ready" else found.due_ms
             opening = within(self.policy.hours, self.key, due, 0, 0)
             if opening > due or self._is_moved(found.due_ms):
-                self._say("hours", opening, "its hours are closed until {}")
+                self._closed(opening)
             else:
                 self._say("hours", None, "inside its hours")
+
+    def _closed(self, at: int) -> None:
+        """Tell when the hours open that let it out ``at`` a time, and how much later that is."""
+        assert self.policy is not None
+        assert self.policy.hours is not None
+        opening, _ = self.policy.hours.windows(at, at, 0)[0]
+        is_spread = self.policy.hours.spread and at > opening
+        later = f", and its share of the spread is {span(at - opening)}" if is_spread else ""
+        self._say("hours", opening, "its hours are closed until {}" + later)
 
     def _is_moved(self, due: int) -> bool:
         """Return whether a due time is the one to which closed hours move what falls into them."""
