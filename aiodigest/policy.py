@@ -224,8 +224,8 @@ class Policy:
             ("initial_delay", initial), ("minimum_delay", minimum), ("quiet_delay", quiet), ("price", price)
         ):  # fmt: skip
             if delay > maximum and self.at is None:
-                above = f"{name} ({delay:g} s) must not be above maximum_delay ({maximum:g} s): raise that"
-                raise InvalidArgument(above)
+                above = f"{name} ({delay:.15g} s) must not be above maximum_delay ({maximum:.15g} s)"
+                raise InvalidArgument(f"{above}: give maximum_delay={delay:.15g} or more")
         if self.max_age is not None:
             duration(self.max_age, "max_age", SHORTEST)
         if self.dedupe_window is not None:
@@ -320,7 +320,7 @@ class Policy:
     def _ttl_above(self, bound: float, what: str) -> None:
         ttl = duration(self.ttl, "ttl", SHORTEST)
         if ttl <= bound:
-            raise InvalidArgument(f"ttl must be longer than {what} ({bound:g} s); it is {ttl:g} s")
+            raise InvalidArgument(f"ttl must be longer than {what} ({bound:.15g} s); it is {ttl:.15g} s")
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, TypeAlias
@@ -232,6 +233,45 @@ def test_lines_that_are_too_old_to_be_printed_fill_no_timeline(pipe: Pipe) -> No
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
+def test_a_longer_cool_down_needs_no_other_option(pipe: Pipe) -> None:
+    result = pipe(*BY_KEY, "--minimum-delay", "1h", input=ndjson(item(number) for number in range(3)))
+    assert (result.returncode, result.stderr, sorted(ids(result.stdout))) == (0, b"", ["k0", "k1", "k2"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [("--quiet-delay", "20m"), ("--price", "20h"), ("--at", "0 0 29 2 *"), ("--hours", "00:00-24:00", "--days")],
+    ids=lambda rule: rule[0],
+)
+def test_lines_wait_for_others_by_any_rule_and_all_are_printed_at_the_end(rule: tuple[str, ...], pipe: Pipe) -> None:
+    if "--days" in rule:  # that are neither today nor tomorrow
+        rule = (*rule, f"{datetime.now(UTC) + timedelta(days=3):%a}".lower())
+    result = pipe(*BY_KEY, *rule, input=ndjson(item(number) for number in range(20)))
+    assert (result.returncode, result.stderr) == (0, b"")
+    [digest] = digests(result.stdout)
+    assert [record["id"] for record in digest["records"]] == [f"k{number}" for number in range(20)]
+
+
+@pytest.mark.processes
+def test_a_group_is_printed_once_it_is_quiet_while_the_stream_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", *BY_KEY, "--quiet-delay", "500ms") as pipe:
+        pipe.feed(ndjson([item(1), item(2)]))
+        assert ids(pipe.read_line()) == ["k1", "k2"]
+        assert pipe.end() == 0
+
+
+def test_a_digest_has_no_more_bytes_than_asked_for_and_a_longer_line_is_told_of(pipe: Pipe) -> None:
+    lines = [{**item(number), "text": "x" * (2_000 if number == 3 else 300)} for number in range(8)]
+    result = pipe(*BY_KEY, "--max-bytes", "1000", "--initial-delay", "20m", input=ndjson(lines))
+    told = result.stderr.decode().splitlines()
+    assert told[0].startswith("aiodigest: <stdin>:4: a value may take at most 1,000 bytes (--max-bytes), not ")
+    assert (result.returncode, told[1:]) == (0, ["aiodigest: 1 malformed line: skipped"])
+    assert sorted(ids(result.stdout)) == [f"k{number}" for number in range(8) if number != 3]
+    for digest in digests(result.stdout):
+        values = [json.dumps(record["value"], separators=(",", ":")) for record in digest["records"]]
+        assert sum(map(len, values)) <= 1000
+
+
 async def leave(server: Server, namespace: str, records: int) -> None:
     async with DigestEngine(server.url, namespace=namespace, policy=Policy(initial_delay=1_800)) as engine:
         await engine.add_many(Entry("k", {"id": f"left{number}"}, f"left{number}") for number in range(records))
@@ -255,12 +295,13 @@ def test_a_pipe_prints_nothing_of_an_engine_of_its_namespace(server: Server, nam
 
 @pytest.mark.processes
 def test_the_same_command_cannot_run_twice_and_another_one_keeps_to_its_own_records(tmp_path: Path) -> None:
-    with running(tmp_path, "pipe", *BY_KEY) as first:
+    always = (*BY_KEY, "--hours", "00:00-24:00", "--tz", "Europe/Paris")
+    with running(tmp_path, "pipe", *always) as first:
         first.feed(ndjson([item(1)]))
         assert ids(first.read_line()) == ["k1"]
         first.feed(ndjson([item(2)]))
-        second = aiodigest(tmp_path, "pipe", *BY_KEY, input=ndjson([item(3)]))
-        other = aiodigest(tmp_path, "pipe", *BY_KEY, "--namespace", "other", input=ndjson([item(4)]))
+        second = aiodigest(tmp_path, "pipe", *always, input=ndjson([item(3)]))
+        other = aiodigest(tmp_path, "pipe", *always, "--namespace", "other", input=ndjson([item(4)]))
         assert first.end() == 0
     assert (second.returncode, second.stdout) == (1, b"")
     assert b"--namespace" in second.stderr

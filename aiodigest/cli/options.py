@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from aiodigest import DigestEngine
+from aiodigest import ConfigurationError, DigestEngine
 
 T = TypeVar("T")
 
@@ -29,12 +29,12 @@ def duration(value: str | float) -> float:
 
 
 def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar: str, **settings: Any) -> Any:
-    """Make an option whose text is parsed; a ValueError is reported as the option's."""
+    """Make an option whose text is parsed; a ValueError or a ConfigurationError is reported as the option's."""
 
     def parser(given: str) -> object:
         try:
             return parse(given)
-        except ValueError as error:
+        except (ValueError, ConfigurationError) as error:
             raise typer.BadParameter(str(error)) from None
 
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 SHORTEST = 0.1  # seconds between two looks: each is a few calls to the server
-COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried")
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "duplicates")
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
 HEAD = 10  # lines above the first timeline

@@ -10,7 +10,6 @@ import stat
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from aiodigest import AiodigestError, BackoffMode, DigestEngine, Policy, RetryPolicy, data_folder
+from aiodigest import AiodigestError, BackoffMode, Bounds, DigestEngine, RetryPolicy, data_folder
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
 from aiodigest.cli.output import USAGE, say
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.streams import open_sources, prepare
+from aiodigest.cli.pipe.timing import cron_of, days_of, policy_of, spans_of, zone_of
 from aiodigest.cli.rendering import digest_json, digest_text
 
 MAX_SIZE = 500
@@ -44,11 +44,25 @@ OUTPUT = typer.Option("--output", "-o", help="Text for people, or a JSON object 
 STRICT = "Stop at a malformed line: deliver what came before it, and exit 1."
 _delay = partial(parsed_option, parse=duration, metavar="DURATION")
 INITIAL = _delay("--initial-delay", "From the first line of a group to its digest. [default: 0]")
-MINIMUM = _delay("--minimum-delay", "From one digest of a group to the next. [default: 5m]")
-INCREMENT = _delay("--increment-delay", "Each new line delays the pending digest. [default: 30s]")
-MAXIMUM = _delay("--maximum-delay", "No digest is delayed longer. [default: 30m]")
-TTL = _delay("--ttl", "Forget a group that no run has printed for so long. [default: 7d]")
+GAP = "From one digest of a group to the next. [default: 5m; 0 with --quiet-delay, --price or --at]"
+PUSH = "Each new line delays the pending digest. [default: a tenth of --minimum-delay]"
+MINIMUM, INCREMENT = _delay("--minimum-delay", GAP), _delay("--increment-delay", PUSH)
+LATEST = (
+    "No digest is delayed longer, but by --at and --hours. "
+    "[default: six times --minimum-delay, or more if another delay is longer; 30m if all are 0]"
+)
+MAXIMUM = _delay("--maximum-delay", LATEST)
+QUIET = _delay("--quiet-delay", "A digest waits until its group has had no new line for so long.")
+PRICE = _delay("--price", "One line may wait so long for others, n lines an nth part of it.")
+TIMES = "Digests go out at these times, as cron has them: '0 9 * * mon-fri'; sooner only at --max-size and --max-bytes."
+AT = parsed_option("--at", TIMES, cron_of, "CRON")
+HOURS = parsed_option("--hours", "Digests go out in these hours alone: 08:00-20:00.", spans_of, "HH:MM-HH:MM")
+DAYS = parsed_option("--days", "The days of --hours: mon-fri. [default: all]", days_of, "DAYS")
+ZONE = parsed_option("--tz", "The time zone of --at and --hours: Europe/Paris. [default: UTC]", zone_of, "ZONE")
+FORGOTTEN = "Forget a group that no run has printed for so long. [default: 7d, or twice --maximum-delay]"
+TTL = _delay("--ttl", FORGOTTEN)
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
+BYTES = "No digest has more bytes of lines: what is over comes in one more. A longer line is left out."
 TRIMS = "A group keeps its newest lines; exit 1 if any is dropped. [default: none is dropped, reading waits]"
 OUTDATED = _delay("--max-age", "Leave out lines that are older when they are due.")
 NAMES = (
@@ -60,7 +74,7 @@ EXAMPLES = """\b
 Examples:
   journalctl -fo json | aiodigest pipe --group-by _SYSTEMD_UNIT
   aiodigest pipe --group-by '{event}:{user}' --id id --json events.ndjson
-  aiodigest pipe --follow app.log --group-by user.id --initial-delay 30s
+  aiodigest pipe --follow app.log --group-by user.id --quiet-delay 30s
 
 DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.
 """
@@ -75,13 +89,20 @@ def pipe(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
     initial_delay: Annotated[float, INITIAL] = 0.0,
-    minimum_delay: Annotated[float, MINIMUM] = 300.0,
-    increment_delay: Annotated[float, INCREMENT] = 30.0,
-    maximum_delay: Annotated[float, MAXIMUM] = 1800.0,
+    minimum_delay: Annotated[float | None, MINIMUM] = None,
+    increment_delay: Annotated[float | None, INCREMENT] = None,
+    maximum_delay: Annotated[float | None, MAXIMUM] = None,
+    quiet_delay: Annotated[float | None, QUIET] = None,
+    price: Annotated[float | None, PRICE] = None,
+    at: Annotated[str | None, AT] = None,
+    hours: Annotated[str | None, HOURS] = None,
+    days: Annotated[str | None, DAYS] = None,
+    tz: Annotated[str | None, ZONE] = None,
     max_size: Annotated[int | None, typer.Option(help=LIMITS, min=1, max=MOST)] = None,
+    max_bytes: Annotated[int | None, typer.Option(help=BYTES, min=1, max=Bounds().digest)] = None,
     capacity: Annotated[int | None, typer.Option(help=TRIMS, min=1, max=MOST)] = None,
     max_age: Annotated[float | None, OUTDATED] = None,
-    ttl: Annotated[float, TTL] = 604_800.0,
+    ttl: Annotated[float | None, TTL] = None,
     url: Url = EMBEDDED,
     namespace: Annotated[str | None, typer.Option(help=NAMES, show_default=False)] = None,
     shards: Annotated[int | None, typer.Option(envvar="AIODIGEST_SHARDS", min=1, help=SHARDS)] = None,
@@ -92,10 +113,11 @@ def pipe(
 
     The input has one object per line. The first line of a group is printed at once (after another run of the same
     command, once --minimum-delay has passed since the group's last digest); later lines wait and are printed together.
-    At the end of the input all waiting lines are printed. Lines that were read are kept: after a crash, the same
-    command on the same machine prints them, and says so, whatever it reads then (but if standard input is a file, only
-    when it reads that file again). The same command cannot run twice at once there, unless --namespace tells
-    the two apart.
+    With --quiet-delay, --price or --at the first one waits, too. At the end of the input all waiting lines are printed,
+    and before it what would be too many to hold, whatever --at and --hours say. Lines that were read are kept: after a
+    crash, the same command on the same machine prints them, and says so, whatever it reads then (but if standard input
+    is a file, only when it reads that file again). The same command cannot run twice at once there, unless --namespace
+    tells the two apart.
     """
     if in_json:
         output = "json"
@@ -103,9 +125,10 @@ def pipe(
     if capacity is None:
         max_size = max_size or MAX_SIZE
         room = capacity = max(CAPACITY, min(2 * max_size, MOST))
-    policy = Policy(
-        initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
-        maximum_delay=maximum_delay, max_size=max_size, capacity=capacity, max_age=max_age, ttl=ttl,
+    policy = policy_of(
+        at, hours, days, tz, initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
+        maximum_delay=maximum_delay, quiet_delay=quiet_delay, price=price, max_size=max_size, capacity=capacity,
+        max_age=max_age, ttl=ttl, max_bytes=max_bytes,
     )  # fmt: skip
     shape = parser.Shape(group_by, id, timestamp)
     paths = files or []
@@ -114,7 +137,7 @@ def pipe(
     if not namespace:  # one that only the same command has; on a server that others may use, only on the same machine
         place = "" if url.startswith(EMBEDDED) else platform.node()
         names = [group_by.text, id and id.text, timestamp and timestamp.text]
-        meaning: list[object] = [place, [os.path.abspath(path) for path in paths], names, output, astuple(policy)]
+        meaning: list[object] = [place, [os.path.abspath(path) for path in paths], names, output, repr(policy)]
         status = os.fstat(0)
         if (not paths or Path("-") in paths) and stat.S_ISREG(status.st_mode):
             meaning.append([status.st_dev, status.st_ino])  # what one file left is not printed with another
@@ -133,7 +156,7 @@ def pipe(
         backoff_mode=BackoffMode(maximum=0),
         shards=shards,
         lease_timeout=LEASE,
-        delivery_timeout=ttl * 0.99,  # a reader may be as slow as it likes while records live
+        delivery_timeout=policy.terms.limits.ttl_ms * 0.00099,  # a reader may be as slow as it likes while records live
         drain_timeout=1,
         timeout=timeout,
     )

@@ -17,6 +17,7 @@ from aiodigest.cli.options import collect
 from aiodigest.cli.output import FAILED, log_warnings, progress_bar, say
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
 from aiodigest.cli.pipe.streams import Line, Reader, Render, Source, Writer
+from aiodigest.cli.pipe.timing import in_options
 from aiodigest.cli.rendering import count
 
 T = TypeVar("T")
@@ -195,10 +196,10 @@ class Feeder:
         self._usable = self._usable or bool(entries)
         return entries
 
-    def _complain(self, line: Line, error: Exception) -> None:
+    def _complain(self, line: Line, reason: object) -> None:
         self._malformed += 1
         if self._malformed <= SHOWN:
-            say(f"{line.place}: {error}")
+            say(f"{line.place}: {reason}")
 
     async def _add(self, entries: Entries) -> None:
         """Add entries, no faster than there is room for them."""
@@ -224,7 +225,7 @@ class Feeder:
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
                     elif isinstance(result, AiodigestError):
-                        self._complain(one[0], result)
+                        self._complain(one[0], in_options(str(result)))
                 left = again
                 for result in error.results:
                     if isinstance(result, BackendUnavailable):
