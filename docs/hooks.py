@@ -13,6 +13,7 @@ logger = logging.getLogger("properdocs.hooks")
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")
+PICTURE = re.compile(r'<img [^>]*src="(?:\.\./)*(policies/[\w-]+\.svg)"[^>]*>')
 COLOURS = (("friendly", ""), ("github-dark", "@media (prefers-color-scheme: dark)"))  # of code, by style of Pygments
 
 
@@ -91,6 +92,15 @@ def on_page_markdown(markdown: str, page: Page, config: object, files: object) -
     """Mend the links that lead out of this folder."""
     uri = page.file.src_uri
     return markdown if uri in PAGES.values() or uri.startswith("files/") else relinked(markdown, f"docs/{uri}", uri)
+
+
+def on_page_content(html: str, page: Page, config: object, files: object) -> str:
+    """Put the pictures of policies into their page: then they have its letters, and a reader can search them."""
+
+    def picture(found: re.Match[str]) -> str:
+        return (ROOT / "docs" / found[1]).read_text(encoding="utf-8")
+
+    return PICTURE.sub(picture, html)
 
 
 def on_post_page(output: str, page: Page, config: object) -> str:

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -245,6 +246,24 @@ def test_the_pages_say_what_docstrings_and_help_say() -> None:
     assert not stale, f"{', '.join(stale)}: make reference renews them"
 
 
+@pytest.mark.docs
+def test_the_pictures_of_policies_show_what_the_engine_does() -> None:
+    policies = loaded("policies")
+    stale = [path.name for path, text in policies.drawn().items() if not path.exists() or path.read_text() != text]
+    assert not stale, f"{', '.join(stale)}: make picture renews them"
+    page = policies.PAGE.read_text()
+    for case in policies.CASES:  # in its section, before the picture
+        before, _, _ = page.partition(f"](../policies/{case.name}.svg)")
+        assert f"`{case.policy}`" in before.rpartition("\n## ")[2]
+
+
+def test_the_pictures_of_policies_are_part_of_their_page() -> None:
+    html = '<p><img alt="Added: 0:10" src="../policies/window.svg" /> and <img alt="" src="../demo.svg" /></p>'
+    shown = loaded("hooks").on_page_content(html, None, None, None)
+    assert 'role="img"' in shown
+    assert re.findall("<img.*?>", shown) == ['<img alt="" src="../demo.svg" />']
+
+
 def test_what_a_docstring_says_becomes_a_section_with_links() -> None:
     policy = (REFERENCE / "policy.md").read_text()
     assert policy.count("\n## Policy\n") == 1
@@ -297,6 +316,6 @@ def loaded(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look
     spec.loader.exec_module(module)
     return module
