@@ -46,6 +46,7 @@ from aiodigest.session.sync import Sync
 if TYPE_CHECKING:
     from aiodigest.timing.calendar import At
     from aiodigest.timing.hours import Hours
+    from aiodigest.timing.throttle import Throttle
 
 __version__ = "0.1.0"
 
@@ -55,10 +56,12 @@ __all__ = [
     "Draining", "Entry", "Explanation", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument",
     "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "OutcomeUnknown", "PartialAdd",
     "PartialFailure", "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy",
-    "Sync", "Timeline", "data_folder",
+    "Sync", "Throttle", "Timeline", "data_folder",
 ]  # fmt: skip
 
-_LATER = {"At": "aiodigest.timing.calendar", "Hours": "aiodigest.timing.hours"}  # imported when they are asked for
+_LATER = {  # imported when they are asked for
+    "At": "aiodigest.timing.calendar", "Hours": "aiodigest.timing.hours", "Throttle": "aiodigest.timing.throttle",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

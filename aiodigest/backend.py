@@ -22,6 +22,7 @@ from aiodigest.records.validation import DEFAULT
 
 if TYPE_CHECKING:
     from aiodigest.timing.hours import Hours
+    from aiodigest.timing.throttle import Rate
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not kno
 # what this version knows of that timelines may need
 FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours"})
 MOST_SEEN = 10_000  # ids of a timeline that are known as delivered
+PAUSES = 1_000  # destinations that a throttle tells all workers to hold back, those that end last
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
@@ -259,6 +261,28 @@ class Postpone(NamedTuple):
 
     lease: Lease
     delay_ms: int
+
+
+class Tokens(NamedTuple):
+    """Tokens that were handed out together, each for one attempt: by which shard, when by its clock, and how many."""
+
+    source: int
+    at_us: int
+    number: int
+
+
+class Grant(NamedTuple):
+    """The answer of a throttle: the tokens that it hands out, and the microseconds until there is another.
+
+    ``contended``: another process asked in vain since this one did. ``pauses`` are the destinations to be held back,
+    with the milliseconds that are left, if their number is no more the one that was ``known``.
+    """
+
+    tokens: Tokens
+    wait_us: int
+    contended: bool
+    known: int = 0
+    pauses: Sequence[tuple[str, int]] = ()
 
 
 class Move(NamedTuple):
@@ -553,6 +577,23 @@ class Backend(Protocol):
         """Give leases back without charging the attempt, and let their digests wait; False for one that is lost.
 
         They stay due when they were, which orders them when they are ready again. ``limits`` are as in a claim.
+        """
+        ...
+
+    async def throttle(
+        self,
+        wanted: int,
+        rate: Rate,
+        asker: int,
+        returned: Sequence[Tokens] = (),
+        pauses: Sequence[tuple[str, int]] = (),
+        known: int = 0,
+    ) -> Grant:
+        """Hand out up to ``wanted`` tokens, from one place for all shards, and take back those that were not used.
+
+        ``asker`` is this process's own number. ``pauses`` are destinations that all workers are to hold back, each for
+        so many milliseconds from now. A call that fails may have handed out tokens, which are then lost, but has taken
+        back and noted at most what it was told.
         """
         ...
 

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
     from typing_extensions import TypeForm
 
+    from aiodigest.timing.throttle import Throttle
     from aiodigest.worker.delivery import Callback, Dispatcher, Tracing
 
 T = TypeVar("T", default=JSON)
@@ -186,6 +187,9 @@ class DigestEngine(Generic[T]):
     destination_concurrency : int or None, default None (no limit but ``concurrency``)
         The most deliveries to one destination under way at once, in this process, so that one that hangs leaves room
         for the others.
+    throttle : Throttle or None, default None
+        The most attempts to deliver that begin within a time, over all workers and shards: give all of them the same.
+        It also lets ``RetryAfter(pause=True)`` hold back its destination in all workers, and not in its own alone.
     lease_timeout : seconds, default 60
         The length of a worker's claim, unless it is renewed, which happens at a third of it.
     delivery_timeout : seconds, default 300
@@ -217,6 +221,7 @@ class DigestEngine(Generic[T]):
         concurrency: int = 64,
         destination: Callable[[str], str] | None = None,
         destination_concurrency: int | None = None,
+        throttle: Throttle | None = None,
         lease_timeout: float | timedelta = 60,
         delivery_timeout: float | timedelta = 300,
         drain_timeout: float | timedelta = 20,
@@ -251,6 +256,11 @@ class DigestEngine(Generic[T]):
             whole(destination_concurrency, "destination_concurrency", 1, 1_000_000)
             if destination is None:
                 raise ConfigurationError("destination_concurrency needs a destination, which names what it limits")
+        if throttle is not None:
+            from aiodigest.timing import throttle as throttles  # most have none
+
+            require(isinstance(throttle, throttles.Throttle), "throttle", "a Throttle or None", throttle)  # pyright: ignore[reportUnnecessaryIsInstance]
+        self.throttle = throttle
         self.lease_timeout = duration(lease_timeout, "lease_timeout", 0.1)
         self.delivery_timeout = duration(delivery_timeout, "delivery_timeout", 0.001)
         self.drain_timeout = duration(drain_timeout, "drain_timeout")
@@ -454,6 +464,7 @@ class DigestEngine(Generic[T]):
                 concurrency=self.concurrency,
                 destination=self.destination,
                 destination_concurrency=self.destination_concurrency,
+                throttle=self.throttle,
                 lease_timeout=self.lease_timeout,
                 drain_timeout=self.drain_timeout,
                 timeout=self.timeout,
@@ -744,7 +755,7 @@ class DigestEngine(Generic[T]):
             policy = await self._policies.of(key, self.timeout, now_ms)
             retry = await self._retries.of(key, self.timeout, now_ms)
         unknown = (unknown_need(found[0].needs, FEATURES) or "") if found else ""
-        explainer = Explainer(plain(key), now_ms, policy, retry, zone, unknown)
+        explainer = Explainer(plain(key), now_ms, policy, retry, zone, unknown, self.throttle)
         return explainer.explain(next(iter(found), None), next(iter(cooling), None))
 
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:

@@ -85,8 +85,9 @@ class DeliverySignal(Exception):
 
 class RetryAfter(DeliverySignal):
     """Deliver this digest again after ``delay`` (seconds or a timedelta, from now; at least a second). The attempt is
-    given back, for at most 24 hours a digest. With ``pause`` this process sends nothing to its destination meanwhile:
-    without the engine's ``destination``, it claims nothing."""
+    given back, for at most 24 hours a digest. With ``pause`` this process sends nothing to its destination meanwhile,
+    nor does any other worker if the engine has a ``throttle``: without the engine's ``destination``, it claims nothing.
+    """
 
     def __init__(self, delay: float | timedelta, pause: bool = False) -> None:
         super().__init__(f"retry after {shown(delay, str)}")

@@ -168,13 +168,13 @@ class Reason:
     ``kind`` is "state" (where the timeline is); "last" (its last digest, or the record that opened its window),
     "cool-down", "rule" (how records wait for others), "moved" (its due time is not what the policy says: it was
     rescheduled, or added to under another one), "maximum", "size"; "hours", "passes" (it goes out whatever these are);
-    "retry", "aside" (why it was put aside); "lease", "flush", "since" (what came under delivery); or "next" (when a
-    record would be due that came now).
+    "throttle", "retry", "aside" (why it was put aside); "lease", "flush", "since" (what came under delivery); or "next"
+    (when a record would be due that came now).
     """
 
     kind: Literal[
-        "state", "last", "cool-down", "rule", "moved", "maximum", "size", "hours", "passes", "retry", "aside", "lease",
-        "flush", "since", "next",
+        "state", "last", "cool-down", "rule", "moved", "maximum", "size", "hours", "passes", "throttle", "retry",
+        "aside", "lease", "flush", "since", "next",
     ]  # fmt: skip
     at: datetime | None
     text: str
@@ -311,6 +311,8 @@ class Activity:
     restarted. ``room_taken`` is how many bytes of JSON the records of digests under delivery decode to, of which it
     has at most 16 times ``bounds.digest`` at once, and ``awaiting_room`` counts the digests that wait until
     others have been delivered. Digests of up to 256 KiB and 1,000 records are not counted, and do not wait.
+    ``throttled`` is how long, in seconds, due digests wait at least for the engine's ``throttle`` to let the next
+    attempt of this process begin; 0 if none waits.
     """
 
     adds: int = 0
@@ -321,6 +323,7 @@ class Activity:
     resting: int = 0
     room_taken: int = 0
     awaiting_room: int = 0
+    throttled: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiodigest.backend import MAX_SHARDS, Lease, ShardMap
 from aiodigest.backoff import BackoffMode
@@ -16,6 +17,10 @@ from aiodigest.worker.room import FULL
 from aiodigest.worker.shard import ShardWorker
 from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
+from aiodigest.worker.throttling import Throttling
+
+if TYPE_CHECKING:
+    from aiodigest.timing.throttle import Throttle
 
 logger = logger_of(__name__)
 
@@ -34,6 +39,7 @@ class Scheduler(Shared):
     destination_concurrency: int | None = None
     drain_timeout: float
     numbers: Container[int] | None  # of the shards to serve, if not all
+    throttle: Throttle | None = None
 
     def __post_init__(self) -> None:
         self._workers: dict[int, ShardWorker] = {}  # by shard
@@ -47,6 +53,10 @@ class Scheduler(Shared):
             self.concurrency, self.backoff_mode, self.stopping, self._busy, each,
             room=FULL * self.dispatcher.bounds.digest, patience=self.lease_timeout,
         )  # fmt: skip
+        if self.throttle is not None:
+            self.throttling = Throttling(
+                self.throttle, self.backend, self.availability, self.limit.pause, self.limit.changed
+            )
 
     def stop(self, at_once: bool = False) -> None:
         """Stop claiming, and let ``run`` end; ``at_once``: without waiting for deliveries under way."""
@@ -78,6 +88,7 @@ class Scheduler(Shared):
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
+            tokens = None if self.throttling is None else group.create_task(self.throttling.run())
             while not self.stopping.is_set():
                 self._changed.clear()
                 self._serve(group)
@@ -90,6 +101,9 @@ class Scheduler(Shared):
             await self._finish_deliveries()
             for worker in self._workers.values():
                 worker.over.set()
+            if tokens is not None and self.throttling is not None:
+                tokens.cancel()
+                await self.throttling.flush()
 
     def _busy(self) -> int:
         """Count the deliveries that count towards the limit: the next are claimed while those before are reported, of

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar
 
-from aiodigest.backend import Backend, Claims, Close, Lease, Postpone, entries_of
+from aiodigest.backend import Backend, Claims, Close, Grant, Lease, Postpone, Tokens, entries_of
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidArgument, shown
@@ -41,10 +41,10 @@ class TestEngine(Generic[T]):
     """Puts an engine of yours under test: in memory, with a clock that only the test moves, and without a worker.
 
     Inside ``async with TestEngine(mail) as t:`` (or ``with``, which needs no event loop) your own engine is entered,
-    and never connects to its URL. It keeps its callback, policy, value type, codec, retries, bounds and observers. The
-    app under test may enter it once more; the only effect is that ``delivering(callback)`` names a callback. Nothing is
-    delivered until ``advance``. After leaving, the engine is as it was before, and the test's records are gone;
-    ``delivered`` and ``attempts`` stay until this is entered again, which starts a new test.
+    and never connects to its URL. It keeps its callback, policy, value type, codec, retries, throttle, bounds and
+    observers. The app under test may enter it once more; the only effect is that ``delivering(callback)`` names a
+    callback. Nothing is delivered until ``advance``. After leaving, the engine is as it was before, and the test's
+    records are gone; ``delivered`` and ``attempts`` stay until this is entered again, which starts a new test.
 
     In memory an engine serves any event loop, one thread at a time. There is no consumer backoff mode, and no lease
     ends. Callbacks that wait take real time, while the test's clock stands still; the engine's ``delivery_timeout``
@@ -216,6 +216,7 @@ class Run(Generic[T]):
     delivered: list[Digest[T]] = field(default_factory=list[Digest[T]])
     attempts: list[Delivery] = field(default_factory=list[Delivery])
     paused: dict[str, int] = field(default_factory=dict[str, int])  # until when, by destination
+    tokens: list[Tokens] = field(default_factory=list[Tokens])  # of the throttle, one each, that are not used yet
 
     def __post_init__(self) -> None:
         function = self.engine.destination
@@ -227,15 +228,39 @@ class Run(Generic[T]):
         """Return when to claim next, and the number of timelines that wait or are due."""
         stats, claims = await self.engine.stats(), await self._claims(0)
         due = None if claims.wait_ms is None else claims.now_ms + ceil(claims.wait_ms)
+        if due is not None and (grant := await self._take(0)):
+            due = max(due, claims.now_ms + ceil(grant.wait_us / 1000))
         return due, stats.waiting + stats.ready
 
     async def claim(self, now: int) -> Sequence[Lease]:
         """Claim what is due now, but for what goes where a callback asked to send nothing: that waits."""
-        leases = (await self._claims(self.engine.concurrency)).leases
+        count = self.engine.concurrency
+        if grant := await self._take(count):
+            count = grant.tokens.number
+        leases = (await self._claims(count)).leases
         waits = [(lease, self.paused.get(self._name_of(lease.key), 0) - now) for lease in leases]
         if postponed := [Postpone(lease, wait) for lease, wait in waits if wait > 0]:
             await self.replacement.session.store.postpone(SHARD, postponed, self.replacement.limits)
         return [lease for lease, wait in waits if wait <= 0]
+
+    async def _take(self, wanted: int) -> Grant | None:
+        """Give back the tokens that are left, and take others; None if there is no throttle."""
+        if self.engine.throttle is None:
+            return None
+        left, self.tokens = self.tokens, []
+        grant = await self.replacement.session.store.throttle(wanted, self.engine.throttle.rate, 1, left)
+        self.tokens += [grant.tokens._replace(number=1)] * grant.tokens.number
+        return grant
+
+    async def _permit(self) -> None:
+        """Use a token; Aside if there is none now."""
+        if self.engine.throttle is None:
+            return
+        if not self.tokens:
+            await self._take(1)
+        if not self.tokens:
+            raise Aside(0)
+        self.tokens.pop()
 
     async def _claims(self, count: int) -> Claims:
         lease_ms = milliseconds(self.engine.lease_timeout)
@@ -252,7 +277,7 @@ class Run(Generic[T]):
             while True:
                 lease, entries, _ = await entries_of(lease, partial(backend.read, SHARD, lease), dispatcher.size_of)
                 attempt = await dispatcher.prepare(lease, entries)
-                outcome = await dispatcher.deliver(attempt, Call(clock=lambda: (now, now)))
+                outcome = await dispatcher.deliver(attempt, Call(clock=lambda: (now, now), permit=self._permit))
                 if outcome.pause:
                     name = self._name_of(lease.key)
                     self.paused[name] = max(self.paused.get(name, 0), now + milliseconds(outcome.pause))

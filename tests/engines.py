@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, ParamSpec
 
 from aiodigest import JSON, BackendUnavailable, Delivery, Digest, DigestEngine, JSONCodec, Policy
-from aiodigest.backend import SLICE, Add, Claims, Lease
+from aiodigest.backend import SLICE, Add, Claims, Grant, Lease
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.records.entries import pack
 from aiodigest.session.background import BackgroundSession
@@ -25,7 +25,7 @@ CODEC = JSONCodec[JSON]()
 START = 1_000_000.0  # seconds: what the clocks of a test, the server's and the loop's, show at its beginning
 PATIENCE = 120.0  # real seconds for a test that would go on for ever
 DEADLINE = 1e7  # virtual seconds: what has not come by then never comes
-EVERY_CALL = ("open", "add", "claim", "read", "renew", "close", "retry", "release", "postpone", "wait")
+EVERY_CALL = ("open", "add", "claim", "read", "renew", "close", "retry", "release", "postpone", "throttle", "wait")
 
 
 class IdleSelector(selectors.DefaultSelector):
@@ -198,6 +198,12 @@ class WatchedBackend(ReferenceBackend):
     async def counts(self) -> dict[str, int]:
         await self.ask("counts", 0)
         return await super().counts()
+
+    async def throttle(self, wanted: int, *arguments: Any, **named: Any) -> Grant:
+        await self.ask("throttle", self.shard_map.current.start, wanted)
+        grant = await super().throttle(wanted, *arguments, **named)
+        self.answer("throttle")
+        return grant
 
     async def claim(self, shard: int, count: int, *arguments: Any, **named: Any) -> Claims:
         await self.ask("claim", shard, count)

@@ -13,7 +13,7 @@ State = dict[str, Any]
 SETS = ("waiting", "ready", "leased")
 ORDERED = (*SETS, "postponed", "seens")  # of timelines, by times
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
-SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"wake", b"layout")
+SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"pauses", b"wake", b"layout")
 FIELDS = {
     "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
     "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted", "needs",
@@ -37,6 +37,11 @@ def reference_state(machine: Shard) -> State:
     state["layout"] |= {name: time for name, time in times.items() if time}
     marks = {"hold": machine.hold_ms, "lease": machine.lease_ms, "past": machine.past_ms}
     state["layout"] |= marks if machine.seen_ms else {}
+    bucket = machine.bucket
+    if bucket.tat_us is not None:
+        state["layout"] |= {"tat": bucket.tat_us, "took": bucket.took_us, "refused": bucket.refused}
+        state["layout"] |= {"paused": bucket.paused} if bucket.paused else {}
+    state["pauses"] = {name.encode(): end for name, end in bucket.pauses.items()}
     timelines = {key.encode(): _timeline(held) for key, held in machine.held.items()}
     state["timelines"] = {key: timeline for key, timeline in timelines.items() if any(timeline.values())}
     state["dead"] = {
@@ -84,7 +89,7 @@ def redis_state(client: Any, tag: str) -> State:
     # of its letters, which Pair compares, and of what was delivered, which ends with the last of it
     keys = [key for key in keys if key not in (prefix + b"sizes", prefix + b"seens")]
     pipe = client.pipeline(transaction=False)
-    for name in (*ORDERED, "dead"):
+    for name in (*ORDERED, "dead", "pauses"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
     pipe.hgetall(prefix + b"layout")
     shared = [key for key in keys if key[len(prefix) :] in SHARED]
@@ -106,14 +111,15 @@ def redis_state(client: Any, tag: str) -> State:
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(ORDERED, replies, strict=False)}
     state["layout"] = {
         name.decode(): int(value)
-        for name, value in replies[6].items()
+        for name, value in replies[7].items()
         if name not in (b"version", b"current", b"drains", b"shift") or (name == b"shift" and value != b"0")
     }
+    state["pauses"] = {name: int(end) for name, end in replies[6]}
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
     timelines: dict[bytes, State] = {}
     state["seen"] = {}
-    for key, value, lifetime in zip(parts, replies[7::2], replies[8::2], strict=True):
+    for key, value, lifetime in zip(parts, replies[8::2], replies[9::2], strict=True):
         kind, _, name = key[len(prefix) :].partition(b":")
         assert lifetime > 0, f"{key!r} has no expiry"
         if kind == b"remains":

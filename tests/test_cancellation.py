@@ -29,7 +29,7 @@ from servers import running_server
 from stores import LEASE, MINUTE, Store, ids
 from storestate import check_invariants, redis_state
 
-from aiodigest import JSON, Digest, DigestEngine, Entry, Finding, Policy, Timeline
+from aiodigest import JSON, Digest, DigestEngine, Entry, Finding, Policy, Throttle, Timeline
 from aiodigest.backend import Backend, Close, Lease, Move, Operations, StoredTimeline
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
@@ -388,6 +388,7 @@ BACKEND = {
     "retry": Cancelled(lambda stage, lease: stage.store.retry(lease), lease),
     "release": Cancelled(lambda stage, lease: stage.store.release(lease, started=True), lease),
     "postpone": Cancelled(lambda stage, lease: stage.store.postpone(lease), lease),
+    "throttle": Cancelled(lambda stage, _: stage.backend.throttle(0, Throttle(5, per=60).rate, 1)),
     "wait": Cancelled(lambda stage, _: stage.backend.wait(0, "0-0"), add, holds=is_woken),
     "clock_ms": Cancelled(lambda stage, _: is_told(stage.backend.clock_ms(0))),
     # a transition in each shard, which notes the time

@@ -25,7 +25,7 @@ from stores import LEASE, Store
 from storestate import check_invariants, redis_state
 from traffic import NO_GAP, Inbox, Traffic
 
-from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy
+from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy, Throttle
 from aiodigest.backend import Add, Lease
 from aiodigest.backend import Move as Reschedule
 from aiodigest.backends.redis import operations
@@ -572,6 +572,7 @@ VERBS: dict[str, Verb] = {
     "retry": lambda held: held.retry(held.leases["leased"]),
     "release": lambda held: held.release(held.leases["released"], started=True),
     "postpone": lambda held: held.postpone(held.leases["released"]),
+    "throttle": lambda held: held.backend.throttle(1, Throttle(5, per=60).rate, 1, (), [("one", 60_000)]),
     "schedule": lambda held: held.backend.schedule(4_000_000_000_000),
     "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
     "flush": lambda held: held.backend.flush("waiting"),

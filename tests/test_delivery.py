@@ -545,6 +545,48 @@ async def test_a_callback_begins_only_if_the_hours_are_open_whatever_the_server_
     assert (await attempt(None, A, policy=daily, call=call, passes=True)).result == "delivered"
 
 
+@pytest.mark.parametrize(("late", "wait"), [(18, 0), (20, 24 * 60 - 10)])
+async def test_hours_are_looked_at_anew_when_the_permit_to_begin_has_come(late: int, wait: int) -> None:
+    times = [15]
+
+    async def daily(key: str, now_ms: int) -> Policy:
+        return Policy(hours=Hours("00:10-00:20"))
+
+    async def permit() -> None:
+        times[:] = [late]
+
+    call = Call(clock=lambda: (MINUTE * times[0], MINUTE * times[0]), permit=permit)
+    if wait:
+        with pytest.raises(Aside) as aside:
+            await attempt(AssertionError("called"), A, policy=daily, call=call)
+        assert aside.value.aside_ms == wait * MINUTE
+    else:
+        assert (await attempt(None, A, policy=daily, call=call)).result == "delivered"
+    times[:] = [15]
+    assert (await attempt(None, A, policy=daily, call=call, passes=True)).result == "delivered"
+
+
+async def test_what_is_put_aside_by_its_hours_asks_for_no_permit_and_days_that_cannot_be_told_fail_the_attempt() -> (
+    None
+):
+    minutes = [0]
+    days = Hours("00:10-00:20", skip=lambda day: 1 // (minutes[0] < 24 * 60) < 1)
+
+    async def daily(key: str, now_ms: int) -> Policy:
+        return Policy(hours=days)
+
+    async def permit() -> None:
+        minutes[0] += 40 * 24 * 60
+
+    call = Call(clock=lambda: (MINUTE * minutes[0], MINUTE * minutes[0]), permit=permit)
+    with pytest.raises(Aside):
+        await attempt(AssertionError("called"), A, policy=daily, call=call)
+    assert minutes == [0]
+    minutes[0] = 15
+    outcome = await attempt(AssertionError("called"), A, policy=daily, call=call)
+    assert (outcome.result, "ZeroDivisionError" in outcome.reason) == ("failed", True)
+
+
 async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     waits = iter([1.0, 1.0, nan])
     retry = RetryPolicy(3, lambda _: next(waits))

@@ -13,7 +13,7 @@ from engines import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiodigest import JSON, DigestEngine, Entry, InvalidArgument, Policy, RetryAfter, RetryPolicy
+from aiodigest import JSON, DigestEngine, Entry, InvalidArgument, Policy, RetryAfter, RetryPolicy, Throttle
 from aiodigest.backend import FEATURES, Cooling, StoredTimeline
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.testing import TestEngine
@@ -95,6 +95,17 @@ async def test_a_digest_that_failed_says_how_often_and_when_it_is_tried_again() 
         assert await sentence(mail) == ("waits for its next try until 14:03:00: attempt 1 of 3 failed: ValueError: boo")
         await t.advance(minutes=1)
         assert (await sentence(mail)).startswith("waits for its next try until 14:13:00: attempt 1 of 3 failed")
+
+
+async def test_what_is_due_says_that_a_throttle_may_hold_it_back() -> None:
+    async with trying(policy=USUAL, throttle=Throttle(60, per=60, burst=5)) as (mail, t):
+        await mail.add("key", 1)
+        assert (await sentence(mail)).endswith(
+            "room for it: at most 60 attempts in 1 min over all workers, by its throttle"
+        )
+        await t.advance()
+        await mail.add("key", 1)
+        assert "throttle" not in await sentence(mail)
 
 
 async def test_an_engine_without_a_policy_says_what_is_stored_and_no_more() -> None:

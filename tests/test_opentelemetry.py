@@ -55,6 +55,7 @@ OF_THE_PROCESS = {
     "aiodigest_destinations_resting": "gauge",
     "aiodigest_room_taken_bytes": "gauge",
     "aiodigest_awaiting_room": "gauge",
+    "aiodigest_throttled_seconds": "gauge",
     "aiodigest_backend_unavailable": "gauge",
 }
 OF_ATTEMPTS = {"aiodigest_delivery_duration_seconds": "histogram", "aiodigest_delivery_lateness_seconds": "histogram"}

@@ -213,7 +213,7 @@ async def test_a_worker_that_stops_gives_back_at_once_what_waits_for_room() -> N
         before = now()
     assert now() == pytest.approx(before + 5.0, abs=0.1)
     assert len(inbox.digests) == FULL
-    assert max(backend.times("release")) < before + 0.1
+    assert max(backend.times("postpone")) < before + 0.1
     waiting = set(keys) - set(inbox.keys)
     assert {await state_of(backend, key) for key in waiting} == {("ready", 0)}
 

@@ -31,7 +31,7 @@ from servers import PASSWORD, Server, commands, rules, running_server, tls_binar
 from stores import Place
 from storestate import check_invariants, redis_state
 
-from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, PartialAdd, Policy
+from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, PartialAdd, Policy, Throttle
 from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Postpone, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections
@@ -136,6 +136,7 @@ async def work(stage: Stage) -> None:
     await backend.connect()
     checked([*await backend.renew(0, [], LEASE), True])
     await backend.operations.counts()  # as a probe does
+    await backend.throttle(1, Throttle(5, per=60).rate, 1, (), [("a destination", 60_000)])
     checked(await other.add(0, adds("k", "a", "b", "c")))
     lease = await claimed(backend, "k")
     checked(await backend.renew(0, [lease], LEASE))

@@ -48,6 +48,7 @@ from aiodigest.backend import (
     Retry,
     ShardMap,
     StoredDeadLetter,
+    Tokens,
 )
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.timelines import Held, only
@@ -60,6 +61,7 @@ from aiodigest.records.validation import nearest
 from aiodigest.timing.calendar import At
 from aiodigest.timing.explain import Explainer
 from aiodigest.timing.hours import Hours
+from aiodigest.timing.throttle import Rate
 
 T = TypeVar("T")
 
@@ -73,8 +75,9 @@ MORE_SEEDS = range(5, 20)  # until each branch is met: which examples a seed giv
 EXAMPLES = {"redis": 200, "sentinel": 30, "cluster": 50}  # the scripts are the same everywhere, the way to them is not
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]  # which these examples are
 SCRIPTS = (
-    "add", "claim", "open", "read", "renew", "close", "retry", "release", "postpone", "schedule", "maintenance",
-    "flush", "delete", "remove", "reschedule", "replay", "discard", "look", "counts", "letter", "letters",
+    "add", "claim", "open", "read", "renew", "close", "retry", "release", "postpone", "throttle", "schedule",
+    "maintenance", "flush", "delete", "remove", "reschedule", "replay", "discard", "look", "counts", "letter",
+    "letters",
 )  # fmt: skip
 
 KEYS = ("T", "T:log", "{T}", "}", "\0", "\N{POSTBOX}" * 256)
@@ -115,6 +118,7 @@ CLOCK = ("clock", "shift", "stepped", "step")
 KNOWN = ("one", "other", *sorted(FEATURES))  # features
 PARTS = ("log", "open", "meta")  # the keys of a timeline
 FOREIGN = ("stored", "key", "touched", "idle", "problem", "logged", "opened", "theirs")  # fields of its meta, not ours
+RATES = (Rate(1_000_001, 1, 61_000_000), Rate(500_001, 3, 2_000_000), Rate(3, 2, 1_001_000))
 STAMPS = (None, NOW, NOW + 10**9, 0)  # of records: few, so that there are ties
 
 # What timelines and leases are drawn by. What is drawn more often stands there twice.
@@ -471,6 +475,7 @@ class Stores(RuleBasedStateMachine):
         self.clock = self.stores.clock
         self.serial = count(1)  # in each value, so that each entry is another
         self.given: list[Lease] = []
+        self.tokens: list[Tokens] = []
         self.adds: list[Add] = []
         self.ends: dict[str, Bookmark | None] = {}  # where the page that was read last has ended
         self.last: Call | None = None
@@ -877,6 +882,35 @@ class Stores(RuleBasedStateMachine):
         options = {"sample": sample, "doubtful": doubtful, "bound": bound}
         self.given.extend(self.call("claim", 0, slots, lease_ms, policy.terms.limits, **options).leases)
 
+    @precondition(lambda self: self.alone)
+    @rule(
+        wanted=st.sampled_from((0, 1, 1, 2, 16)),
+        rate=st.sampled_from(RATES),
+        asker=st.sampled_from((1, 2)),
+        back=st.lists(st.tuples(numbers, st.integers(1, 3)), max_size=2),
+        pauses=st.lists(st.tuples(st.sampled_from(("", "a", "\N{POSTBOX}")), delays), max_size=2),
+        known=st.booleans(),
+        step=st.sampled_from((0, 0, 1, 400, 1_000, 2_000)),
+    )
+    def throttle(
+        self,
+        wanted: int,
+        rate: Rate,
+        asker: int,
+        back: Sequence[tuple[int, int]],
+        pauses: Sequence[tuple[str, int]],
+        known: bool,
+        step: int,
+    ) -> None:
+        """Take tokens, give some back that were taken at any time before, and tell of pauses."""
+        self.clock.now += step
+        returned = [
+            tokens._replace(number=each) for number, each in back for tokens in self.tokens[-1 - number % 3 :][:1]
+        ]
+        paused = self.machine.bucket.paused if known else 0
+        grant = self.call("throttle", wanted, rate, asker, returned, pauses, paused)
+        self.tokens.append(grant.tokens)
+
     @rule(
         times=st.integers(1, 4),
         ends=st.sampled_from(("maintenance", "release", "claim", "retry")),
@@ -901,6 +935,19 @@ class Stores(RuleBasedStateMachine):
             reported = self.leases("held")[:1]
             self.call("retry", 0, [Retry(lease, 0, "boo", policy.terms.limits) for lease in reported])
         self.claim(slots, policy, LEASE, sample, doubtful)
+
+    @rule(number=numbers, policy=policies, key=keys)
+    def what_is_to_run_alone_is_due_after_another(self, number: int, policy: Policy, key: str) -> None:
+        """A claim that has taken another already leaves it to the next one."""
+        self.lease("held", 5 * number)
+        for _ in range(3):
+            self.a_lease_goes_by(0)
+            self.claim(3, policy, LEASE)
+        self.call("add", 0, [Add(key, self.entry(IDS[0], None), POLICIES[0].terms)])
+        if self.machine.leased:
+            self.a_lease_goes_by(0)
+        self.call("maintenance")
+        self.claim(3, policy, LEASE)
 
     @precondition(lambda self: bool(self.tried()))
     @rule(number=small, record_id=ids, policy=policies)

@@ -96,6 +96,7 @@ class Metrics:
             (gauge, "destinations_resting", ours("resting", sum), "{destination}", "Destinations to which none may go"),
             (gauge, "room_taken", ours("room_taken", sum), "By", "What large digests under delivery decode to"),
             (gauge, "awaiting_room", ours("awaiting_room", sum), "{digest}", "Large digests that wait for others"),
+            (gauge, "throttled", ours("throttled", max), "s", "How long due digests wait at least for the throttle"),
             (gauge, "backend_unavailable", ours("unavailable", max), "", "1 while calls to the server fail"),
             (gauge, "timelines", stored(states), "{timeline}", "Timelines that hold records"),
             (counter, "records.dropped", stored(losses), "{record}", "Records that will never be delivered"),
@@ -140,14 +141,14 @@ class Metrics:
         self._duration.record(delivery.duration, attributes)
         self._lateness.record(delivery.lateness, attributes)
 
-    def _ours(self, field: str, join: Callable[[list[int]], int]) -> Observe:
+    def _ours(self, field: str, join: Callable[[list[float]], float]) -> Observe:
         """Observe a field of the engines' activity; those of one namespace are taken together."""
 
         def observe(options: CallbackOptions) -> Iterable[Observation]:
-            values: defaultdict[str, list[int]] = defaultdict(list)
+            values: defaultdict[str, list[float]] = defaultdict(list)
             for engine in self._living():
                 values[engine.namespace].append(getattr(engine.activity, field))
-            return [Observation(int(join(each)), {"namespace": name}) for name, each in values.items()]
+            return [Observation(+join(each), {"namespace": name}) for name, each in values.items()]  # 1 for True
 
         return observe
 

@@ -33,7 +33,8 @@ def instrument(
     Metrics have the attribute ``namespace``, and never a key. ``aiodigest.adds``, ``aiodigest.deliveries``,
     ``aiodigest.delivery.failures`` (by ``reason``), ``aiodigest.delivery.duration`` and ``aiodigest.delivery.lateness``
     (seconds), ``aiodigest.backoff_level``, ``aiodigest.destinations_resting``, ``aiodigest.room_taken`` (bytes),
-    ``aiodigest.awaiting_room`` and ``aiodigest.backend_unavailable`` (1 or 0) are of this process.
+    ``aiodigest.awaiting_room``, ``aiodigest.throttled`` (seconds) and ``aiodigest.backend_unavailable`` (1 or 0) are of
+    this process.
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
     ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
     ``aiodigest.records.duplicates`` (kept from being delivered again by ``dedupe_window``),

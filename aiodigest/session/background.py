@@ -159,9 +159,9 @@ class BackgroundSession(Session):
         worker, cut_off = self._scheduler, self._adder.is_cut_off
         if worker is None:
             return Activity(unavailable=cut_off or not self.is_connected, fault=self.fault)
-        (level, resting), lost = worker.limit.trouble(self.main.get_loop().time()), cut_off or self.availability.is_lost
-        room = worker.limit.room
-        return Activity(0, worker.delivering, level, lost, self.fault, resting, room.taken, room.waiting)
+        now, limit, lost = self.main.get_loop().time(), worker.limit, cut_off or self.availability.is_lost
+        (level, resting), room, throttled = limit.trouble(now), limit.room, limit.throttled(worker.throttling, now)
+        return Activity(0, worker.delivering, level, lost, self.fault, resting, room.taken, room.waiting, throttled)
 
     @property
     def fault(self) -> str:

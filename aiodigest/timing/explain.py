@@ -17,6 +17,7 @@ from aiodigest.timing.formula import clamped, next_due, opened, within
 if TYPE_CHECKING:
     from aiodigest.backend import Cooling, StoredTimeline
     from aiodigest.policy import Policy, RetryPolicy, Terms
+    from aiodigest.timing.throttle import Throttle
 
 UNITS = (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1_000), ("ms", 1))
 
@@ -57,6 +58,7 @@ class Explainer:
     retry: RetryPolicy | None = None
     zone: tzinfo = UTC
     unknown: str = ""
+    throttle: Throttle | None = None
     _reasons: list[Reason] = field(default_factory=list[Reason])
 
     def explain(self, found: StoredTimeline | None, cooling: Cooling | None = None) -> Explanation:
@@ -104,6 +106,9 @@ class Explainer:
         self._hours(found)
         if self.unknown:
             self._aside(self.now_ms)
+        if self.throttle is not None:
+            limit, per = counted(self.throttle.limit, "attempt"), span(round(1000 * self.throttle.per))
+            self._say("throttle", None, f"at most {limit} in {per} over all workers, by its throttle")
 
     def _leased(self, found: StoredTimeline) -> None:
         is_held = found.due_ms > self.now_ms

@@ -20,8 +20,10 @@ from aiodigest.worker.doubts import doubts_of_loop
 from aiodigest.worker.room import Room
 from aiodigest.worker.standstill import Standstill
 from aiodigest.worker.tasks import elapse
+from aiodigest.worker.throttling import Throttling, Token
 
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
+SHORTEST_REST = 0.001  # seconds between two questions for a token
 
 
 class Gate:
@@ -87,6 +89,10 @@ class ConcurrencyLimit:
         self._stopping = stopping
         self._busy = busy  # counts the digests under way
         self._turn = asyncio.Lock()
+        self._token_turn = asyncio.Lock()
+        self._late = 0  # deliveries that wait for another token, since theirs has lapsed
+        self._late_turn = asyncio.Lock()
+        self._waits = False  # somebody waits for a token
         self._queue = 0  # shards that have their turn or wait for it
         self._reserved: dict[int, tuple[int, float]] = {}  # by shard: how many, since when
 
@@ -112,6 +118,69 @@ class ConcurrencyLimit:
             return 0
         finally:
             self._queue -= 1
+
+    async def permitted(self, most: int, throttling: Throttling, has_ended: Callable[[], bool]) -> list[Token]:
+        """Do as ``available`` does, and wait for tokens too: return these, one for each digest that may be claimed.
+
+        The shards take turns here, or one could take all tokens as they come. None if the worker stops, or the shard
+        ``has_ended``.
+        """
+        clock = asyncio.get_running_loop().time
+        self._queue += 1
+        try:
+            await self._token_turn.acquire()
+        finally:
+            self._queue -= 1
+        try:
+            while not has_ended() and (count := await self.available(most)):
+                tokens = await throttling.take(count) if not self._late else []
+                count = min(len(tokens), self._count(clock()))  # it may have been told of a pause
+                throttling.give_back(tokens[count:])
+                if count:
+                    return tokens[:count]
+                self._waits = True
+                await elapse(self.changed, max(throttling.rest(clock()), RESERVED_FOR if self._late else 0.0))
+            return []
+        finally:
+            self._waits = False
+            self._token_turn.release()
+
+    async def use_token(
+        self, throttling: Throttling, token: Token | None, waits: bool, leaves: Callable[[], bool]
+    ) -> bool:
+        """Use a delivery's token, or another; True if its attempt may begin now, before anything is awaited.
+
+        With ``waits`` it waits its turn for another, unless it ``leaves``: were it to be claimed anew, what has taken
+        so long might take as long again, each time. Those that wait come before claims, which wait for their places.
+        """
+        if throttling.use([token] if token is not None else []) or throttling.use(await throttling.take(1)):
+            return True
+        if not waits:
+            return False
+        self._late += 1
+        try:
+            async with self._late_turn:
+                while not leaves():
+                    if throttling.use(await throttling.take(1)):
+                        return True
+                    rest = throttling.rest(asyncio.get_running_loop().time())
+                    await asyncio.sleep(min(max(rest, SHORTEST_REST), RESERVED_FOR))  # it may leave, or need not wait
+            return False
+        finally:
+            self._late -= 1
+            self.changed.set()
+
+    def throttled(self, throttling: Throttling | None, now: float) -> float:
+        """Return the seconds until a shard that waits for a token asks for it again; 0 if none waits."""
+        return 0.0 if throttling is None or not self._waits else throttling.rest(now)
+
+    def pause(self, name: str, until: float) -> None:
+        """Hold back a destination until then; one that is unknown where there is one for all is another engine's."""
+        if self._destinations is not None:
+            self._destinations.named(name).pause(until)
+        elif name == self._all.name:
+            self._all.pause(until)
+            self.changed.set()
 
     def _count(self, now: float) -> int:
         backoff = self._all.backoff
@@ -180,6 +249,7 @@ class Shared(ABC):
     observers: Sequence[Observer]
     limit: ConcurrencyLimit = field(init=False)
     standstill: Standstill = field(init=False)
+    throttling: Throttling | None = field(init=False, default=None)
     stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @abstractmethod

@@ -131,7 +131,7 @@ class Outcome(NamedTuple):
 
 
 class Aside(Exception):
-    """A digest may not run now: it is given back at once, or put aside for some time, uncharged."""
+    """A digest may not run now: it is put aside for some time, or ready again at once (0), uncharged."""
 
     def __init__(self, aside_ms: int) -> None:
         super().__init__(aside_ms)
@@ -159,6 +159,7 @@ class Call:
     deadline: float = inf  # by the loop's clock: when what the user wrote is cancelled, and should end
     cancelled: bool = False  # by its worker, so that it reports nothing
     clock: Callable[[], tuple[int, int]] = machine_ms  # of the server, ms: what it tells at least, and at most
+    permit: Callable[[], Awaitable[None]] | None = None  # awaited last before the callback begins; may raise Aside
 
 
 @dataclass(slots=True)
@@ -306,8 +307,23 @@ class Dispatcher(Generic[T]):
         attempt.cool_ms, attempt.policy = policy.cool_ms(attempt.lease.iteration), policy
         self._compare_limits(attempt)
         attempt.next_ms = next_due(policy.terms, key, now_ms, now_ms + attempt.cool_ms)
-        if policy.hours is not None and not attempt.lease.passes:
-            attempt.aside_ms = closed_ms(policy.hours, *call.clock(), key)
+        self._look_at_hours(attempt, call)
+
+    def _look_at_hours(self, attempt: Attempt[T], call: Call) -> None:
+        if attempt.policy.hours is not None and not attempt.lease.passes:
+            attempt.aside_ms = closed_ms(attempt.policy.hours, *call.clock(), attempt.lease.key)
+
+    async def _await_permit(
+        self, permit: Callable[[], Awaitable[None]], attempt: Attempt[T], call: Call
+    ) -> BaseException | None:
+        """Wait for the permit to begin, and look at the hours anew, since it may have come late; return the error of a
+        function of theirs."""
+        await permit()
+        try:
+            self._look_at_hours(attempt, call)
+        except Exception as error:
+            return error
+        return None
 
     async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
         """Deliver a digest. Raises CancelledError only when cancelled from outside, and Aside if it may not run now."""
@@ -327,6 +343,10 @@ class Dispatcher(Generic[T]):
             return self._buried(attempt, _why_spent(lease))
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
+        if call.permit is not None and not attempt.aside_ms:
+            await self._settled(None, call, task)
+            if (error := await self._await_permit(call.permit, attempt, call)) is not None:
+                return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
         if attempt.aside_ms:
             raise await self._settled(Aside(attempt.aside_ms), call, task)
         digest = attempt.digest

@@ -85,7 +85,11 @@ class Destination:
         elif level and not self.backoff.level:
             log_rest(self.name, ended - self._rested, is_over=True)
         if pause:
-            self.paused_until = max(self.paused_until, ended + pause)
+            self.pause(ended + pause)
+
+    def pause(self, until: float) -> None:
+        """Let no delivery begin until then."""
+        self.paused_until = max(self.paused_until, until)
 
     def postpone(self, wait: float, failed: bool, spacing: float, now: float) -> float:
         """Return for how long to postpone a digest: ``wait`` seconds, and a share of the time that all need to come
@@ -130,7 +134,10 @@ class Destinations:
 
     def of(self, key: str) -> Destination:
         """Return the destination of a timeline."""
-        name = self.name_of(key)
+        return self.named(self.name_of(key))
+
+    def named(self, name: str) -> Destination:
+        """Return the destination of a name."""
         found = self._known.pop(name, None) or Destination(name, self._mode, self._most)
         self._known[name] = found
         if len(self._known) > REMEMBERED:

@@ -18,6 +18,7 @@ from aiodigest.worker.delivery import Call
 from aiodigest.worker.destinations import Destination
 from aiodigest.worker.reasons import facts_of
 from aiodigest.worker.tasks import GRAIN, Timer
+from aiodigest.worker.throttling import Token
 
 logger = logger_of(__name__)
 
@@ -34,6 +35,8 @@ class ActiveDelivery:
     leases: Leases
     stage: Literal["claimed", "decoding", "calling", "reporting"] = "claimed"
     ends: float = inf  # the time by which the lease has surely ended
+    token: Token | None = None  # of the throttle, not used yet
+    is_first: bool = True  # no part of its digest has begun
     call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
     on_done: Callable[[asyncio.Task[None]], None] = field(

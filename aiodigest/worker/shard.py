@@ -19,6 +19,7 @@ from aiodigest.worker.delivery import Aside, Call, tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses, log_needs
 from aiodigest.worker.tasks import retrieve
+from aiodigest.worker.throttling import Token
 
 logger = logger_of(__name__)
 
@@ -115,6 +116,7 @@ class ShardWorker:
         self._claim_failed = False  # the last one did: the next one is for a single digest
         self._brings_little = False  # most of what the last one brought had to wait
         self._lasts = 1.0  # seconds: about how long callbacks take at present, which may be time that they block
+        self._has_more = False  # by its answer there is more to claim: tokens are taken for nothing less
         # of the longest sleep, how much the first one is: shards that begin together then look in one after the other
         self._first_share = 1.0 - shard * GOLDEN_RATIO % 1.0
         self._retired = False  # the shard is no more
@@ -148,6 +150,7 @@ class ShardWorker:
             self._shared.availability.answered(self.leases.calls)
             self._end_if_retired()
             self.wakeups.woken.set()
+            self._shared.limit.changed.set()  # it may wait for a token
             self._shared.notice_layout()  # others have its timelines, and need a worker while this one still delivers
 
     def _end_if_retired(self) -> None:
@@ -159,10 +162,11 @@ class ShardWorker:
     async def _claim_and_sleep(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while count := await self._shared.limit.available(1 if self._claim_failed else self._most):
+            while (turn := await self._next_turn()) is not None:
                 self.wakeups.woken.clear()
                 sent = loop.time()
-                claims = await self._claim(count)
+                claims = await self._claim(*turn)
+                self._has_more = claims is not None and claims.wait_ms == 0
                 if claims is not None and claims.barred:
                     self._shared.limit.doubts.bar(self.wakeups.woken)
                 if claims is None:
@@ -184,11 +188,33 @@ class ShardWorker:
         meanwhile."""
         return QUICK_CLAIM if self._lasts < QUICK else CLAIM
 
-    async def _claim(self, count: int) -> Claims | None:
+    async def _next_turn(self) -> tuple[int, list[Token]] | None:
+        """Wait until digests may be claimed; return how many, and the tokens for them; None if the worker stops.
+
+        With a throttle, a claim first only looks, for 0, whether there is something to take tokens for.
+        """
+        limit, throttling, most = self._shared.limit, self._shared.throttling, 1 if self._claim_failed else self._most
+        if throttling is None:
+            count = await limit.available(most)
+            return (count, []) if count else None
+        if not self._has_more:
+            return None if self._shared.stopping.is_set() or self._retired else (0, [])
+        tokens = await limit.permitted(most, throttling, lambda: self._retired)
+        return (len(tokens), tokens) if tokens else None
+
+    async def _claim(self, count: int, tokens: list[Token]) -> Claims | None:
         """Claim up to ``count`` digests, and begin to deliver them; None if the call failed."""
+        try:
+            return await self._claim_for(count, tokens)
+        finally:
+            if self._shared.throttling is not None:
+                self._shared.throttling.give_back(tokens)  # those that are left
+
+    async def _claim_for(self, count: int, tokens: list[Token]) -> Claims | None:
+        """Do so, and take what is used from the ``tokens``."""
         shared, loop = self._shared, asyncio.get_running_loop()
         sent, failures, sample = loop.time(), self.leases.failures, shared.limit.draws
-        wanted = BROAD_CLAIM if self._brings_little else count
+        wanted = BROAD_CLAIM if self._brings_little and count else count
         with shared.limit.doubts.asking(not self._claim_failed) as doubtful:
             try:
                 with shared.limit.reserve(self.shard, count):
@@ -221,6 +247,9 @@ class ShardWorker:
                 log_doubt(lease)
                 due = now - (claims.now_ms - lease.due_ms) / 1000
                 active = ActiveDelivery(lease, due, destination, self.leases, call=Call(clock=clock))
+                if shared.throttling is not None:
+                    active.token = tokens.pop() if tokens else None
+                    active.call.permit = partial(self._permit, active)
                 shared.limit.doubts.claimed(active)
                 active.on_done = partial(self._on_done, active)
                 self.leases.active[active] = None
@@ -270,6 +299,8 @@ class ShardWorker:
             try:
                 # the next part, too, needs the lease
                 while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
+                    if active.token is not None and not doubts.may_run(active):
+                        self._give_back(active)  # its turn may come when the token has long lapsed
                     await doubts.begin(active, stopping)
                     try:
                         if not (stopping.is_set() or await self._deliver_part(active)):
@@ -277,8 +308,7 @@ class ShardWorker:
                     finally:
                         doubts.left(active)
             except Aside as aside:
-                if aside.aside_ms:
-                    return await self._postpone([Postpone(active.lease, aside.aside_ms)], active.ends)
+                return await self._postpone([Postpone(active.lease, aside.aside_ms)], active.ends)
             await self._shared.backend.release(self.shard, [active.lease], started=False)
         except LeaseLost as error:
             logger.warning("%s", printable(str(error)), extra=facts_of(active.lease))
@@ -333,6 +363,8 @@ class ShardWorker:
             ended = clock()
             self._lasts += (ended - started - self._lasts) / 16
             active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
+            if outcome.pause and shared.throttling is not None:
+                shared.throttling.pause(active.destination.name, ended + outcome.pause)
         finally:
             shared.limit.gate.leave()
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
@@ -348,6 +380,28 @@ class ShardWorker:
         self.leases.extend(active, max(ended, active.ends - self._shared.lease_timeout))  # the store has renewed it too
         return True
 
+    async def _permit(self, active: ActiveDelivery) -> None:
+        """Use a token for the callback that is to begin; Aside if there is none: it is claimed again, as it is due.
+
+        The next part of a digest does not wait for one, since others may have been due before.
+        """
+        limit, throttling, stopping = self._shared.limit, self._shared.throttling, self._shared.stopping
+        token, active.token = active.token, None
+        active.stage = "claimed"  # the callback has done nothing yet
+
+        def leaves() -> bool:
+            return stopping.is_set() or limit.doubts.must_go(active)
+
+        if throttling is not None and not await limit.use_token(throttling, token, active.is_first, leaves):
+            raise Aside(0)
+        active.is_first, active.stage = False, "calling"
+
+    def _give_back(self, active: ActiveDelivery) -> None:
+        """Give back the token of a delivery, if it has one."""
+        if active.token is not None and self._shared.throttling is not None:
+            self._shared.throttling.give_back([active.token])
+            active.token = None
+
     async def _read(self, active: ActiveDelivery, start: int, count: int) -> list[bytes]:
         """Read a page of the entries that did not fit into a claim."""
         page = partial(self._shared.backend.read, self.shard, active.lease, start, count)
@@ -362,6 +416,7 @@ class ShardWorker:
         if self._loop.is_closed():  # its task is dropped
             return
         del self.leases.active[active]
+        self._give_back(active)
         is_known, now = active.stage == "reporting", self._loop.time()  # else nothing was learnt of the receiver
         self._shared.limit.room.give_back(active)
         self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)

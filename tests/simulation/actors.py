@@ -80,6 +80,7 @@ class Actor:
             lease_timeout=setup.lease_timeout,
             delivery_timeout=setup.delivery_timeout,
             drain_timeout=setup.drain_timeout,
+            throttle=setup.throttle,
             timeout=setup.timeout,
             bounds=Bounds(records=MANY, value=8, digest=setup.digest_bytes),
         )
@@ -186,6 +187,7 @@ class Actor:
                 ready
                 and self._setup.policy.max_age is None
                 and witness.strict
+                and self._setup.throttle is None
                 and (self.delivers or not self.link.deaf)
             ):
                 self._loop.run_apart(2.0, witness.expect, entry.key, began)

@@ -29,7 +29,7 @@ class Family(World):
     def _choose(self) -> Setup:
         setup = super()._choose()
         setup.policy, setup.receive, setup.stubborn, setup.meddles = PLAIN, self._receive, False, False
-        setup.poison = ""
+        setup.poison, setup.throttle = "", None
         setup.delivery_timeout, setup.digest_bytes = 15.0, 1_000  # none comes in parts
         return setup
 

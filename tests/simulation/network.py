@@ -12,7 +12,20 @@ from operator import attrgetter
 from random import Random
 from typing import Any, Generic, Self, TypeVar, cast
 
-from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, Operations, Postpone, Retired, Retry, ShardMap
+from aiodigest.backend import (
+    Add,
+    Backend,
+    Claims,
+    Close,
+    Closed,
+    Grant,
+    Lease,
+    Operations,
+    Postpone,
+    Retired,
+    Retry,
+    ShardMap,
+)
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import id_of
@@ -348,6 +361,11 @@ class Link(Backend, Operations):
 
     async def clock_ms(self, shard: int) -> int:
         return self._server.now_ms()
+
+    async def throttle(self, wanted: int, *arguments: Any, **named: Any) -> Grant:
+        return await self._ask(
+            "throttle", partial(self._server.store.throttle, wanted, *arguments, **named), repeat=False
+        )
 
     async def wait(self, shard: int, last: str) -> str:
         if not self._process.alive or not self._server.is_up or self.refused:

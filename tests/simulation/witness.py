@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from storestate import check_invariants, reference_state
 
-from aiodigest import Delivery, Digest, DigestEngine, Policy
+from aiodigest import Delivery, Digest, DigestEngine, Policy, Throttle
 from aiodigest.backend import ALONE, Claims, Close, Lease
 from aiodigest.backoff import PROBE_PERIOD, PROBE_TIMEOUT, PROBES
 from simulation.loop import PROCESS, Process, SeededLoop
@@ -43,6 +43,7 @@ class Setup:
     produce: Callable[[Any], Coroutine[Any, Any, None]] | None = None  # by an actor, instead of what it would add
     meddles: bool = True  # producers flush, delete and replay now and then
     longest_wait: float = 10.0  # before a retry
+    throttle: Throttle | None = None
 
     @property
     def longest_rest(self) -> float:
@@ -75,7 +76,7 @@ class Conduct:
 
     @property
     def tries(self) -> int:
-        return self.sent["claim"] + self.sent["renew"]
+        return self.sent["claim"] + self.sent["renew"] + self.sent["throttle"]
 
 
 class Witness:
@@ -97,6 +98,8 @@ class Witness:
         self._loop = loop
         self._start = loop.time()
         self._begun_at: dict[str, float] = {}
+        self.attempts: deque[float] = deque()  # when those began that count for the throttle
+        self.counts_from = 0.0  # when they count: a clock that steps forward ends waits early
         self._removed_at: dict[str, float] = {}
         self._owners: dict[str, Process] = {}
         self._leased_at: dict[str, float] = {}  # by digest
@@ -148,9 +151,9 @@ class Witness:
 
     def claiming(self, process: Process, slots: int) -> None:
         conduct = self.conducts[process]
-        if self._loop.time() < conduct.silent_until - 1e-6:
+        if slots and self._loop.time() < conduct.silent_until - 1e-6:
             self.broken(f"{process} claims, and was asked to pause until {conduct.silent_until - self._start:.3f}")
-        if slots > self.setup.concurrency:
+        if slots > self.setup.concurrency:  # 0 only looks
             self.broken(f"{process} claims {slots} digests, and may deliver {self.setup.concurrency}")
         if conduct.away and self.store.shard_map.count == 1 and self._running(process):
             self.broken(f"{process} claims before it has renewed what it holds")
@@ -229,6 +232,7 @@ class Witness:
         if under_way > setup.concurrency:
             self.broken(f"{process} delivers {under_way} digests at once")
         self._see_doubts(receipt)
+        self._see_rate()
         self._begun_at[digest.key] = now
         return receipt
 
@@ -245,6 +249,17 @@ class Witness:
                 )
             elif other.lost and receipt.lost:
                 self.broken(f"{receipt.process} delivers {receipt.digest_id} and {other.digest_id}, both doubtful")
+
+    def _see_rate(self) -> None:
+        """See that no window holds more attempts than the throttle allows, over all processes."""
+        throttle, now = self.setup.throttle, self._loop.time()
+        if throttle is None or now < self.counts_from:
+            return
+        self.attempts.append(now)
+        while self.attempts[0] < max(self.counts_from, now - throttle.per):
+            self.attempts.popleft()
+        if len(self.attempts) > throttle.limit:
+            self.broken(f"{len(self.attempts)} attempts within {throttle.per:g} s, of which {throttle.limit} may begin")
 
     def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
         """The rest of a digest in parts is delivered under the same lease, with an id of its own."""

@@ -15,10 +15,11 @@ from random import Random
 from typing import Any, TypeAlias, cast
 from unittest.mock import patch
 
-from aiodigest import Policy
+from aiodigest import Policy, Throttle
 from aiodigest.backend import Add
 from aiodigest.policy import PolicySource
 from aiodigest.records.entries import pack
+from aiodigest.timing.throttle import HOLD
 from aiodigest.worker import batcher, concurrency
 from aiodigest.worker import delivery as dispatch
 from aiodigest.worker.doubts import Doubts
@@ -91,6 +92,7 @@ class World:
             keys=tuple(f"k{number}" for number in range(random.randint(2, 9))),
             digest_bytes=Random(f"{self._seed} bytes").choice((1_000, 1_000, 9)),
             stubborn=Random(f"{self._seed} stubborn").random() < 0.1,
+            throttle=Throttle(20, per=2, burst=5) if Random(f"{self._seed} throttle").random() < 0.1 else None,
             poison="k0" if Random(f"{self._seed} poison").random() < 0.2 else "",
         )
 
@@ -394,6 +396,8 @@ class World:
         step = self._random.choice((-3_600_000, -30_000, 5_000, 30_000, 3_600_000))
         self.witness.tell(f"the server's clock steps by {step / 1000:g} s")
         self._server.step(step)
+        if step > 0:  # what was allowed before has begun by then
+            self.witness.counts_from = self._loop.time() + HOLD
 
     async def _break_receiver(self) -> None:
         self.witness.tell("the receiver fails")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from random import sample as sample_of
 from threading import RLock
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
 from aiodigest.backend import (
@@ -30,6 +30,7 @@ from aiodigest.backend import (
     Close,
     Closed,
     Cooling,
+    Grant,
     Lease,
     Move,
     Operations,
@@ -39,6 +40,7 @@ from aiodigest.backend import (
     ShardMap,
     StoredDeadLetter,
     StoredTimeline,
+    Tokens,
     needs_unknown,
     unknown_need,
 )
@@ -48,6 +50,9 @@ from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import aged, distinct, identity, latest, stamp
 from aiodigest.timing.formula import clamped, opened, within
+
+if TYPE_CHECKING:
+    from aiodigest.timing.throttle import Rate
 
 
 def system_ms() -> int:
@@ -384,6 +389,24 @@ class ReferenceBackend(Backend, Operations):
                 held.done = (lease.token, lease.digest_id, Closed("closed"))
                 answers.append(True)
         return answers
+
+    async def throttle(
+        self,
+        wanted: int,
+        rate: Rate,
+        asker: int,
+        returned: Sequence[Tokens] = (),
+        pauses: Sequence[tuple[str, int]] = (),
+        known: int = 0,
+    ) -> Grant:
+        source = self.shard_map.current.start
+        with self._lock:
+            machine, now = self._tick(source, begins=True)
+            mine = [each for each in returned if each.source == source]
+            others = source > 0  # there was another layout before
+            return machine.bucket.ask(
+                wanted, rate, asker, mine, pauses, known, now=now, source=source, changed=others
+            )  # fmt: skip
 
     # By hand
 

@@ -24,6 +24,7 @@ from aiodigest.backend import (
     StoredDeadLetter,
     StoredTimeline,
 )
+from aiodigest.backends.memory.tokens import Bucket
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import aged, distinct, identity, latest
@@ -135,6 +136,7 @@ class Shard:
         self.seens: dict[str, int] = {}  # and until when the latest of them do
         self.dead = DeadLetters()
         self.counts: Counter[str] = Counter()
+        self.bucket = Bucket()  # of the first shard that takes adds, if there is a throttle
         self.shift_ms = 0  # how far its clock is ahead of the server's
         self.clock_ms = 0  # the newest time that was noted
         self.stepped_ms = 0  # when the server's clock last stepped back, and by how much

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from math import inf
 from operator import attrgetter
 from time import time_ns
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 from uuid import uuid4
 
 from aiodigest.backend import (
@@ -17,6 +17,7 @@ from aiodigest.backend import (
     Claims,
     Close,
     Closed,
+    Grant,
     Lease,
     Move,
     Operations,
@@ -24,6 +25,7 @@ from aiodigest.backend import (
     Retired,
     Retry,
     ShardMap,
+    Tokens,
     needs_unknown,
 )
 from aiodigest.backends.redis import scripts
@@ -33,6 +35,9 @@ from aiodigest.backends.redis.scripts import Argument, number, stale_at, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import id_of, identity
+
+if TYPE_CHECKING:
+    from aiodigest.timing.throttle import Rate
 
 Fields = Sequence[bytes | int]
 TRIES = 3  # of a call whose terms did not tell of the server's time
@@ -237,6 +242,26 @@ class RedisBackend(Backend):
     async def postpone(self, shard: int, postpones: Sequence[Postpone], limits: Limits) -> list[bool | AiodigestError]:
         items = [*map(scripts.pack_postpone, postpones)]
         return await self.namespace.call_each("postpone", shard, [scripts.pack_limits(limits)], items, scripts.done)
+
+    async def throttle(
+        self,
+        wanted: int,
+        rate: Rate,
+        asker: int,
+        returned: Sequence[Tokens] = (),
+        pauses: Sequence[tuple[str, int]] = (),
+        known: int = 0,
+    ) -> Grant:
+        await self.namespace.connected()
+        while True:
+            source = await self.namespace.source_of_tokens()
+            mine = [each for each in returned if each.source == source]  # those of another are no debt here
+            items = scripts.pack_throttle(rate, asker, known, mine, pauses)
+            try:
+                reply = await self.namespace.call("throttle", source, wanted, *items, settled=True)
+            except Retired:
+                continue  # the layout has changed
+            return scripts.unpack_grant(source, cast("list[Any]", reply))
 
     async def wait(self, shard: int, last: str) -> str:
         connections = await self.namespace.connected()

@@ -74,6 +74,7 @@ class Namespace:
         self._layout = place(Layout(self.shards), wanted=self.shards) if self.shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
         self._tags: dict[Home, str] = {}
+        self._marked: Layout | None = None  # whose first shard hands out no tokens any more
 
     @property
     def url(self) -> str:
@@ -388,6 +389,19 @@ class Namespace:
                 f"shard {shard} of namespace {self.name!r} has the layout {stored}, which does not fit the "
                 f"namespace's {self.layout.current.version}: another program has written it"
             )
+
+    async def source_of_tokens(self) -> int:
+        """Return the shard that hands out the tokens of a throttle: the first that takes adds.
+
+        While there are shards that do no more, the first of these is marked before: nobody gets a token there from then
+        on, so that the other knows until when such may be used.
+        """
+        shards = self.shard_map
+        if (drained := self.layout.drained) is not None and self._marked != drained:
+            mark = [drained.version, "", drained.draining]
+            await self.connections.run("drain", self.key(shards.draining.start, "layout"), mark)
+            self._marked = drained
+        return shards.current.start
 
     async def note(self, where: str, field: str, layout: Layout, replicas: int = 0) -> str:
         """Write a layout down unless there is one; wait until replicas have the current one, and return its version."""

@@ -15,7 +15,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest import backend
-from aiodigest.backend import Add, Close, Closed, Lease, Postpone, Retry, StoredTimeline
+from aiodigest.backend import Add, Close, Closed, Grant, Lease, Postpone, Retry, StoredTimeline, Tokens
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -24,6 +24,7 @@ from aiodigest.records.entries import ARRIVAL_END, ARRIVING
 
 if TYPE_CHECKING:
     from aiodigest.timing.hours import Hours
+    from aiodigest.timing.throttle import Rate
 
 Argument: TypeAlias = bytes | str | int
 
@@ -37,7 +38,7 @@ CONSTANTS: Mapping[str, int] = {
             backend,
             ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES"),
         ),
-        (backend, ("MOST_SEEN", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
+        (backend, ("MOST_SEEN", "PAUSES", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names
@@ -287,6 +288,17 @@ def pack_retry(retry: Retry, now_ms: int = 0) -> list[Argument]:
     ]  # fmt: skip
 
 
+def pack_throttle(
+    rate: Rate, asker: int, known: int, returned: Sequence[Tokens], pauses: Sequence[tuple[str, int]]
+) -> list[Argument]:
+    arguments: list[Argument] = [*rate, asker, known, len(returned)]
+    for tokens in returned:
+        arguments += (tokens.at_us, tokens.number)
+    for name, delay_ms in pauses:
+        arguments += (name.encode(errors="surrogatepass"), delay_ms)
+    return arguments
+
+
 def _pack_ids(ids: Sequence[bytes] | None) -> tuple[Argument, ...]:
     return (-1,) if ids is None else (len(ids), *ids)
 
@@ -411,6 +423,14 @@ def unpack_lease(fields: Sequence[Any]) -> Lease:
         text(key), text(token), text(digest_id), attempt, iteration, dropped, number(due), size, part, cut, text(error),
         lost, tuple(entries), bound, unpack_limits(text(own)) if own else None, passes=passes == 1,
     )  # fmt: skip
+
+
+def unpack_grant(source: int, reply: Sequence[Any]) -> Grant:
+    count, at, wait, contended, known, told = reply
+    pauses = tuple(
+        (name.decode(errors="surrogatepass"), number(left)) for name, left in zip(told[::2], told[1::2], strict=True)
+    )
+    return Grant(Tokens(source, at, count), wait, contended == 1, known, pauses)
 
 
 def unpack_closed(fields: object) -> Closed:

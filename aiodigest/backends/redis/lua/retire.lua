@@ -17,7 +17,7 @@ if call('EXISTS', waiting, ready, leased, tag .. 'seens') > 0
   return false
 end
 if retired ~= '' then
-  call('UNLINK', dead, postponed, tag .. 'sizes', tag .. 'wake')
+  call('UNLINK', dead, postponed, tag .. 'pauses', tag .. 'sizes', tag .. 'wake')
   call('HSET', layout, 'version', retired)
   if not call('HGET', layout, 'current') then -- else it is the namespace's as well
     call('PEXPIRE', layout, DEAD_LETTER_TTL_MS) -- until then whoever slept is told
