@@ -40,9 +40,10 @@ SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
 ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
 # what this version knows of that timelines may need
-FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours"})
+FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours", "mute"})
 MOST_SEEN = 10_000  # ids of a timeline that are known as delivered
 PAUSES = 1_000  # destinations that a throttle tells all workers to hold back, those that end last
+NEVER_MS = 9_000_000_000_000_000  # when a mute ends that has no end
 ALONE = 2  # a digest that was lost this often runs with nothing beside it, and is charged for what is lost from then on
 
 
@@ -204,7 +205,7 @@ class Close(NamedTuple):
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down. ``letter_bytes`` is how much
     the dead letters of a shard may take. ``hours`` are those in which what came since may be due. What was delivered
     does not come again for ``dedupe_ms``: the records of the identities ``seen`` (None: all but those in dead letters,
-    and too old).
+    and too old). ``mute``: from then on what is added to the timeline is dropped, and nothing of it is delivered.
     """
 
     lease: Lease
@@ -220,6 +221,7 @@ class Close(NamedTuple):
     hours: Hours | None = None
     dedupe_ms: int = 0
     seen: Sequence[bytes] | None = None
+    mute: bool = False
 
 
 class Closed(NamedTuple):
@@ -301,13 +303,25 @@ class Move(NamedTuple):
     by_clock: bool = False
 
 
+class Mute(NamedTuple):
+    """For how long to mute a timeline: until ``at_ms``, for ``delay_ms`` from now, or (neither) until it is unmuted.
+
+    ``drop``: what is added meanwhile is dropped, and counted.
+    """
+
+    at_ms: int | None = None
+    delay_ms: int | None = None
+    drop: bool = False
+
+
 class StoredTimeline(NamedTuple):
     """A timeline as stored; see ``models.Timeline``.
 
     ``last_ms`` is its last digest, or the add that opened the window, which was due at ``opening_ms`` then (0: at
     once). ``next_ms`` (0: none) is when what came under delivery is due by its rule, and ``until_ms`` (0: it is not)
     when one that was postponed is ready again. ``flushed``: what came under delivery is due as soon as that ends.
-    ``passes``: its digest goes out whatever the hours are. ``needs`` are features, separated by spaces.
+    ``passes``: its digest goes out whatever the hours are. ``needs`` are features, separated by spaces. ``mute_ms`` is
+    the end of its mute (0: none, -1: it is not muted), and ``drops``: what is added meanwhile is dropped.
     """
 
     key: str
@@ -328,6 +342,8 @@ class StoredTimeline(NamedTuple):
     flushed: bool = False
     passes: bool = False
     needs: str = ""
+    mute_ms: int = -1
+    drops: bool = False
 
 
 class Cooling(NamedTuple):
@@ -412,7 +428,7 @@ class Operations(Protocol):
     """The part of a store that only operators need. Every method may raise ``BackendUnavailable``."""
 
     async def look(self, key: str) -> StoredTimeline | None:
-        """Return a timeline, or None if it holds no records (its iteration is 0 then)."""
+        """Return a timeline, or None if it holds no records (its iteration is 0 then) and is not muted."""
         ...
 
     async def look_all(self, key: str) -> list[StoredTimeline]:
@@ -431,6 +447,7 @@ class Operations(Protocol):
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
         """Return up to ``count`` timelines of a state, the earliest due first.
 
+        Those that are "muted" are all of these, also under delivery or without records, the first to end first.
         ``after`` is the end of the previous page. A timeline that keeps its place comes once, even if others leave
         meanwhile. A timeline placed later than everything there at the first page does not come.
         """
@@ -649,7 +666,18 @@ class Backend(Protocol):
         ...
 
     async def flush(self, key: str) -> bool:
-        """Make a timeline ready now, or after the delivery under way; True if it holds records."""
+        """Make a timeline ready now, or after the delivery under way; False if it holds no records, or is muted."""
+        ...
+
+    async def mute(self, key: str, mute: Mute, limits: Limits) -> bool:
+        """Deliver nothing of a timeline but what is under delivery; False if that is over already, and it is unmuted.
+
+        What waits is kept as long as its ttl says, which counts from the end of a mute that has one.
+        """
+        ...
+
+    async def unmute(self, key: str, limits: Limits) -> bool:
+        """Schedule a timeline again that was muted; False if it was not."""
         ...
 
     async def remove(self, key: str, name: bytes, limits: Limits) -> bool:

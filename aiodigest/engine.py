@@ -29,6 +29,7 @@ from aiodigest.backend import (
     Backend,
     Bookmark,
     Move,
+    Mute,
     Page,
     StoredDeadLetter,
     StoredTimeline,
@@ -112,6 +113,7 @@ Item = TypeVar("Item")
 CHUNK = 1_000
 PAGE = 500
 PACE = 1.0  # seconds between two looks at what is left in old shards
+FIRST_MUTE = 1e9  # epoch seconds: what is less is a length by mistake, and would unmute
 TIMES = ("oldest_due", "overdue", "stepped_back")  # of Stats; the others are counts of the store
 EMBEDDED = "embedded://"
 
@@ -660,7 +662,7 @@ class DigestEngine(Generic[T]):
         return await self._backend()
 
     async def flush(self, key: str) -> bool:
-        """Make a timeline due now, or at the end of the delivery under way; True if it holds records."""
+        """Make a timeline due now, or at the end of the delivery under way; False if it is muted or holds nothing."""
         session, backend = self._entered(), await self._timeline(key)
         flushed = await backend.flush(key)
         session.poke(backend.shard_map.shard_of(key))
@@ -669,9 +671,40 @@ class DigestEngine(Generic[T]):
     async def delete(self, key: str) -> bool:
         """Drop a timeline with its records and its cool-down; True if it held records.
 
-        A delivery under way is cancelled at the next renewal of its lease.
+        A delivery under way is cancelled at the next renewal of its lease. If the timeline is muted, it stays so.
         """
         return await (await self._timeline(key)).delete(key)
+
+    async def mute(self, key: str, until: datetime | float | timedelta | None = None, drop: bool = False) -> None:
+        """Deliver nothing of the timeline ``key`` ``until`` a time: an aware datetime or epoch seconds, by the server's
+        clock, or a timedelta from now; None (the default) for until ``unmute``. A time that has passed unmutes it.
+
+        Meanwhile what is added waits, within the timeline's capacity, or with ``drop`` is dropped and counted
+        (``Stats.muted``); ``add`` answers False. Nothing passes a mute: no ``flush``, size, replay or retry. A delivery
+        under way ends; what it leaves waits. After the mute a timeline is due when it would have been, but no sooner
+        than the mute ends. Its records are kept for ``ttl`` after that, or without an end after the last add. A mute
+        does not expire, needs no records, and outlives ``delete``; a second one replaces it.
+        """
+        session, backend = self._entered(), await self._timeline(key)
+        require(isinstance(drop, bool), "drop", "True or False", drop)  # pyright: ignore[reportUnnecessaryIsInstance]
+        at_ms = delay_ms = None
+        if isinstance(until, timedelta):
+            delay_ms = max(0, milliseconds(duration(max(until, timedelta()), "until")))
+        elif until is not None:
+            is_length = isinstance(until, int | float) and until < FIRST_MUTE
+            require(not is_length, "until", "epoch seconds after 2001 (for a length, give a timedelta)", until)
+            at_ms = microseconds(until, "until") // 1000
+        policy = await self._policies.of(key, self.timeout)
+        await backend.mute(key, Mute(at_ms, delay_ms, drop), policy.terms.limits)
+        session.poke(backend.shard_map.shard_of(key))
+
+    async def unmute(self, key: str) -> bool:
+        """End a mute; True if there was one. What waits is due when it would have been, or now."""
+        session, backend = self._entered(), await self._timeline(key)
+        policy = await self._policies.of(key, self.timeout)
+        unmuted = await backend.unmute(key, policy.terms.limits)
+        session.poke(backend.shard_map.shard_of(key))
+        return unmuted
 
     async def remove(self, key: str, record_id: str) -> bool:
         """Drop the record ``record_id``; True if it was there and is not delivered any more.
@@ -726,7 +759,7 @@ class DigestEngine(Generic[T]):
                 return nearest(min(moved))
 
     async def peek(self, key: str) -> Timeline[T] | None:
-        """Return a timeline with its records, without delivering them; None if it holds none.
+        """Return a timeline with its records, without delivering them; None if it holds none and is not muted.
 
         Records of over ``bounds.digest`` in all are not decoded: the last ones come as they are stored.
         """
@@ -761,8 +794,10 @@ class DigestEngine(Generic[T]):
     async def timelines(self, state: State | None = None) -> AsyncIterator[Timeline[T]]:
         """Yield the timelines, the earliest due of each shard and state first; without records.
 
-        ``state`` is "waiting", "ready" or "leased", or by default None: all of them. A timeline whose state or due
-        time changes meanwhile may be missed, or come again. Every other one comes once, whatever is deleted meanwhile.
+        ``state`` is "waiting", "ready", "leased" or "muted", or by default None: all of them. Those that are muted come
+        the first to end first, also without records; one under delivery is "leased" all the same. A timeline whose
+        state or due time changes meanwhile may be missed, or come again. Every other one comes once, whatever is
+        deleted meanwhile.
         """
         states: tuple[State, ...] = get_args(State)
         fits = state is None or (isinstance(state, str) and state in states)  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -771,7 +806,8 @@ class DigestEngine(Generic[T]):
         for shard in _shards_of(backend):
             for each in states if state is None else (state,):
                 async for window in _paged(partial(backend.operations.page, shard, each)):
-                    yield self._view(window)
+                    if state is not None or window.state == each:  # else it is muted, and came before
+                        yield self._view(window)
 
     async def stats(self) -> Stats:
         """Return timelines by state, dead letters, and counters of events."""
@@ -903,9 +939,11 @@ class DigestEngine(Generic[T]):
 
     def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:
         key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = window[:11]
+        mute, drops = window.mute_ms, window.drops
         at, size, until = nearest(due), logged + opened, nearest(cool) if cool else None
         named = digest_id or None, error or None
-        return Timeline(key, state, at, size, attempt, iteration, dropped, until, *named, records)
+        muted = mute >= 0, nearest(mute) if mute > 0 else None, drops
+        return Timeline(key, state, at, size, attempt, iteration, dropped, until, *named, records, *muted)
 
     async def _letter(self, letter: StoredDeadLetter) -> DeadLetter[T]:
         records, buried = await self._records(letter.entries), nearest(letter.buried_ms)

@@ -77,9 +77,9 @@ class PartialAdd(AiodigestError):
 class DeliverySignal(Exception):
     """Base class of the signals that a callback raises to end its delivery in its own way; none is an error.
 
-    A signal may come in an exception group, as `asyncio.TaskGroup` raises it. Several are one: a `Reject`, else an
-    `OutcomeUnknown`, else the longest `RetryAfter`, else a `PartialFailure` that names all; this one counts only if no
-    other error is beside it.
+    A signal may come in an exception group, as `asyncio.TaskGroup` raises it. Several are one: a `Reject`, which mutes
+    if one of them does, else an `OutcomeUnknown`, else the longest `RetryAfter`, else a `PartialFailure` that names
+    all; this one counts only if no other error is beside it.
     """
 
 
@@ -96,11 +96,16 @@ class RetryAfter(DeliverySignal):
 
 
 class Reject(DeliverySignal):
-    """Never deliver this digest: it becomes a dead letter at once, with ``reason``."""
+    """Never deliver this digest: it becomes a dead letter at once, with ``reason``.
 
-    def __init__(self, reason: str = "rejected by the callback") -> None:
+    With ``mute`` its timeline is muted from then on, and drops what is added, as by ``mute(key, drop=True)``: for an
+    address that does not exist.
+    """
+
+    def __init__(self, reason: str = "rejected by the callback", mute: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.mute = bool(mute)
 
 
 class OutcomeUnknown(DeliverySignal):

@@ -32,8 +32,8 @@ else:
 
 T = TypeVar("T", covariant=True, default=JSON)
 
-State = Literal["waiting", "ready", "leased"]
-"""The state of a timeline that holds records: not due yet, due, or under delivery."""
+State = Literal["waiting", "ready", "leased", "muted"]
+"""The state of a timeline that holds records: not due yet, due, under delivery, or kept from all that by a mute."""
 
 Result = Literal[
     "delivered", "failed", "partial", "deferred", "unknown", "rejected", "timeout", "buried", "empty", "lost", "deleted"
@@ -137,15 +137,18 @@ class Entry(Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):
-    """A view of the timeline ``key``, which holds records.
+    """A view of the timeline ``key``, which holds records or is muted.
 
-    ``due`` is the time it is due (its ``state`` is "waiting"), was due ("ready"), or its lease ends ("leased").
+    ``due`` is the time it is due (its ``state`` is "waiting"), was due ("ready"), or its lease ends ("leased"); of one
+    that is "muted", when it will be due, which is no sooner than the mute ends: in the year 9999 if it has no end.
     ``size`` counts entries: a record that was added again counts once for each add until a digest is opened.
     ``digest_id`` is the digest under delivery or in a retry wait, ``attempt`` the number of its latest try (0 if there
     is none), and ``last_error`` the error of the latest. ``iteration`` counts the digests in a row so far, and
     ``dropped`` the records that capacity trimmed since the last one. ``cool_until`` is the end of the latest cool-down,
-    which may be past. ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that
-    cannot be decoded is given as its raw bytes.
+    which may be past. ``muted`` is True if it is muted (its state is "leased" while a delivery is under way all the
+    same), until ``muted_until`` (None: until it is unmuted), and ``drops`` if what is added meanwhile is dropped.
+    ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that cannot be decoded
+    is given as its raw bytes.
     """
 
     key: str
@@ -159,6 +162,9 @@ class Timeline(Generic[T]):
     digest_id: str | None = None
     last_error: str | None = None
     records: Sequence[Record[T | bytes]] = ()
+    muted: bool = False
+    muted_until: datetime | None = None
+    drops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +174,13 @@ class Reason:
     ``kind`` is "state" (where the timeline is); "last" (its last digest, or the record that opened its window),
     "cool-down", "rule" (how records wait for others), "moved" (its due time is not what the policy says: it was
     rescheduled, or added to under another one), "maximum", "size"; "hours", "passes" (it goes out whatever these are);
-    "throttle", "retry", "aside" (why it was put aside); "lease", "flush", "since" (what came under delivery); or "next"
-    (when a record would be due that came now).
+    "throttle", "retry", "aside" (why it was put aside); "lease", "flush", "since" (what came under delivery, or waits);
+    "mute"; or "next" (when a record would be due that came now).
     """
 
     kind: Literal[
         "state", "last", "cool-down", "rule", "moved", "maximum", "size", "hours", "passes", "throttle", "retry",
-        "aside", "lease", "flush", "since", "next",
+        "aside", "lease", "flush", "since", "mute", "next",
     ]  # fmt: skip
     at: datetime | None
     text: str
@@ -185,8 +191,8 @@ class Explanation:
     """The reasons why the timeline ``key`` is where it is, and until when; ``str()`` of it is a sentence.
 
     ``state`` is "empty" if it holds no records. ``due`` is when it is due or will be tried again ("waiting"), was due
-    ("ready"), or its lease ends ("leased"); None if it is empty. The first of ``reasons`` tells that in words. All
-    times are by the server's clock, in the zone that was asked for.
+    ("ready"), will be due ("muted"), or its lease ends ("leased"); None if it is empty, or muted without end. The first
+    of ``reasons`` tells that in words. All times are by the server's clock, in the zone that was asked for.
     """
 
     key: str
@@ -253,22 +259,24 @@ class Delivery:
 @dataclass(frozen=True, slots=True)
 class Draining:
     """The contents of a namespace's old shards while it moves to another number of them: timelines by their state
-    (``waiting``, ``ready``, ``leased``), and dead letters (``dead``)."""
+    (``waiting``, ``ready``, ``leased``), dead letters (``dead``), and muted timelines (``mutes``)."""
 
     waiting: int = 0
     ready: int = 0
     leased: int = 0
     dead: int = 0
+    mutes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Timelines by state, dead letters, and counts of events since the namespace was made.
 
-    ``waiting``, ``ready`` and ``leased`` are timelines, ``dead`` dead letters, and ``digests`` deliveries so far.
-    ``delivered``, ``dropped``, ``aged``, ``expired`` and ``buried`` are records so far: delivered, dropped by capacity,
-    left out by ``max_age``, ended by ``ttl``, and put in dead letters. ``letters_dropped`` are dead letters that made
-    room for newer ones or reached their 30 days. ``duplicates`` are adds of records that ``dedupe_window`` kept from
+    ``waiting``, ``ready`` and ``leased`` are timelines, ``mutes`` those that are muted (which may be leased, or hold no
+    records), ``dead`` dead letters, and ``digests`` deliveries so far. ``delivered``, ``dropped``, ``aged``,
+    ``expired``, ``buried`` and ``muted`` are records so far: delivered, dropped by capacity, left out by ``max_age``,
+    ended by ``ttl``, put in dead letters, and dropped by a mute. ``letters_dropped`` are dead letters that made room
+    for newer ones or reached their 30 days. ``duplicates`` are adds of records that ``dedupe_window`` kept from
     being delivered again. ``oldest_due`` is the earliest due time of a timeline that waits or is
     ready, or the end of a lease that nobody has taken over, and ``overdue`` the seconds for which that one has been
     due, by the server's clock; 0 if it is not due. ``stepped_back`` is by how many seconds the server's clock last
@@ -287,6 +295,8 @@ class Stats:
     buried: int = 0
     letters_dropped: int = 0
     duplicates: int = 0
+    mutes: int = 0
+    muted: int = 0
     oldest_due: datetime | None = None
     overdue: float = 0.0
     stepped_back: float = 0.0

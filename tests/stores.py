@@ -13,7 +13,6 @@ from aiodigest.backend import Add, Backend, Claims, Close, Closed, Lease, NewDea
 from aiodigest.errors import AiodigestError
 from aiodigest.policy import Policy
 from aiodigest.records.entries import identity_of, pack, unpack
-from aiodigest.records.validation import DEFAULT
 
 NOW = 1_700_000_000_000
 LEASE = 60_000
@@ -34,8 +33,8 @@ class Place:
 def bound_of_dead_letters(size: int) -> Generator[None]:
     """Let a shard keep so many bytes of dead letters, in place of 256 MiB."""
     with pytest.MonkeyPatch.context() as patch:
-        defaults = [size if value == DEFAULT.dead_letters else value for value in Close.__new__.__defaults__ or ()]
-        patch.setattr(Close.__new__, "__defaults__", tuple(defaults))
+        defaults = Close._field_defaults | {"letter_bytes": size}
+        patch.setattr(Close.__new__, "__defaults__", tuple(defaults.values()))
         yield
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiodigest.backend import DIGEST_BYTES
+from aiodigest.backend import DIGEST_BYTES, NEVER_MS
 from aiodigest.backends.memory.timelines import Held, Shard
 from aiodigest.records.entries import identity
 
 State = dict[str, Any]
 
 SETS = ("waiting", "ready", "leased")
-ORDERED = (*SETS, "postponed", "seens")  # of timelines, by times
+ORDERED = (*SETS, "postponed", "seens", "mutes")  # of timelines, by times
 # the keys of a shard, and the kinds of those that its timelines and dead letters have
-SHARED = (b"waiting", b"ready", b"leased", b"postponed", b"dead", b"pauses", b"wake", b"layout")
+SHARED = (
+    b"waiting", b"ready", b"leased", b"postponed", b"mutes", b"silences", b"dead", b"pauses", b"wake", b"layout",
+)  # fmt: skip
 FIELDS = {
     "end", "token", "done", "attempts", "lost", "iteration", "last", "cool", "dropped", "open_dropped", "id", "part",
     "cut", "bound", "frozen", "parted", "since", "error", "flush", "own", "opening", "counted", "needs",
-    "next", "pass", "bytes", "max_bytes",
+    "next", "pass", "bytes", "max_bytes", "due",
 }  # fmt: skip
 KINDS = (b"log", b"open", b"meta", b"ids", b"seen", b"letter", b"remains", b"moved")
 REMEMBERED = {"iteration", "last", "cool", "done", "opening", "needs"}  # of a timeline without records
-COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped", "duplicates")
+COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "letters_dropped", "duplicates", "muted")
 
 
 def reference_state(machine: Shard) -> State:
@@ -29,7 +31,13 @@ def reference_state(machine: Shard) -> State:
     state["postponed"] = {key.encode(): due for key, due in machine.postponed.items()}
     state["seens"] = {key.encode(): end for key, end in machine.seens.items()}
     state["seen"] = {key.encode(): ids for key, ids in machine.seen.items() if ids}
-    state["layout"] = {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
+    state["mutes"] = {key.encode(): silence.look_ms for key, silence in machine.mutes.items()}
+    state["silences"] = {
+        key: f"{silence.end_ms if silence.end_ms < NEVER_MS else 0} {silence.drops:d}"
+        for key, silence in machine.mutes.items()
+    }
+    state["layout"] = {"mutes": 1} if machine.mutes else {}
+    state["layout"] |= {name: machine.counts[name] for name in COUNTERS if machine.counts[name]}
     times = {
         "seen": machine.seen_ms, "clock": machine.clock_ms, "shift": machine.shift_ms, "stepped": machine.stepped_ms,
         "step": machine.step_ms,
@@ -59,7 +67,7 @@ def _timeline(held: Held) -> State:
     meta: dict[str, str | int] = {
         "end": held.end_ms, "iteration": held.iteration, "last": held.last_ms, "cool": held.cool_ms,
         "dropped": held.dropped, "flush": int(held.flush), "opening": held.opening_ms, "needs": held.needs,
-        "next": held.next_ms, "pass": int(held.passes),
+        "next": held.next_ms, "pass": int(held.passes), "due": held.due_ms,
         "bytes": held.log_bytes, "max_bytes": held.max_bytes,
     }  # fmt: skip
     if held.own:
@@ -92,6 +100,7 @@ def redis_state(client: Any, tag: str) -> State:
     for name in (*ORDERED, "dead", "pauses"):
         pipe.zrange(prefix + name.encode(), 0, -1, withscores=True)
     pipe.hgetall(prefix + b"layout")
+    pipe.hgetall(prefix + b"silences")
     shared = [key for key in keys if key[len(prefix) :] in SHARED]
     parts = [key for key in keys if key not in shared]
     for key in parts:
@@ -109,17 +118,14 @@ def redis_state(client: Any, tag: str) -> State:
     for key in reversed(shared):
         assert replies.pop() == -1, f"{key!r} would expire, which the keys of a shard do not"
     state: State = {name: {key: int(due) for key, due in reply} for name, reply in zip(ORDERED, replies, strict=False)}
-    state["layout"] = {
-        name.decode(): int(value)
-        for name, value in replies[7].items()
-        if name not in (b"version", b"current", b"drains", b"shift") or (name == b"shift" and value != b"0")
-    }
-    state["pauses"] = {name: int(end) for name, end in replies[6]}
+    state["layout"] = _layout_of(replies[8])
+    state["silences"] = {key.decode(): said.decode() for key, said in replies[9].items()}
+    state["pauses"] = {name: int(end) for name, end in replies[7]}
     remains: dict[bytes, Any] = {}
     facts: dict[bytes, Any] = {}
     timelines: dict[bytes, State] = {}
     state["seen"] = {}
-    for key, value, lifetime in zip(parts, replies[8::2], replies[9::2], strict=True):
+    for key, value, lifetime in zip(parts, replies[10::2], replies[11::2], strict=True):
         kind, _, name = key[len(prefix) :].partition(b":")
         assert lifetime > 0, f"{key!r} has no expiry"
         if kind == b"remains":
@@ -145,11 +151,20 @@ def redis_state(client: Any, tag: str) -> State:
             int(facts[letter][b"attempt"]), facts[letter][b"digest"].decode(), remains.pop(letter),
             facts[letter][b"limits"].decode(),
         )
-        for letter, _ in replies[5]
+        for letter, _ in replies[6]
     }  # fmt: skip
     assert not remains, "records of dead letters that are no more"
-    assert set(facts) == {letter for letter, _ in replies[5]}, "facts of dead letters that are no more"
+    assert set(facts) == {letter for letter, _ in replies[6]}, "facts of dead letters that are no more"
     return state
+
+
+def _layout_of(fields: dict[bytes, bytes]) -> dict[str, int]:
+    unchanged = (b"version", b"current", b"drains")
+    return {
+        name.decode(): int(value)
+        for name, value in fields.items()
+        if name not in unchanged and (name, value) != (b"shift", b"0")
+    }
 
 
 def _check_index(timeline: State, waits: bool) -> None:
@@ -171,14 +186,17 @@ def forget(client: Any, tag: str) -> None:
 
 
 def check_invariants(state: State) -> None:
-    """A timeline that holds records is in exactly one set, and what is in a set holds records."""
+    """A timeline that holds records is in one set, or in none as it is muted; what is in a set holds records."""
     scheduled = [key for name in SETS for key in state[name]]
     holding = [key for key, timeline in state["timelines"].items() if timeline["log"] or timeline["open"]]
-    assert sorted(scheduled) == sorted(holding)
+    muted = {key for key in holding if key in state["mutes"]} - {*scheduled}
+    assert sorted([*scheduled, *muted]) == sorted(holding)
+    assert sorted(state["mutes"]) == sorted(key.encode() for key in state["silences"])
     assert state["postponed"].keys() <= state["waiting"].keys(), "what was postponed waits"
     for key, timeline in state["timelines"].items():
         assert bool(timeline["open"]) == ("id" in timeline["meta"]), f"{key!r}: a digest without entries"
-        if key in scheduled:
+        assert "due" not in timeline["meta"] or key in muted or key in state["leased"]
+        if key in scheduled or key in muted:
             assert "end" in timeline["meta"]
         else:
             assert timeline["meta"].keys() <= REMEMBERED, f"{key!r} is no more, and more than its cool-down is kept"

@@ -30,7 +30,7 @@ from stores import LEASE, MINUTE, Store, ids
 from storestate import check_invariants, redis_state
 
 from aiodigest import JSON, Digest, DigestEngine, Entry, Finding, Policy, Throttle, Timeline
-from aiodigest.backend import Backend, Close, Lease, Move, Operations, StoredTimeline
+from aiodigest.backend import Backend, Close, Lease, Move, Mute, Operations, StoredTimeline
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections import server as connection
 from aiodigest.backends.redis.connections.server import CONNECTIONS, WAITERS
@@ -226,6 +226,11 @@ async def add_later(stage: Stage) -> None:
     await stage.behind.add("d", "a", policy=PATIENT)
 
 
+async def add_muted(stage: Stage) -> None:
+    await add(stage)
+    await stage.behind.backend.mute("d", Mute(), LIMITS)
+
+
 async def add_due(stage: Stage) -> None:
     await stage.behind.add("d", "a", policy=Policy(initial_delay=60))
     stage.store.now += MINUTE
@@ -397,6 +402,8 @@ BACKEND = {
     "digest": Cancelled(deliver_by_hand, add, holds=is_delivered_or_claimed_again),
     "delete": Cancelled(lambda stage, _: stage.backend.delete("d"), add),
     "flush": Cancelled(lambda stage, _: stage.backend.flush("d"), add_later),
+    "mute": Cancelled(lambda stage, _: stage.backend.mute("d", Mute(), LIMITS), add),
+    "unmute": Cancelled(lambda stage, _: stage.backend.unmute("d", LIMITS), add_muted),
     "remove": Cancelled(lambda stage, _: stage.backend.remove("d", identity_of(b"a"), LIMITS), add),
     "reschedule": Cancelled(lambda stage, _: stage.backend.reschedule("d", MOVE), add_later),
     "replay": Cancelled(lambda stage, letter: stage.backend.replay(letter, AT_ONCE.terms, False), bury),
@@ -446,6 +453,8 @@ ENGINE = {
     "add_many": Cancelled(lambda stage, _: add_many(stage), holds=each_is_added_whole),
     "delete": Cancelled(lambda stage, _: stage.engine.delete("d"), add),
     "flush": Cancelled(lambda stage, _: stage.engine.flush("d"), add_later),
+    "mute": Cancelled(lambda stage, _: stage.engine.mute("d"), add),
+    "unmute": Cancelled(lambda stage, _: stage.engine.unmute("d"), add_muted),
     "remove": Cancelled(lambda stage, _: stage.engine.remove("d", "a"), add),
     "reschedule": Cancelled(lambda stage, _: stage.engine.reschedule("d", delay=900), add_later),
     "replay": Cancelled(lambda stage, letter: stage.engine.replay(letter), bury),

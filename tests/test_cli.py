@@ -75,6 +75,27 @@ def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_
     assert no_process_is_left(tmp_path)
 
 
+def test_a_timeline_is_muted_shown_listed_and_unmuted(tmp_path: Path, command: Command) -> None:
+    assert command("mute", "ann", "--drop")[:2] == (0, "ann is muted until it is unmuted\n")
+    shown = command("show", "ann")[1]
+    assert "ann: muted, due never, 0 records, muted until it is unmuted, what is added is dropped" in shown
+    code, listed, _ = command("timelines", "--state", "muted")
+    assert (code, "never" in listed) == (0, True)
+    assert command("mute", "ann", "--until", "2999-01-31T09:00+01:00")[1] == (
+        "ann is muted until 2999-01-31 08:00:00 UTC\n"
+    )
+    assert command("mute", "ann", "--for", "1h")[0] == 0
+    code, _, error = command("flush", "ann")
+    assert (code, "is muted" in error) == (1, True)
+    for given in (["--until", "2030-01-31"], ["--for", "soon"], ["--for", "1h", "--until", "2999-01-31T09:00Z"]):
+        code, _, error = command("mute", "ann", *given)
+        assert (code, error.count("\n")) == (2, 1), error
+    assert command("unmute", "ann")[:2] == (0, "ann is not muted any more\n")
+    assert command("unmute", "ann")[0] == 1
+    code, told, error = command("mute", "ann", "--until", "2020-01-31T09:00Z", "--json")
+    assert (code, json.loads(told)["muted"], "has passed" in error) == (1, False, True)
+
+
 def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
     asyncio.run(bury(tmp_path))
     letter = json.loads(command("dead", "list", "--json")[1])

@@ -26,7 +26,7 @@ from storestate import check_invariants, redis_state
 from traffic import NO_GAP, Inbox, Traffic
 
 from aiodigest import BackendUnavailable, ConfigurationError, Digest, DigestEngine, Entry, PartialAdd, Policy, Throttle
-from aiodigest.backend import Add, Lease
+from aiodigest.backend import Add, Lease, Mute
 from aiodigest.backend import Move as Reschedule
 from aiodigest.backends.redis import operations
 from aiodigest.backends.redis.backend import RedisBackend
@@ -576,6 +576,8 @@ VERBS: dict[str, Verb] = {
     "schedule": lambda held: held.backend.schedule(4_000_000_000_000),
     "maintenance": lambda held: held.backend.maintenance(4_000_000_000_000),
     "flush": lambda held: held.backend.flush("waiting"),
+    "mute": lambda held: held.backend.mute("waiting", Mute(), LIMITS),
+    "unmute": lambda held: held.backend.unmute("waiting", LIMITS),
     "delete": lambda held: held.backend.delete("waiting"),
     "remove": lambda held: held.backend.remove("waiting", identity_of(b"w1"), LIMITS),
     "reschedule": lambda held: held.backend.reschedule("waiting", Reschedule(LATER.terms, delay_ms=1)),

@@ -161,10 +161,12 @@ hooks = weighted((1, st.sampled_from(("function", "returns none", "raises")).map
 entries = st.builds(Entry[Any], keys, values, ids, times)
 letters = weighted((3, st.sampled_from(("letter 0", "letter 1"))), (1, odd))
 several = weighted((4, st.lists(weighted((9, entries), (1, odd)), max_size=5)), (1, odd))
-states = weighted((2, st.sampled_from(("waiting", "ready", "leased"))), (1, odd))
+states = weighted((2, st.sampled_from(("waiting", "ready", "leased", "muted"))), (1, odd))
 add, add_many = {"key": keys, "value": values, "record_id": ids, "timestamp": times}, {"entries": several}
 often = st.one_of(
     call("flush", key=keys),
+    call("mute", key=keys, until=st.one_of(times, delays), drop=weighted((3, st.booleans()), (1, odd))),
+    call("unmute", key=keys),
     call("delete", key=keys),
     call("remove", key=keys, record_id=ids),
     call("reschedule", key=keys, at=times, delay=delays),
@@ -365,9 +367,10 @@ def each_of(kind: Any) -> Callable[[Any], bool]:
 
 # what each call may answer; those that are not here only raise, since the engine was entered already
 ANSWERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("add", "sync.add", "flush", "delete", "remove", "replay", "discard"), of(bool)),
+    **dict.fromkeys(("add", "sync.add", "flush", "unmute", "delete", "remove", "replay", "discard"), of(bool)),
     **dict.fromkeys(("add_many", "sync.add_many"), each_of(bool)),
     "reschedule": lambda answer: isinstance(answer, datetime) and answer.utcoffset() is not None,
+    "mute": lambda answer: answer is None,
     "peek": of(Timeline | None),
     "explain": of(Explanation),
     "timelines": each_of(Timeline),
@@ -607,6 +610,7 @@ async def test_whatever_stands_in_a_log_sound_records_come(server: Server, entri
 FIELDS = (
     "end", "own", "id", "token", "done", "attempts", "iteration", "last", "cool", "dropped", "open_dropped", "part",
     "cut", "frozen", "parted", "since", "error", "flush",
+    "due",
 )  # fmt: skip
 GARBAGE = (
     "", "x", "nan", "inf", "-inf", "-1", "0", "1.5", "1e300", "0x10", "9" * 15, "9" * 400, "1 2 3 4", "0 0 0 0",

@@ -44,6 +44,7 @@ FROM_THE_SERVER = {
     "aiodigest_records_dropped_total": "counter",
     "aiodigest_records_buried_total": "counter",
     "aiodigest_records_duplicates_total": "counter",
+    "aiodigest_records_muted_total": "counter",
     "aiodigest_dead_letters_dropped_total": "counter",
     "aiodigest_oldest_overdue_seconds": "gauge",
 }

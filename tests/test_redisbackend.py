@@ -33,6 +33,7 @@ from aiodigest.backend import (
     Closed,
     Lease,
     Move,
+    Mute,
     NewDeadLetter,
     Retry,
     StoredTimeline,
@@ -304,7 +305,8 @@ async def test_a_claim_moves_a_slice_and_opens_a_hundred_digests_at_most(backend
     claims = await claim(backend, 3_000)
     assert (len(claims.leases), claims.wait_ms) == (100, 0)
     assert await backend.operations.counts() == {
-        "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "dead": 0, "oldest_due_ms": NOW + 1_000,
+        "waiting": 3_000 - MOVES, "ready": MOVES - 100, "leased": 100, "mutes": 0, "dead": 0,
+        "oldest_due_ms": NOW + 1_000,
         "overdue_ms": 1_000,
     }  # fmt: skip
 
@@ -1146,3 +1148,50 @@ async def test_what_no_version_has_written_in_place_of_ids_lets_records_come_aga
         assert await backend.close(0, [closing(lease, cool_ms=0)._replace(dedupe_ms=600_000)]) == [Closed("closed")]
         assert await backend.add(0, adds) == [True]
         assert await backend.delete("k")
+
+
+async def test_an_add_that_cannot_end_a_mute_says_so(backend: RedisBackend, raw: Raw, clock: Clock) -> None:
+    """And a claim tells of it, and looks again a lease later."""
+    await backend.mute("k", Mute(delay_ms=1_000), LIMITS)
+    raw.client.set(raw.key("meta:k"), "not ours", px=3_600_000)
+    clock.now += 1_000
+    [refused] = await backend.add(0, [record("k")])
+    assert isinstance(refused, InvalidState)
+    claims = await claim(backend)
+    assert [key for key, _ in claims.broken] == ["k"]
+    assert claims.wait_ms == LEASE
+    raw.client.delete(raw.key("meta:k"))
+    assert await backend.add(0, [record("k")]) == [True]
+
+
+async def test_the_keys_of_what_waits_under_a_mute_outlive_its_end(backend: RedisBackend, raw: Raw) -> None:
+    hour = Policy(ttl=3_600)
+    limits = hour.terms.limits
+    await backend.add(0, [record("k", policy=hour)])
+    for key in ("k", "later"):
+        await backend.mute(key, Mute(delay_ms=30 * DAY), limits)
+    await backend.add(0, [record("later", policy=hour)])
+    await backend.claim(0, 1, LEASE, limits)
+    for key in ("log:k", "meta:k", "log:later", "meta:later"):
+        assert raw.client.pttl(raw.key(key)) > 30 * DAY
+
+
+async def test_a_mute_of_another_shard_is_taken_over_once(backend: RedisBackend) -> None:
+    """What is muted already stands; and a mute is only let go of if it is this one, and nothing waits under it."""
+    limits = scripts.pack_limits(LIMITS)
+
+    async def take_over(key: str, until: int) -> object:
+        return await backend.namespace.call("mute", 0, limits, 1, key, "at", until, 1)
+
+    async def let_go(key: str, said: str) -> object:
+        return await backend.namespace.call("unmute", 0, key, limits, said, 1)
+
+    assert await take_over("k", NOW + 1_000) == [1]
+    assert await take_over("k", NOW + 2_000) == [0]
+    assert (await seen(backend, "k")).mute_ms == NOW + 1_000
+    assert await let_go("k", f"{NOW + 2_000} 1") == -1
+    assert await let_go("k", f"{NOW + 1_000} 1") == 1
+    assert await let_go("k", f"{NOW + 1_000} 1") == 0
+    await backend.mute("k", Mute(), LIMITS)
+    await backend.add(0, [record("k")])
+    assert await let_go("k", "0 0") == -1

@@ -26,9 +26,22 @@ from traffic import Inbox
 
 from aiodigest import JSON, ConfigurationError, DigestEngine, Draining, Entry, InvalidState, Policy
 from aiodigest import engine as engine_module
-from aiodigest.backend import SLICE, Add, Backend, Close, Closed, Lease, NewDeadLetter, Retired, Retry, StoredDeadLetter
+from aiodigest.backend import (
+    SLICE,
+    Add,
+    Backend,
+    Close,
+    Closed,
+    Lease,
+    Mute,
+    NewDeadLetter,
+    Retired,
+    Retry,
+    StoredDeadLetter,
+)
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
+from aiodigest.backends.redis.namespace import BATCH
 from aiodigest.codecs import JSONCodec
 from aiodigest.records.entries import pack
 from aiodigest.worker.shard import ShardWorker
@@ -1018,3 +1031,145 @@ async def test_an_answer_that_comes_too_late_ends_no_shard(place: Place) -> None
     backend.namespace._layout = new._replace(current=old.current, drained=None)  # as an earlier look has it
     assert await claim(backend, backend.shard_map.current.start, 1) == []
     assert backend.namespace.layout.current == new.current
+
+
+# Mutes
+
+
+async def mutes_of(backend: Backend) -> dict[str, tuple[int, bool]]:
+    """The mutes of the shards that take adds, each of which is in the shard of its timeline."""
+    found: dict[str, tuple[int, bool]] = {}
+    for shard in backend.shard_map.current:
+        end, is_first = None, True
+        while end or is_first:
+            page = await backend.operations.page(shard, "muted", SLICE, end)
+            assert {backend.shard_map.shard_of(each.key) for each in page.items} <= {shard}
+            found |= {each.key: (each.mute_ms, each.drops) for each in page.items}
+            end, is_first = page.end, False
+    return found
+
+
+async def some_mutes(place: Place, shards: int = 2) -> tuple[RedisBackend, dict[str, tuple[int, bool]]]:
+    backend = await place.process(shards)
+    for number in range(5):
+        mute = Mute(place.now + MINUTE * 1_000 if number % 2 else None, drop=number > 2)
+        assert await backend.mute(f"m{number}", mute, LIMITS)
+    return backend, await mutes_of(backend)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_mutes_hold_in_another_number_of_shards_and_are_in_the_old_no_more(place: Place, shards: int) -> None:
+    backend, mutes = await some_mutes(place)
+    assert len(mutes) == 5
+    await change(backend, shards)
+    assert await mutes_of(await place.process()) == mutes
+    assert place.left_of(Layout(2)) == []
+
+
+async def test_mutes_of_more_than_a_call_go_along(place: Place) -> None:
+    backend = await place.process(1)
+    for number in range(2 * BATCH + 1):
+        await backend.mute(f"m{number}", Mute(), LIMITS)
+    await change(backend, 2)
+    assert len(await mutes_of(backend)) == 2 * BATCH + 1
+
+
+async def test_nothing_that_is_muted_is_delivered_at_any_step_of_a_change(server: Server) -> None:
+    @asynccontextmanager
+    async def scene(place: Place) -> AsyncGenerator[tuple[Call, Work]]:
+        backend, mutes = await some_mutes(place)
+        claimed = list[Lease]()
+
+        async def add_and_claim() -> None:
+            other = await place.process()  # one that knows what there is to know at that moment
+            for key in mutes:
+                await add(other, key, "a")
+            for shard in other.shard_map.live:
+                with suppress(Retired):
+                    claimed.extend(await claim(other, shard))
+
+        yield backend.operations.reshard(3), add_and_claim
+        assert claimed == []
+        await backend.operations.drain()
+        assert await mutes_of(backend) == mutes
+        for shard in backend.shard_map.live:
+            with suppress(Retired):
+                assert await claim(backend, shard) == []
+
+    await between_any_two_steps(server, scene)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unheard of"])
+async def test_who_is_unmuted_or_muted_at_any_step_of_a_change_is_so_after_it(server: Server, is_known: bool) -> None:
+    @asynccontextmanager
+    async def scene(place: Place) -> AsyncGenerator[tuple[Call, Work]]:
+        backend, mutes = await some_mutes(place)
+        other = await place.process()
+
+        async def change_mutes() -> None:
+            process = await place.process() if is_known else other
+            assert await process.unmute("m0", LIMITS)
+            assert await process.mute("m1", Mute(drop=True), LIMITS)
+            assert await process.mute("new", Mute(), LIMITS)
+
+        async def change_shards() -> None:
+            await backend.operations.reshard(3)
+            while await backend.operations.drain():
+                pass  # somebody has muted what the old ones have
+
+        yield change_shards(), change_mutes
+        while await backend.operations.drain():
+            pass
+        expected = {**mutes, "m1": (0, True), "new": (0, False)}
+        del expected["m0"]
+        assert await mutes_of(await place.process()) == expected
+
+    await between_any_two_steps(server, scene)
+
+
+async def test_a_change_that_is_killed_at_any_step_loses_no_mute(server: Server) -> None:
+    moment, was_cancelled = 0, True
+    while was_cancelled:
+        moment += 1
+        async with new_place(server) as place:
+            killed, mutes = await some_mutes(place)
+            was_cancelled = (await at_awaits(change(killed, 3), moment, 1)).was_cancelled
+            await killed.aclose()
+            second = await place.process()
+            await change(second, 3)
+            assert await mutes_of(await place.process()) == mutes
+            assert place.left_of(Layout(2)) == []
+    assert moment > 10
+
+
+async def test_records_that_wait_under_a_mute_keep_their_old_shard_until_they_are_delivered(place: Place) -> None:
+    old, new = await place.process(1), await place.process()
+    await add(old, "k", "a", policy=LATER)
+    assert await old.mute("k", Mute(), LIMITS)
+    assert await new.operations.reshard(4)
+    assert await new.operations.drain() == {"mutes": 1}
+    await add(new, "k", "b")
+    assert [await claim(new, shard) for shard in new.shard_map.live] == [[]] * 5
+    assert await held(new, "k") == ["a", "b"]
+    assert await new.unmute("k", LIMITS)
+    assert await new.flush("k")
+    for shard in new.shard_map.live:
+        for lease in await claim(new, shard):
+            await close(new, shard, lease)
+    await finish(new)
+    assert await mutes_of(new) == {}
+
+
+async def test_a_mute_of_a_timeline_that_is_broken_is_named_when_all_else_has_moved(place: Place) -> None:
+    old = await place.process(1)
+    for key in ("broken", "sound"):
+        await old.mute(key, Mute(), LIMITS)
+    meta = old.namespace.key(0, "meta:broken")
+    with place.server.client() as client:
+        client.set(meta, "not ours", px=3_600_000)
+        assert await old.operations.reshard(2)
+        with pytest.raises(InvalidState, match="'broken' is broken"):
+            await old.operations.drain()
+        client.delete(meta)
+    await finish(old)
+    assert set(await mutes_of(old)) == {"broken", "sound"}

@@ -40,7 +40,7 @@ def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: C
     code, output, _ = command("reshard", "--to", "16", *OPTIONS, "--url", place.url)
     assert (code, output) == (0, ended(place, "16 shards"))
     code, output, _ = command("reshard", "--to", "1", *OPTIONS, "--url", place.url, "--json")
-    assert (code, output) == (0, '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"done":true}\n')
+    assert (code, output) == (0, '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"mutes":0,"done":true}\n')
 
 
 def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, command: Command) -> None:
@@ -98,7 +98,7 @@ def test_what_is_left_is_a_line_for_each_change_where_there_is_no_terminal(place
 @pytest.mark.processes
 def test_in_json_each_look_is_an_object_a_line_and_nothing_else_is_said(place: Server, tmp_path: Path) -> None:
     with running(tmp_path, "reshard", "--to", "4", *OPTIONS, "--url", place.url, "--json") as process:
-        look = {"shards": 4, "waiting": 1, "ready": 0, "leased": 0, "dead": 0, "done": False}
+        look = {"shards": 4, "waiting": 1, "ready": 0, "leased": 0, "dead": 0, "mutes": 0, "done": False}
         assert [json.loads(process.read_line()) for _ in range(2)] == [look] * 2
         manage(place, lambda engine: engine.delete("slow"))
         assert process.end() == 0

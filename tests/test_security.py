@@ -32,7 +32,7 @@ from stores import Place
 from storestate import check_invariants, redis_state
 
 from aiodigest import BackendUnavailable, Bounds, Digest, DigestEngine, Entry, Finding, PartialAdd, Policy, Throttle
-from aiodigest.backend import Add, Close, Lease, NewDeadLetter, Postpone, Retry
+from aiodigest.backend import Add, Close, Lease, Mute, NewDeadLetter, Postpone, Retry
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections
 from aiodigest.backends.redis.connections.connection import _contexts
@@ -120,6 +120,10 @@ async def produce(stage: Stage) -> None:
     stage.client.zadd(f"{{{stage.namespace}}}:seen:once", {identity_of(b"a"): 4_000_000_000_000})
     stage.client.pexpire(f"{{{stage.namespace}}}:seen:once", 60_000)
     checked(await backend.add(0, adds("once", "a", policy=Policy(dedupe_window=60))))
+    checked(await stage.other.add(0, adds("muted", "a", policy=WAITS)))
+    await stage.other.mute("muted", Mute(delay_ms=1), LIMITS)
+    await asyncio.sleep(0.01)
+    checked(await backend.add(0, adds("muted", "b", policy=WAITS)))  # which finds that its mute is over
 
 
 async def claimed(backend: RedisBackend, key: str) -> Lease:
@@ -196,6 +200,8 @@ async def operate(stage: Stage) -> None:
         assert [await engine.remove("failed", record) for record in "ab"] == [True, True]
         await engine.reschedule("waits", delay=50)
         await engine.reschedule("waits")
+        await engine.mute("waits")
+        assert await engine.unmute("waits")
         assert [await engine.flush(key) for key in ("held", "waits")] == [True, True]
         assert [await engine.delete(key) for key in ("goes", "held")] == [True, True]
 
@@ -241,6 +247,7 @@ async def reshard(server: Server, *rule: str) -> None:
     checked(await backend.add(0, once))
     lease = await claimed(backend, "once")
     checked(await backend.close(0, [Close(lease, 1, 1, 0, LIMITS, LEASE, dedupe_ms=600_000)]))
+    await backend.mute("gone", Mute(), LIMITS)
     await backend.aclose()
     with server.client() as client:
         server.allow(client, "mail-resharder", *keys_of("resharder", namespace, several=True), *rule)

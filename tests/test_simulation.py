@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from simulation.families import FAMILIES
 from simulation.loop import Process, SeededLoop
-from simulation.planted import PLANTED, find
+from simulation.muted import Mutes
+from simulation.planted import PLANTED, Planted, find
 from simulation.world import play
 
 from aiodigest.backends.memory import backend as memory
+from aiodigest.backends.memory import timelines
 from aiodigest.worker import shard
 
 SEEDS, QUICK_SEEDS = 100, 40
@@ -40,6 +42,28 @@ def test_every_promise_is_kept_in_worlds_of_one_kind_of_trouble(family: str, fir
     for seed in range(first, 20, 10):
         witness = FAMILIES[family].played(seed)
         assert not witness.fault, "\n".join([*witness.story[-100:], f"{family} {seed}: {witness.fault}"])
+
+
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.worlds) for first in range(6, 26, 5))])
+def test_nothing_that_is_muted_goes_out_in_worlds_full_of_faults(first: int) -> None:
+    for seed in range(first, first + 5):
+        witness = Mutes.played(seed)
+        assert not witness.fault, "\n".join([*witness.story[-100:], f"seed {seed}: {witness.fault}"])
+
+
+MUTED = "machine.is_muted(key, now):  # it was under delivery"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old"),
+    [(timelines.Shard, "place", "self.is_muted(key, now):"), (memory.ReferenceBackend, "claim", MUTED)],
+    ids=["what comes under a mute", "what was under delivery"],
+)
+def test_a_world_of_mutes_finds_out_what_passes_them(
+    owner: type, name: str, old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Planted("", 0, owner, name, old, old.replace("(key, now)", "('', now)")).plant(monkeypatch)
+    assert any(Mutes.played(seed).fault for seed in range(1, 30))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
-from aiodigest.cli.timelines import add, delete, explain, flush, namespaces, show, stats, timelines
+from aiodigest.cli.timelines import add, delete, explain, flush, mute, namespaces, show, stats, timelines, unmute
 from aiodigest.cli.top import top
 
 UsageError: Any = typer.BadParameter.__base__  # wherever the library keeps it
@@ -35,7 +35,8 @@ app = typer.Typer(
 app.command()(demo)
 app.command(epilog=EXAMPLES)(pipe)
 app.command("run")(run_engines)
-for command in (namespaces, stats, timelines, show, explain, add, flush, delete, top, reshard, doctor, bench):
+ABOUT_TIMELINES = (namespaces, stats, timelines, show, explain, add, flush, mute, unmute, delete)
+for command in (*ABOUT_TIMELINES, top, reshard, doctor, bench):
     app.command()(command)
 app.add_typer(dead, name="dead")
 

@@ -79,6 +79,7 @@ class Progress:
             return self._unchanged >= STILL and not self._has_asked
         self._last, self._unchanged = left, 0
         numbers = f"{left.waiting:,} waiting, {left.ready:,} ready, {left.leased:,} leased"
+        numbers += f", {left.mutes:,} muted" if left.mutes else ""
         line = f"{self._work}: in the old ones {numbers}, {count(left.dead, 'dead letter')}"
         self.clear()
         say(line, end="" if self._is_terminal else "\n")

@@ -1,16 +1,17 @@
-"""``aiodigest namespaces``, ``stats``, ``timelines``, ``show``, ``explain``, ``add``, ``flush``, ``delete``: views."""
+"""``aiodigest stats``, ``timelines``, ``show``, ``add``, ``mute`` and others: views of one namespace from outside."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import JSON, DigestEngine, InvalidState, State
-from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, parsed_option
+from aiodigest import JSON, DigestEngine, InvalidArgument, InvalidState, State, Timeline
+from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, duration, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
 from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
 
@@ -18,7 +19,7 @@ ERROR_WIDTH = 80  # characters
 NO_RECORDS = "timeline {!r} holds no records"
 VALUE = "JSON, or text if it is no JSON."
 ADDED_ID = "The id of the record: it replaces one that waits under it. [default: a new one]"
-UNITS = dict.fromkeys(("waiting", "ready", "leased"), "timeline") | {
+UNITS = dict.fromkeys(("waiting", "ready", "leased", "mutes"), "timeline") | {
     "dead": "dead letter",
     "digests": "digest",
     "letters_dropped": "dead letter",
@@ -33,6 +34,14 @@ def state_named(text: str) -> State:
     return text
 
 
+def aware_time(text: str) -> datetime:
+    """Parse a time with its zone. Raises ValueError."""
+    with suppress(ValueError):
+        if (time := datetime.fromisoformat(text)).tzinfo is not None:
+            return time
+    raise ValueError(f"{text!r} is not a time with its zone: write 2030-01-31T09:00+01:00 or 2030-01-31T08:00Z")
+
+
 Key: TypeAlias = Annotated[str, typer.Argument(show_default=False, help="The key of a timeline.")]
 OnlyState: TypeAlias = Annotated[
     State | None,
@@ -40,7 +49,26 @@ OnlyState: TypeAlias = Annotated[
         "--state", "Only timelines in this state.", state_named, "|".join(STATES), autocompletion=lambda: list(STATES)
     ),
 ]
+Until: TypeAlias = Annotated[
+    datetime | None,
+    parsed_option("--until", "Until this time: 2030-01-31T09:00+01:00, or a date and Z.", aware_time, "TIME"),
+]
+For: TypeAlias = Annotated[
+    float | None, parsed_option("--for", "For so long from now: 30m, 8h, 7d, or plain seconds.", duration, "DURATION")
+]
+Drop: TypeAlias = Annotated[bool, typer.Option("--drop", help="Drop what is added meanwhile, and count it.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def until_of(timeline: Timeline[JSON]) -> str:
+    """Say until when a timeline is muted."""
+    return f"until {readable_time(timeline.muted_until)}" if timeline.muted_until else "until it is unmuted"
+
+
+def due_of(timeline: Timeline[JSON]) -> str:
+    """Return the time when a timeline is due, or "never" if a mute without end keeps it."""
+    never = timeline.state == "muted" and timeline.muted_until is None
+    return "never" if never else readable_time(timeline.due)
 
 
 def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
@@ -80,8 +108,7 @@ def timelines(
         print_json(*map(view_json, found))
         return
     rows = (
-        (t.key, t.state, readable_time(t.due), f"{t.size:,}", str(t.attempt), f"{t.dropped:,}", t.last_error or "")
-        for t in found
+        (t.key, t.state, due_of(t), f"{t.size:,}", str(t.attempt), f"{t.dropped:,}", t.last_error or "") for t in found
     )
     print_table(("key", "state", "due", "records", "attempt", "dropped", "last error"), rows)
 
@@ -94,7 +121,9 @@ def show(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout =
     if in_json:
         print_json(view_json(found, records=True))
         return
-    title = f"{key}: {found.state}, due {readable_time(found.due)}, {count(len(found.records), 'record')}"
+    title = f"{key}: {found.state}, due {due_of(found)}, {count(len(found.records), 'record')}"
+    if found.muted:
+        title += f", muted {until_of(found)}{', what is added is dropped' if found.drops else ''}"
     if found.attempt:
         title += f", attempt {found.attempt} {'is in progress' if found.state == 'leased' else 'was made'}"
     if found.last_error:
@@ -157,8 +186,39 @@ def add(
 def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """Make a timeline due now."""
     flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
-    failure = "" if flushed else NO_RECORDS.format(key)
+    failure = "" if flushed else f"{NO_RECORDS.format(key)}, or is muted"
     print_result({"key": key, "flushed": flushed}, f"{key} is due now", in_json, failure=failure)
+
+
+def mute(
+    key: Key, namespace: Namespace, until: Until = None, length: For = None, drop: Drop = False, url: Url = EMBEDDED,
+    timeout: Timeout = 5.0, in_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Deliver nothing of a timeline for a time, or until it is unmuted.
+
+    What is added meanwhile waits, unless it is dropped.
+    """
+    if until is not None and length is not None:
+        raise InvalidArgument("give --until or --for, not both")
+    end = until if length is None else timedelta(seconds=length)
+
+    async def put(engine: DigestEngine) -> Timeline[JSON] | None:
+        await engine.mute(key, end, drop)
+        return await engine.peek(key)
+
+    found = Location(url, namespace, timeout).ask(put)
+    facts = {"key": key, "muted": found is not None and found.muted, "until": found and found.muted_until}
+    is_over = "" if found is not None and found.muted else f"{key} is not muted: that time has passed"
+    print_result(facts, f"{key} is muted {until_of(found)}" if found else "", in_json, failure=is_over)
+
+
+def unmute(
+    key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
+) -> None:
+    """End the mute of a timeline."""
+    unmuted = Location(url, namespace, timeout).ask(lambda engine: engine.unmute(key))
+    failure = "" if unmuted else f"timeline {key!r} is not muted"
+    print_result({"key": key, "unmuted": unmuted}, f"{key} is not muted any more", in_json, failure=failure)
 
 
 def delete(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Annotated, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -30,7 +30,12 @@ COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "dup
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
 HEAD = 10  # lines above the first timeline
-STYLES: dict[State, str] = {"ready": "yellow", "leased": "cyan", "waiting": ""}  # in the order in which they are shown
+STYLES: dict[State, str] = {
+    "ready": "yellow",
+    "leased": "cyan",
+    "waiting": "",
+    "muted": "dim",
+}  # in the order in which they are shown
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
@@ -150,7 +155,7 @@ async def watch(location: Location, interval: float, looks: int | None, show: Sh
 async def look_at(engine: DigestEngine) -> Look:
     """Look once. Raises BackendUnavailable."""
     stats = await engine.stats()
-    states = [state for state in get_args(State) if getattr(stats, state)]
+    states: list[State] = [state for state in STYLES if getattr(stats, "mutes" if state == "muted" else state)]
     found = [timeline for state in states for timeline in await _earliest(engine, state)]
     return Look(datetime.now(UTC), asyncio.get_running_loop().time(), stats.health(), stats, tuple(found))
 
@@ -159,7 +164,8 @@ async def _earliest(engine: DigestEngine, state: State) -> list[Timeline[JSON]]:
     """Return the timelines due earliest; of very many, those of the first shards, since the work is bounded."""
     found: list[Timeline[JSON]] = []
     async for timeline in engine.timelines(state):
-        found.append(timeline)
+        if timeline.state == state:  # what is muted may be under delivery
+            found.append(timeline)
         if len(found) == SCANNED:
             break
     return heapq.nsmallest(SHOWN, found, key=lambda timeline: timeline.due)
@@ -186,11 +192,13 @@ def server_time(look: Look) -> datetime:
 
 
 def due_in_words(timeline: Timeline[JSON], now: datetime) -> str:
-    """Say when a timeline is due, how long it has been due, or when its lease ends."""
+    """Say when a timeline is due, how long it has been due, or when its lease or its mute ends."""
+    if timeline.state == "muted" and timeline.muted_until is None:
+        return "never"
     left = (timeline.due - now).total_seconds()
     if timeline.state == "leased":
         return f"lease {span(left)}" if left > 0 else "lease over"
-    if timeline.state == "waiting" and left >= 0:
+    if timeline.state in ("waiting", "muted") and left >= 0:
         return f"in {span(left)}"
     return f"overdue {span(max(0.0, -left))}"
 
@@ -235,6 +243,7 @@ def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: in
         return Group(head, Text(reason, "bold red"), Text("trying again", "dim"))
     health = Text("healthy", "green") if look.health.ok else Text(f"not healthy: {reason}", "bold red")
     contents = cut(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
+    contents.append(f"{stats.mutes:,} muted, " if stats.mutes else "")
     contents.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")
     contents.append(f"; the earliest has been due for {stats.overdue:,.1f} s" if stats.overdue else "")
 

@@ -88,7 +88,7 @@ class Metrics:
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
         ours, stored = self._ours, self._stored
         let_go = "Dead letters that made room for newer ones, or reached their 30 days"
-        states = {state: {"state": state} for state in get_args(State)}
+        states = {"mutes" if state == "muted" else state: {"state": state} for state in get_args(State)}
         losses = {field: {"reason": reason} for field, reason in LOSSES.items()}
         for make, name, observe, unit, description in (
             (counter, "adds", ours("adds", sum), "{record}", "Records that were added"),
@@ -108,6 +108,7 @@ class Metrics:
                 "{record}",
                 "Records that were delivered before",
             ),
+            (counter, "records.muted", stored({"muted": {}}), "{record}", "Records that were dropped by mutes"),
             (counter, "dead_letters.dropped", stored({"letters_dropped": {}}), "{letter}", let_go),
             (gauge, "oldest_overdue", stored({"overdue": {}}), "s", "For how long the earliest timeline has been due"),
         ):

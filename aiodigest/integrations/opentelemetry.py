@@ -38,6 +38,7 @@ def instrument(
     ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
     ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
     ``aiodigest.records.duplicates`` (kept from being delivered again by ``dedupe_window``),
+    ``aiodigest.records.muted`` (dropped by mutes),
     ``aiodigest.dead_letters.dropped`` (let go, oldest first) and ``aiodigest.oldest_overdue`` (seconds) belong to the
     namespace: each process reports the same, so take their maximum and not their sum. For these
     the server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow;

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aiodigest.policy import Policy, RetryPolicy, Terms
     from aiodigest.timing.throttle import Throttle
 
+ENDLESS = "until it is unmuted"
 UNITS = (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1_000), ("ms", 1))
 
 
@@ -66,8 +67,12 @@ class Explainer:
         if found is None:
             return self._empty(cooling)
         score = found.until_ms or found.due_ms
-        {"waiting": self._waiting, "ready": self._ready, "leased": self._leased}.get(found.state, self._kept)(found)
-        return Explanation(self.key, found.state, self._when(score), tuple(self._reasons))
+        tell = {"waiting": self._waiting, "ready": self._ready, "leased": self._leased, "muted": self._muted}
+        tell[found.state](found)
+        if found.mute_ms >= 0 and found.state != "muted":
+            self._mute("mute", "it ", found)
+        due = None if found.state == "muted" and not found.mute_ms else self._when(score)
+        return Explanation(self.key, found.state, due, tuple(self._reasons))
 
     # Words
 
@@ -130,8 +135,19 @@ class Explainer:
         else:
             self._say("since", None, came)
 
-    def _kept(self, found: StoredTimeline) -> None:
-        self._say("state", found.due_ms, f"is {found.state} until {{}}")
+    def _muted(self, found: StoredTimeline) -> None:
+        self._mute("state", "", found)
+        if found.digest_id:
+            self._tried(found)
+        if held := found.logged + found.opened:
+            due = f", due {self._told(found.due_ms)}" if found.mute_ms else ""
+            self._say("since", None, f"{counted(held, 'entry waits', 'entries wait')}{due}")
+        if found.drops:
+            self._say("mute", None, "what is added is dropped")
+
+    def _mute(self, kind: str, who: str, found: StoredTimeline) -> None:
+        was = "was" if 0 < found.mute_ms <= self.now_ms else "is"  # a claim will see that it is over
+        self._say(kind, found.mute_ms or None, f"{who}{was} muted {'until {}' if found.mute_ms else ENDLESS}")
 
     def _empty(self, cooling: Cooling | None) -> Explanation:
         self._say("state", None, "holds no records")

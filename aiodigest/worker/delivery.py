@@ -190,7 +190,8 @@ def _signal_in(error: Exception) -> Exception | None:
     errors = [*_leaves(error)]
     rejections = [error for error in errors if isinstance(error, Reject)]
     if rejections:
-        return Reject("; ".join(dict.fromkeys(text_of(error.reason) for error in rejections)))
+        reason = "; ".join(dict.fromkeys(text_of(error.reason) for error in rejections))
+        return Reject(reason, mute=any(error.mute for error in rejections))
     unknown = [text_of(error.reason) for error in errors if isinstance(error, OutcomeUnknown)]
     if unknown:
         return OutcomeUnknown("; ".join(dict.fromkeys(unknown)))
@@ -387,7 +388,7 @@ class Dispatcher(Generic[T]):
             case RetryAfter():
                 return self._deferred(attempt, error)
             case Reject():
-                return self._buried(attempt, describe(error), "rejected")
+                return self._buried(attempt, describe(error), "rejected", mute=error.mute)
             case PartialFailure():
                 return self._partial(attempt, error)
             case TimedOut():
@@ -464,7 +465,12 @@ class Dispatcher(Generic[T]):
         return close
 
     def _buried(
-        self, attempt: Attempt[T], reason: str, result: Result = "buried", error: BaseException | None = None
+        self,
+        attempt: Attempt[T],
+        reason: str,
+        result: Result = "buried",
+        error: BaseException | None = None,
+        mute: bool = False,
     ) -> Outcome:
         lease, facts = attempt.lease, facts_of(attempt.lease, reason)
         line = "digest %s of %r is a dead letter after attempt %d: %s"
@@ -472,7 +478,9 @@ class Dispatcher(Generic[T]):
         contents = attempt.contents
         ids = [*(identity_of(record.id.encode()) for record in contents.records), *contents.undecodable]
         letter = NewDeadLetter(reason, ids if contents.replaced else None)
-        return Outcome(self._close(attempt, 0, [letter]), result)
+        if mute:
+            logger.warning("timeline %r is muted, and drops what is added", lease.key, extra=facts)
+        return Outcome(self._close(attempt, 0, [letter])._replace(mute=mute), result)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:

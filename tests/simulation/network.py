@@ -20,6 +20,7 @@ from aiodigest.backend import (
     Closed,
     Grant,
     Lease,
+    Mute,
     Operations,
     Postpone,
     Retired,
@@ -336,13 +337,18 @@ class Link(Backend, Operations):
     async def close(self, shard: int, closes: Sequence[Close]) -> Sequence[Closed | AiodigestError]:
         for close in closes:
             self._witness.burying(close)
-        closed: list[Closed] = await self._ask_shard("close", shard, closes)
+        closed: list[Closed] = await self._ask_shard("close", shard, closes, seen=partial(self._muted, closes))
         for close, answer in zip(closes, closed, strict=True):
             if answer.status == "part":
                 self._witness.goes_on(self._process, close.lease.digest_id, answer.digest_id)
             else:
                 self._witness.holds_no_more([close.lease])
         return closed
+
+    def _muted(self, closes: Sequence[Close], answers: Sequence[Closed]) -> None:
+        for close, answer in zip(closes, answers, strict=True):
+            if close.mute and answer.status != "lost":
+                self._witness.muted(close.lease.key, Mute())
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> Sequence[bool | AiodigestError]:
         kept = await self._ask_shard("retry", shard, retries)
@@ -393,6 +399,12 @@ class Link(Backend, Operations):
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         return await self._ask_shard("open", shard, key, lease_ms, limits, repeat=False)
+
+    async def mute(self, key: str, mute: Mute, limits: Limits) -> bool:
+        return await self._ask_once("mute", lambda _: self._witness.muted(key, mute), key, mute, limits)
+
+    async def unmute(self, key: str, limits: Limits) -> bool:
+        return await self._ask_once("unmute", lambda _: self._witness.muted(key), key, limits)
 
     async def delete(self, key: str) -> bool:
         return await self._ask_once("delete", lambda _: self._witness.removed(key), key)

@@ -8,12 +8,13 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from storestate import check_invariants, reference_state
 
 from aiodigest import Delivery, Digest, DigestEngine, Policy, Throttle
-from aiodigest.backend import ALONE, Claims, Close, Lease
+from aiodigest.backend import ALONE, Claims, Close, Lease, Mute
 from aiodigest.backoff import PROBE_PERIOD, PROBE_TIMEOUT, PROBES
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
@@ -101,6 +102,7 @@ class Witness:
         self.attempts: deque[float] = deque()  # when those began that count for the throttle
         self.counts_from = 0.0  # when they count: a clock that steps forward ends waits early
         self._removed_at: dict[str, float] = {}
+        self._muted_until: dict[str, float] = {}
         self._owners: dict[str, Process] = {}
         self._leased_at: dict[str, float] = {}  # by digest
         self._leases = Counter[str]()  # of a digest, also those that nobody has heard of
@@ -161,6 +163,8 @@ class Witness:
 
     def leased(self, process: Process, claims: Claims) -> None:
         for lease in claims.leases:
+            if self._muted_until.get(lease.key, 0.0) > self._loop.time() + 0.001:
+                self.broken(f"{process} leases {lease.key}, which is muted")
             self._owners[lease.token] = process
             self.conducts[process].given_up.discard(lease.digest_id)
             self._leased_at[lease.digest_id] = self._loop.time()
@@ -192,6 +196,12 @@ class Witness:
         self.tell(f"{key} {record_id or ''} removed")
         self._removed_at[key] = self._loop.time()
         self.records.removed(key, record_id)
+
+    def muted(self, key: str, mute: Mute | None = None) -> None:
+        """A timeline is muted from now on, or (None) not any more."""
+        seconds = inf if mute and mute.delay_ms is None else mute.delay_ms / 1000 if mute and mute.delay_ms else 0.0
+        self.tell(f"{key} is muted for {seconds:g} s")
+        self._muted_until[key] = self._loop.time() + seconds
 
     # What callbacks are given
 

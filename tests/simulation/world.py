@@ -247,7 +247,7 @@ class World:
         machines = self._server.store.machines
         letters = [letter for machine in machines for letter in machine.dead.values()]
         lost = self.witness.records.unaccounted(letters)
-        counted = sum(machine.counts[name] for machine in machines for name in ("dropped", "aged", "expired"))
+        counted = sum(machine.counts[name] for machine in machines for name in ("dropped", "aged", "expired", "muted"))
         if len(lost) > counted:
             self.witness.broken(f"{len(lost)} records are lost, {counted} of them counted: {lost[:20]}")
         reasons = [(letter.digest_id, letter.reason) for letter in letters]

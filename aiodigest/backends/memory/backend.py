@@ -20,6 +20,7 @@ from aiodigest.backend import (
     DIGEST_BYTES,
     FEATURES,
     GIVE_BACK_MS,
+    NEVER_MS,
     SAME_MS,
     SAMPLE,
     SLICE,
@@ -33,6 +34,7 @@ from aiodigest.backend import (
     Grant,
     Lease,
     Move,
+    Mute,
     Operations,
     Page,
     Postpone,
@@ -44,7 +46,16 @@ from aiodigest.backend import (
     needs_unknown,
     unknown_need,
 )
-from aiodigest.backends.memory.timelines import Delivery, Held, Shard, earliest, merged_needs, only, page_of
+from aiodigest.backends.memory.timelines import (
+    Delivery,
+    Held,
+    Shard,
+    Silence,
+    earliest,
+    merged_needs,
+    only,
+    page_of,
+)
 from aiodigest.errors import AiodigestError, ConfigurationError, InvalidState, LeaseLost, LimitExceeded
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -150,7 +161,14 @@ class ReferenceBackend(Backend, Operations):
             return answers
         with self._transition(shard, begins=True) as (machine, now):
             for add in adds:
-                key, terms, limits = add.key, add.terms, add.terms.limits
+                key, terms, limits, silence = add.key, add.terms, add.terms.limits, machine.mutes.get(add.key)
+                if silence and silence.end_ms <= now:
+                    machine.unmute(key, silence.end_ms, limits, now)
+                    silence = None
+                if silence and silence.drops:
+                    machine.counts["muted"] += 1
+                    answers.append(False)
+                    continue
                 if terms.dedupe_ms and machine.has_seen(key, add.entry, now):
                     machine.counts["duplicates"] += 1
                     answers.append(False)
@@ -191,6 +209,7 @@ class ReferenceBackend(Backend, Operations):
             (machine, now), nonce = self._tick(shard, begins=True), self._nonce()
             machine.watch_gap(lease_ms, now)
             machine.promote(machine.waiting, now)
+            expired += machine.look_at_mutes(limits, now)
 
             def consider(key: str) -> None:
                 nonlocal doubtful, count
@@ -199,15 +218,13 @@ class ReferenceBackend(Backend, Operations):
                 is_alone = held.delivery is not None and held.delivery.lost + bool(held.delivery.token) >= ALONE
                 if need := unknown_need(held.needs, self._features):
                     due = machine.ready[key] if key in machine.ready else machine.leased[key]
-                    machine.place(key, now + ASIDE_MS, now)
-                    machine.postponed[key] = due
+                    machine.leave(key)
+                    machine.waiting[key], machine.postponed[key] = now + ASIDE_MS, due
                     left.append((key, need))
                 elif held.empty or held.end_ms <= now:
-                    size = distinct(held.entries)
-                    machine.leave(key)
-                    machine.held.pop(key, None)
-                    machine.counts["expired"] += size
-                    expired.append((key, size))
+                    expired.append((key, machine.expire(key)))
+                elif machine.is_muted(key, now):  # it was under delivery, and is kept from going out again
+                    machine.place(key, machine.ready[key] if key in machine.ready else machine.leased[key], now)
                 elif key in machine.ready and is_doubtful and not doubtful:
                     machine.defer(key, now)
                 elif is_alone and leases:
@@ -232,7 +249,8 @@ class ReferenceBackend(Backend, Operations):
                     break
             ended = machine.ended(now)
             ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
-            nexts = [*machine.waiting.values(), *ends]
+            looks = [silence.look_ms for silence in machine.mutes.values() if silence.look_ms < NEVER_MS]
+            nexts = [*machine.waiting.values(), *looks, *ends]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             barred = bool(ended) and not doubtful
             server_ms = now - machine.shift_ms
@@ -258,7 +276,8 @@ class ReferenceBackend(Backend, Operations):
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:
         with self._lock:
             (machine, now), nonce = self._tick(shard), self._nonce()
-            if key not in machine.ready or machine.held.get(key, Held()).empty:
+            is_held = key in machine.ready and not machine.held.get(key, Held()).empty
+            if not is_held or machine.is_muted(key, now):
                 return None
             if need := unknown_need(machine.held[key].needs, self._features):
                 raise needs_unknown(key, need)
@@ -301,6 +320,9 @@ class ReferenceBackend(Backend, Operations):
                 lost = [each.ids for each in close.dead_letters]
                 machine.remember(key, _delivered(close, delivery, lost), close.dedupe_ms, now)
                 parted = delivery.parted or close.counts
+                if close.mute:
+                    machine.mutes[key] = Silence(NEVER_MS, True, NEVER_MS)
+                    held.need_mutes(bool(held.log or delivery.entries[close.taken :]))
                 if rest := delivery.entries[close.taken :]:
                     held.delivery = Delivery(
                         name, part=delivery.part, cut_ms=delivery.cut_ms, bound=delivery.bound, token=lease.token,
@@ -384,7 +406,9 @@ class ReferenceBackend(Backend, Operations):
                     held.flush, held.passes, delay_ms = False, True, 0
                 delivery.token = ""
                 held.touch(delay_ms + (held.own or limits).ttl_ms, now)
-                if not machine.place(lease.key, now + delay_ms if delay_ms else min(lease.due_ms, now), now):
+                is_muted = machine.is_muted(lease.key, now)
+                time = now + delay_ms if delay_ms and not is_muted else min(lease.due_ms, now)
+                if not machine.place(lease.key, time, now) and not is_muted:
                     machine.postponed[lease.key] = lease.due_ms
                 held.done = (lease.token, lease.digest_id, Closed("closed"))
                 answers.append(True)
@@ -444,10 +468,34 @@ class ReferenceBackend(Backend, Operations):
     async def flush(self, key: str) -> bool:
         exists = False
         for machine, now in self._transitions(self.shard_map.shards_of(key)):
-            if machine.placed(key):
+            silence = machine.mutes.get(key)
+            if silence and silence.end_ms <= now:
+                machine.unmute(key, silence.end_ms, None, now)
+            if machine.placed(key) and not machine.is_muted(key, now):
                 exists = True
                 machine.flush(key, machine.held[key], now)
         return exists
+
+    async def mute(self, key: str, mute: Mute, limits: Limits) -> bool:
+        is_muted = False
+        for shard in self.shard_map.shards_of(key):
+            with self._transition(shard, begins=True) as (machine, now):
+                end = NEVER_MS if mute.delay_ms is None else now + mute.delay_ms
+                end = end if mute.at_ms is None else mute.at_ms + machine.shift_ms
+                if end > now:
+                    machine.mute(key, Silence(end, mute.drop, end), limits, now)
+                elif key in machine.mutes:
+                    machine.unmute(key, now, limits, now)
+                is_muted = is_muted or end > now
+        return is_muted
+
+    async def unmute(self, key: str, limits: Limits) -> bool:
+        was_muted = False
+        for machine, now in self._transitions(self.shard_map.shards_of(key)):
+            if key in machine.mutes:
+                machine.unmute(key, now, limits, now)
+                was_muted = True
+        return was_muted
 
     async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         removed = False
@@ -462,7 +510,7 @@ class ReferenceBackend(Backend, Operations):
             delivery = held.delivery or Delivery("")
             kept = [entry for entry in delivery.entries if identity(entry) != name]
             if len(kept) < len(delivery.entries):
-                if delivery.frozen or delivery.token or key not in machine.waiting:
+                if delivery.frozen or delivery.token or not (key in machine.waiting or held.due_ms):
                     removed = False  # it may be delivered again as it is
                 else:
                     removed, delivery.entries, delivery.digest_id = True, kept, nonce
@@ -577,7 +625,8 @@ class ReferenceBackend(Backend, Operations):
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
         with self._lock:
             machine, server_ms = self.machines[shard], self._now()
-            keys, end = page_of(machine.schedule[state], count, after)
+            looks = {key: silence.look_ms for key, silence in machine.mutes.items()}
+            keys, end = page_of(looks if state == "muted" else machine.schedule[state], count, after)
             return Page([timeline for key in keys if (timeline := machine.look(key, server_ms))], end)
 
     async def counts(self) -> dict[str, int]:
@@ -589,6 +638,7 @@ class ReferenceBackend(Backend, Operations):
                 total.update(machine.counts)
                 now = machine.now(server_ms)
                 total["dead"] += len(machine.dead.times(now))
+                total["mutes"] += len(machine.mutes)
                 for state, times in machine.schedule.items():
                     total[state] += len(times)
                 ended = [end for end in machine.leased.values() if end <= now]  # nobody holds these

@@ -13,6 +13,7 @@ from aiodigest.backend import (
     DEAD_LETTER_TTL_MS,
     MOST_SEEN,
     MOVES,
+    NEVER_MS,
     SLICE,
     STEP_MS,
     STEP_TOLD_MS,
@@ -75,6 +76,7 @@ class Held:
     log_bytes: int = 0  # what the entries in the log decode to, of those for which it was told
     max_bytes: int = 0  # of a digest
     own: Limits | None = None
+    due_ms: int = 0  # when it was due, of one that a mute keeps out of the schedule
     needs: str = ""  # features, separated by spaces: who does not know them all leaves it to others
     done: tuple[str, str, Closed] | None = None  # token, digest id, and what they were answered
 
@@ -89,6 +91,19 @@ class Held:
     def touch(self, ttl: int, now: int) -> None:
         if self.end_ms < now + ttl:
             self.end_ms = now + ttl + ttl // 64
+
+    def need_mutes(self, is_muted: bool) -> None:
+        words = [word for word in self.needs.split() if word != "mute"]
+        self.needs = " ".join([*words, "mute"] if is_muted else words)
+
+
+@dataclass
+class Silence:
+    """A mute: until when, whether what is added is dropped, and when a claim looks at it again."""
+
+    end_ms: int  # NEVER_MS: without end
+    drops: bool
+    look_ms: int
 
 
 class DeadLetters(dict[str, StoredDeadLetter]):
@@ -131,6 +146,7 @@ class Shard:
             "waiting": self.waiting, "ready": self.ready, "leased": self.leased
         }  # fmt: skip
         self.postponed: dict[str, int] = {}  # of those that wait, when they were due, which is theirs again when ready
+        self.mutes: dict[str, Silence] = {}
         self.held: dict[str, Held] = {}
         self.seen: dict[str, dict[bytes, int]] = {}  # of each timeline, until when identities count as delivered
         self.seens: dict[str, int] = {}  # and until when the latest of them do
@@ -172,15 +188,26 @@ class Shard:
     # The schedule
 
     def placed(self, key: str) -> tuple[State, int] | None:
-        return next(((state, times[key]) for state, times in self.schedule.items() if key in times), None)
+        """Return where a timeline is, and when it is due; or that a mute keeps it out of the schedule."""
+        for state, times in self.schedule.items():
+            if key in times:
+                return state, times[key]
+        held = self.held.get(key)
+        return ("muted", held.due_ms) if held and held.due_ms and key in self.mutes else None
 
     def leave(self, key: str) -> None:
         for times in (*self.schedule.values(), self.postponed):
             times.pop(key, None)
 
+    def is_muted(self, key: str, now: int) -> bool:
+        return key in self.mutes and self.mutes[key].end_ms > now
+
     def place(self, key: str, due: int, now: int) -> bool:
-        """Schedule a timeline; True if it is ready."""
+        """Schedule a timeline, unless it is muted: a claim looks when its records end. True if it is ready."""
         self.leave(key)
+        if self.is_muted(key, now):
+            self.held[key].due_ms, self.mutes[key].look_ms = due, now
+            return False
         (self.ready if due <= now else self.waiting)[key] = due
         return due <= now
 
@@ -190,14 +217,16 @@ class Shard:
 
     @property
     def head_ms(self) -> float:
-        """The due time of the next timeline; a ready one is due at once."""
-        return -1.0 if self.ready else min(self.waiting.values(), default=inf)
+        """The due time of the next timeline, or the time to look at a mute; a ready one is due at once."""
+        looks = (silence.look_ms for silence in self.mutes.values() if silence.look_ms < NEVER_MS)
+        return -1.0 if self.ready else min((*self.waiting.values(), *looks), default=inf)
 
     def promote(self, times: dict[str, int], deadline: int) -> list[tuple[str, int]]:
         """Make ready what is due by the deadline, and keep the times, or those when what was postponed was due."""
         moved = [(key, self.due_of(key, time)) for key, time in earliest(times) if time <= deadline][:MOVES]
         for key, due in moved:
-            self.place(key, due, due)
+            self.leave(key)
+            self.ready[key] = due
         return moved
 
     def recoverable(self, deadline: int, now: int) -> int:
@@ -229,17 +258,87 @@ class Shard:
 
     def look(self, key: str, server_ms: int) -> StoredTimeline | None:
         """Return what is stored of a timeline that holds records, its times by the server's clock."""
-        if (placed := self.placed(key)) is None:
+        silence = self.mutes.get(key)
+        if (placed := self.placed(key) or (("muted", 0) if silence else None)) is None:
             return None
         held, (state, score), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
         delivery, until = held.delivery or Delivery(""), score - ahead if key in self.postponed else 0
         cool, last, opening = (time and time - ahead for time in (held.cool_ms, held.last_ms, held.opening_ms))
+        due, mute_ms, drops = self.due_of(key, score), -1, False
+        if silence:
+            due = max(due, silence.end_ms) if state == "muted" else due
+            mute_ms, drops = silence.end_ms - ahead if silence.end_ms < NEVER_MS else 0, silence.drops
         return StoredTimeline(
-            key, state, self.due_of(key, score) - ahead, len(held.log), len(delivery.entries),
+            key, state, due - ahead if due < NEVER_MS else due, len(held.log), len(delivery.entries),
             delivery.attempts + bool(delivery.token), held.iteration, held.dropped + delivery.dropped, cool,
             delivery.digest_id, delivery.last_error, last, opening, held.next_ms and held.next_ms - ahead, until,
-            held.flush, held.passes, held.needs,
+            held.flush, held.passes, held.needs, mute_ms, drops,
         )  # fmt: skip
+
+    # Mutes
+
+    def mute(self, key: str, silence: Silence, limits: Limits, now: int) -> None:
+        """Keep a timeline out of the schedule from now on, unless it is under delivery."""
+        held, placed = self.held.get(key), self.placed(key)
+        self.mutes[key] = silence
+        if placed and held:
+            state, due = placed
+            if state in ("waiting", "ready"):
+                self.place(key, self.due_of(key, due), now)
+            held.need_mutes(True)
+            self.touch_muted(key, held, limits, now)
+        waits = placed and held and placed[0] != "leased"
+        silence.look_ms = min(silence.end_ms, held.end_ms) if waits and held else silence.end_ms
+
+    def touch_muted(self, key: str, held: Held, limits: Limits, now: int) -> None:
+        """Renew the end of what waits under a mute: its ttl counts from the end of the mute, if that has one."""
+        end = self.mutes[key].end_ms
+        if end < NEVER_MS or not held.end_ms:
+            held.touch((end - now if end < NEVER_MS else 0) + (held.own or limits).ttl_ms, now)
+
+    def unmute(self, key: str, end: int, limits: Limits | None, now: int) -> None:
+        """Schedule what waited under a mute that ended then: due as it was, but no sooner; or at once if it is full."""
+        placed, held = self.placed(key), self.held.get(key)
+        del self.mutes[key]
+        if held is None:
+            return
+        due, held.due_ms = max(held.due_ms, min(end, now)), 0
+        held.need_mutes(False)
+        if placed and placed[0] == "muted":
+            limits = held.own or limits
+            full = 0 < limits.max_size <= distinct(held.log) if limits else False
+            if held.delivery is None and (full or 0 < held.max_bytes <= held.log_bytes):
+                due = min(due, now)
+            if limits:
+                held.touch(max(due - now, 0) + limits.ttl_ms, now)
+            self.place(key, due, now)
+
+    def look_at_mutes(self, limits: Limits, now: int) -> list[tuple[str, int]]:
+        """Look at the mutes whose time has come; return the timelines whose records have ended, and their numbers."""
+        expired: list[tuple[str, int]] = []
+        looks = {key: silence.look_ms for key, silence in self.mutes.items() if silence.look_ms <= now}
+        for key, _ in earliest(looks)[:MOVES]:
+            silence, placed, held = self.mutes[key], self.placed(key), self.held.get(key, Held())
+            if silence.end_ms <= now:
+                self.unmute(key, silence.end_ms, limits, now)
+            elif held.empty or not placed or placed[0] != "muted":
+                silence.look_ms = silence.end_ms
+            else:
+                self.touch_muted(key, held, limits, now)
+                if held.end_ms <= now:
+                    expired.append((key, self.expire(key)))
+                    silence.look_ms = silence.end_ms
+                else:
+                    silence.look_ms = min(silence.end_ms, held.end_ms)
+                    held.need_mutes(True)
+        return expired
+
+    def expire(self, key: str) -> int:
+        """Drop a timeline whose records have ended; return how many these are."""
+        self.leave(key)
+        size = distinct(self.held.pop(key, Held()).entries)
+        self.counts["expired"] += size
+        return size
 
     # The window in which records gather
 
@@ -298,13 +397,15 @@ class Shard:
             key not in self.waiting
             or held.delivery
             or key in self.postponed
-            or not 0 < held.max_bytes <= held.log_bytes
+            or not 0 < terms.max_bytes <= held.log_bytes
         ):
             return False
         return self.place(key, within(terms.hours, key, min(self.waiting[key], now), now, self.shift_ms), now)
 
     def flush(self, key: str, held: Held, now: int) -> bool:
-        """Let a timeline be due now, or after the delivery under way; True if that made it ready."""
+        """Let a timeline that is not muted be due now, or after the delivery under way; True if it is ready by that."""
+        if self.is_muted(key, now):
+            return False
         if key in self.leased:
             held.flush = True
         elif self.placed(key):
@@ -409,7 +510,7 @@ class Shard:
         flush, held.flush = held.flush, False
         held.passes = flush and bool(held.log)
         if not held.log:
-            held.end_ms = held.dropped = held.next_ms = held.log_bytes = held.max_bytes = 0
+            held.end_ms = held.dropped = held.due_ms = held.next_ms = held.log_bytes = held.max_bytes = 0
             held.own = None
             return
         full = 0 < limits.max_size <= distinct(held.log) or 0 < held.max_bytes <= held.log_bytes

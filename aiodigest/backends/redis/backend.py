@@ -20,6 +20,7 @@ from aiodigest.backend import (
     Grant,
     Lease,
     Move,
+    Mute,
     Operations,
     Postpone,
     Retired,
@@ -288,6 +289,18 @@ class RedisBackend(Backend):
 
     async def flush(self, key: str) -> bool:
         return 1 in await self.namespace.call_of(key, "flush", key)
+
+    async def mute(self, key: str, mute: Mute, limits: Limits) -> bool:
+        item = scripts.pack_mute(key, mute)
+        replies = await self.namespace.call_of(key, "mute", scripts.pack_limits(limits), 0, *item)
+        answers = [answer for reply in cast("list[list[object]]", replies) for answer in reply]
+        for problem in answers:
+            if isinstance(problem, bytes):
+                raise self.namespace.broken(key, text(problem))
+        return 1 in answers
+
+    async def unmute(self, key: str, limits: Limits) -> bool:
+        return 1 in await self.namespace.call_of(key, "unmute", key, scripts.pack_limits(limits), "", 0)
 
     async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         packed = scripts.pack_limits(limits)

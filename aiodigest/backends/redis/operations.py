@@ -12,22 +12,37 @@ from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import cast
+from zlib import crc32
 
-from aiodigest.backend import SLICE, Bookmark, Cooling, Operations, Page, Retired, StoredDeadLetter, StoredTimeline
+from aiodigest.backend import (
+    SLICE,
+    Bookmark,
+    Cooling,
+    Mute,
+    Operations,
+    Page,
+    Retired,
+    StoredDeadLetter,
+    StoredTimeline,
+)
+from aiodigest.backends.redis import scripts
 from aiodigest.backends.redis.connections.calls import Connections, Moved
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import BATCH, Namespace
-from aiodigest.backends.redis.scripts import number, text, unpack_counts, unpack_timeline
-from aiodigest.errors import BackendUnavailable, InvalidState
+from aiodigest.backends.redis.scripts import Argument, number, text, unpack_counts, unpack_timeline
+from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState
 from aiodigest.models import Finding, State
+from aiodigest.policy import NO_POLICY
 
 Fields = Sequence[bytes | int]
 NO_BOOKMARK = "", "", ""  # from the beginning
 ROOT = re.compile(r"\{([A-Za-z0-9_.-]{1,64})\}:layout")  # of a namespace, and not of one of its shards
 RESHARDING = (
     "layout", "reshard", "drain", "keep", "carry", "retire", "letter", "discard", "counts", "forget", "remember",
+    "look", "mute", "unmute",
 )  # fmt: skip
+LIMITS = scripts.pack_limits(NO_POLICY.terms.limits)  # of timelines that have stored none
 
 
 class RedisOperations(Operations):
@@ -185,12 +200,14 @@ class RedisOperations(Operations):
             return False
         new = Layout(shards, old.epoch + 1)
         await namespace.note(namespace.root, "current", old)  # if it is new
+        mutes = await self._announce_mutes(new)
         change = [old.version, "", new.version]
         begun = await connections.run("reshard", namespace.root, change, replicas=namespace.wait_replicas)
         await namespace.look_up()
         if begun != 1 and namespace.layout.current != new:
             raise InvalidState(f"the layout of namespace {namespace.name!r} was changed by another at this moment")
         self._goal = new
+        await self._take_back(mutes)
         return namespace.layout.drained is not None
 
     async def drain(self) -> dict[str, int]:
@@ -214,18 +231,22 @@ class RedisOperations(Operations):
             return await self.drain()
         return dict(held)
 
+    async def _mark(self, shard: int) -> str:
+        """Refuse those who do not know that a shard is being drained; return its version."""
+        namespace, layout = self._namespace, self._namespace.layout.homes[shard].layout
+        # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
+        mark, replicas = [layout.version, "", layout.draining], namespace.wait_replicas
+        marked = await namespace.connections.run("drain", namespace.key(shard, "layout"), mark, replicas=replicas)
+        return text(cast("list[bytes]", marked)[1])
+
     async def _drain_shard(self, shard: int) -> Counter[str]:
-        """Bring its end nearer; raise InvalidState if it holds nothing but dead letters that are broken."""
+        """Bring its end nearer; raise InvalidState if it holds nothing but what is broken, dead letters or mutes."""
         namespace = self._namespace
         home = namespace.layout.homes[shard]
-        # once it is empty nobody may find it as it was, so the replicas must know the mark and the end
-        mark, replicas = [home.layout.version, "", home.layout.draining], namespace.wait_replicas
-        key = namespace.key(shard, "layout")
-        marked = await namespace.connections.run("drain", key, mark, replicas=replicas)
-        if text(cast("list[bytes]", marked)[1]) == RETIRED:
+        if await self._mark(shard) == RETIRED:
             return Counter()
         try:
-            broken: list[InvalidState] = []
+            broken = await self._carry_mutes(shard)
             end: Bookmark | None = None
             while True:
                 page = await self.dead_letters(shard, SLICE, end)
@@ -240,8 +261,10 @@ class RedisOperations(Operations):
             held = unpack_counts(await namespace.call("counts", shard))
             counters = await namespace.call("retire", shard, "")
             if counters is None:  # it is not empty
-                left = +Counter({state: held.get(state, 0) for state in ("waiting", "ready", "leased", "dead")})
-                if broken and left == {"dead": len(broken)}:
+                left = +Counter(
+                    {state: held.get(state, 0) for state in ("waiting", "ready", "leased", "dead", "mutes")}
+                )
+                if broken and left.keys() <= {"dead", "mutes"} and left.total() == len(broken):
                     raise broken[0]
                 return left or await self._drain_shard(shard)  # or something has been delivered meanwhile
             name = f"{home.layout.version}:{home.number}"
@@ -260,6 +283,80 @@ class RedisOperations(Operations):
             key, moved = text(name), found[::2]
             if found:
                 await namespace.call("remember", namespace.shard_map.shard_of(key), key, *found)
+
+    # Mutes hold in every layout. Records that wait under one stay where they are, until they are delivered or end.
+
+    async def _mutes_of(self, shard: int) -> list[StoredTimeline]:
+        found: list[StoredTimeline] = []
+        end: Bookmark | None = None
+        while True:
+            page = await self.page(shard, "muted", BATCH, end)
+            found += page.items
+            if (end := page.end) is None:
+                return found
+
+    async def _announce_mutes(self, new: Layout) -> list[StoredTimeline]:
+        """Mute in a layout, before it takes any adds, what is muted in the one that does; return these."""
+        namespace, groups = self._namespace, dict[int, list[StoredTimeline]]()
+        for shard in namespace.shard_map.current:
+            for timeline in await self._mutes_of(shard):
+                groups.setdefault(crc32(timeline.key.encode()) % new.shards, []).append(timeline)
+        for place, group in groups.items():
+            key = f"{{{new.tag(namespace.name, place)}}}:layout"
+            await namespace.note(key, "version", new)
+            for start in range(0, len(group), BATCH):
+                items = [each for timeline in group[start : start + BATCH] for each in _mute_of(timeline)]
+                arguments = (new.version, namespace.time(), LIMITS, 1, *items)
+                await namespace.connections.run("mute", key, arguments, replicas=namespace.wait_replicas)
+        return [timeline for group in groups.values() for timeline in group]
+
+    async def _take_back(self, announced: Sequence[StoredTimeline]) -> None:
+        """Unmute in the new layout what was unmuted in the old one, or muted otherwise, after it was announced."""
+        if announced:
+            namespace = self._namespace
+            for shard in namespace.shard_map.draining:  # from then on who unmutes does so in both
+                await self._mark(shard)
+            said = {_said(each) for shard in namespace.shard_map.draining for each in await self._mutes_of(shard)}
+            for timeline in announced:
+                if _said(timeline) not in said:
+                    await self._forget_mute(namespace.shard_map.shard_of(timeline.key), timeline)
+
+    async def _carry_mutes(self, shard: int) -> list[InvalidState]:
+        """Mute in the new layout what is muted in an old shard, and let go there of those under which nothing waits.
+
+        Who mutes or unmutes meanwhile does so in both, the new one first: so what is there stands, and what is gone
+        here after it was copied was unmuted. Returns the errors of those that are broken, and stay.
+        """
+        broken: list[InvalidState] = []
+        namespace, groups = self._namespace, dict[int, list[StoredTimeline]]()
+        for timeline in await self._mutes_of(shard):
+            groups.setdefault(namespace.shard_map.shard_of(timeline.key), []).append(timeline)
+        for target, group in groups.items():
+            copied = await namespace.call_each("mute", target, [LIMITS, 1], [*map(_mute_of, group)], scripts.done)
+            for timeline, is_new in zip(group, copied, strict=True):
+                settled = is_new is True or not (timeline.logged or timeline.opened)
+                answer = await self._forget_mute(shard, timeline, 1) if settled else is_new
+                if settled and answer == 0:
+                    await self._forget_mute(target, timeline)
+                problem = namespace.broken(timeline.key, text(answer)) if isinstance(answer, bytes) else answer
+                if isinstance(problem, InvalidState):
+                    broken.append(problem)
+                elif isinstance(problem, AiodigestError):
+                    raise problem
+        return broken
+
+    async def _forget_mute(self, shard: int, timeline: StoredTimeline, only_idle: int = 0) -> object:
+        """Unmute a timeline of a shard if its mute is this one; return 0 if it was not muted."""
+        return await self._namespace.call("unmute", shard, timeline.key, LIMITS, _said(timeline)[1], only_idle)
+
+
+def _said(timeline: StoredTimeline) -> tuple[str, str]:
+    """Return a mute as shards compare it."""
+    return timeline.key, f"{timeline.mute_ms} {timeline.drops:d}"
+
+
+def _mute_of(timeline: StoredTimeline) -> tuple[Argument, ...]:
+    return scripts.pack_mute(timeline.key, Mute(timeline.mute_ms or None, drop=timeline.drops))
 
 
 async def _scan(

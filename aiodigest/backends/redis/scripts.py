@@ -15,7 +15,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from aiodigest import backend
-from aiodigest.backend import Add, Close, Closed, Grant, Lease, Postpone, Retry, StoredTimeline, Tokens
+from aiodigest.backend import Add, Close, Closed, Grant, Lease, Mute, Postpone, Retry, StoredTimeline, Tokens
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
 from aiodigest.policy import Limits, Terms
@@ -38,7 +38,7 @@ CONSTANTS: Mapping[str, int] = {
             backend,
             ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS", "MOVES"),
         ),
-        (backend, ("MOST_SEEN", "PAUSES", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
+        (backend, ("MOST_SEEN", "NEVER_MS", "PAUSES", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS", "STEP_TOLD_MS")),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names
@@ -267,10 +267,16 @@ def pack_postpone(postpone: Postpone) -> tuple[Argument, ...]:
     return *pack_lease(postpone.lease), postpone.lease.due_ms, postpone.delay_ms
 
 
+def pack_mute(key: str, mute: Mute) -> tuple[Argument, ...]:
+    if mute.at_ms is not None:
+        return key, "at", mute.at_ms, int(mute.drop)
+    return key, "" if mute.delay_ms is None else "delay", mute.delay_ms or 0, int(mute.drop)
+
+
 def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
     arguments: list[Argument] = [
         *pack_lease(close.lease), close.taken, close.delivered, close.aged,
-        close.counts + 2 * (close.dedupe_ms > 0), close.cool_ms,
+        close.counts + 2 * (close.dedupe_ms > 0) + 4 * close.mute, close.cool_ms,
         close.lease_ms, close.limits.max_size, close.limits.ttl_ms, pack_hours(close.hours, now_ms, close.cool_ms),
         len(close.dead_letters),
     ]  # fmt: skip
@@ -441,9 +447,9 @@ def unpack_closed(fields: object) -> Closed:
 
 def unpack_timeline(fields: Sequence[object]) -> StoredTimeline:
     key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error, *more = fields
-    last, opening, following, until, flushed, passes, needs = more
+    last, opening, following, until, flushed, passes, needs, mute, drops = more
     return StoredTimeline(
         text(key), cast("State", text(state)), number(due), number(logged), number(opened), number(attempt),
         number(iteration), number(dropped), number(cool), text(digest_id), text(error), number(last), number(opening),
-        number(following), number(until), flushed == 1, passes == 1, text(needs),
+        number(following), number(until), flushed == 1, passes == 1, text(needs), number(mute), drops == 1,
     )  # fmt: skip

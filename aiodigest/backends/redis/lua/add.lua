@@ -2,8 +2,8 @@
 --
 -- Flags     begins-namespace, replicated
 -- Parts     add
--- Commands  HDEL HGET HINCRBY HMGET HSET LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZMSCORE ZRANGE ZREM
---           ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZMSCORE
+--           ZRANGE ZREM ZSCORE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -22,18 +22,18 @@
 -- All that an add must know of its timeline: little if that is ready or leased, more to push a window, all to open one.
 local SETTLED = {'end', 'own'}
 local PUSHED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs'}
-local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening'}
-local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next'}
+local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening', 'due'}
+local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next', 'due'}
 
 -- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
 local arrival = struct.pack('>I6', now - shift)
-local head = string.char(VERSION + ARRIVAL) .. arrival
+local opening = string.char(VERSION + ARRIVAL) .. arrival
 
 local function stamp(first, last, are_short)
   for index = first, last do
     local entry = ARGV[index]
     if are_short then
-      ARGV[index] = head .. entry
+      ARGV[index] = opening .. entry
     elseif math.floor(string.byte(entry) / ARRIVAL) % 2 == 1 then
       ARGV[index] = string.sub(entry, 1, 1) .. arrival .. string.sub(entry, 8)
     end
@@ -77,11 +77,25 @@ local function take_little(key, due, fields)
   end
 end
 
+-- Return whether a timeline is muted, and what is added dropped; or the error of one whose mute is over and cannot be ended.
+local function heed_mute(key, terms)
+  -- Needs    state unmuting
+  local ends, drops = silence_of(key)
+  if not ends or ends > now then
+    return ends, drops
+  end
+  local held, problem = load_all(key)
+  if held then
+    unmute(held, ends, state_of(key) == 'muted', terms.max_size, terms.ttl)
+  end
+  return nil, nil, problem
+end
+
 -- Append ARGV[first] to ARGV[last] to the log of a timeline: all of them, or up to the first that brings the log to a
 -- bound, or none if it would have to be read then and much has been read already. So nothing has to be looked at but
 -- after the last of them, and it is as if they had come one by one. Return which was the last, which made the timeline
 -- ready, if one did, and the error of all, if they have one.
-local function append(key, terms, first, last)
+local function append(key, terms, first, last, is_muted)
   local log, meta = logs .. key, metas .. key
   local settled, due, names, fields = call('ZSCORE', ready, key), nil, SETTLED, nil
   if settled and not terms.rule then
@@ -91,6 +105,7 @@ local function append(key, terms, first, last)
     settled = settled or not due and call('ZSCORE', leased, key)
     names = terms.rule and BY_RULE or settled and SETTLED or due and PUSHED or OPENED
     fields = try('HMGET', meta, unpack(names))
+    settled = settled or is_muted and not due and fields[#names] -- nothing pushes what waits under a mute
   end
   if fields.err then
     return last, nil, fields.err
@@ -143,14 +158,18 @@ local function append(key, terms, first, last)
     call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
   local made_ready
+  local pushes = is_muted and 1 or number -- nothing pushes what has been opened under a mute
   if terms.rule then
     need(held, terms.needs)
-    local step = open_or_push_each(held, due, terms, settled, number, length)
-    made_ready = step and first + step - 1
-  elseif not settled and open_or_push(held, due, terms, number) then
+    local step = open_or_push_each(held, due, terms, settled, pushes, length - number + pushes)
+    made_ready = step and not is_muted and first + step - 1
+    if pushes < number then
+      gather(held, terms, length)
+    end
+  elseif not settled and open_or_push(held, due, terms, pushes) then
     made_ready = first
   end
-  if not (made_ready or settled) then
+  if not (made_ready or settled or is_muted) then
     local is_full
     is_full, length = fill(held, length, terms, due, ARGV[last])
     made_ready = is_full and last
@@ -169,7 +188,7 @@ local duplicates = 0
 
 -- Append entries under terms that ask for more, up to the first after which there is something to do; answer as `append`.
 -- `seen` are those that were delivered already, and `sizes` the bytes of each.
-local function append_some(key, terms, first, last, seen, sizes)
+local function append_some(key, terms, first, last, is_muted, seen, sizes)
   -- Needs    flushing
   if seen[first] then
     duplicates = duplicates + 1
@@ -183,7 +202,7 @@ local function append_some(key, terms, first, last, seen, sizes)
     stop = stop + 1
     total = total and total + sizes[stop]
   end
-  local done, made_ready, problem = append(key, terms, first, stop)
+  local done, made_ready, problem = append(key, terms, first, stop, is_muted)
   if problem or done < first then
     return done, made_ready, problem
   end
@@ -218,6 +237,15 @@ local function look_at(key, terms, first, last, bytes)
 end
 
 local cursor, looked, answer, is_spent = 3, 0, {0}, false
+
+-- Answer with an error for some entries.
+local function refuse(first, last, problem)
+  for index = first, last do
+    answer[#answer + 1] = looked + index - first + 1
+    answer[#answer + 1] = problem
+  end
+end
+
 while cursor <= #ARGV and not is_spent do
   local flags = tonumber(ARGV[cursor + 2])
   local terms = parse_terms(ARGV[cursor], ARGV[cursor + 1], flags % 2 == 1)
@@ -229,18 +257,25 @@ while cursor <= #ARGV and not is_spent do
   cursor = cursor + 4
   while groups > 0 and not is_spent do
     local key, number, first = ARGV[cursor], tonumber(ARGV[cursor + 1]), cursor + 2
-    local seen, sizes
+    local seen, sizes, is_muted
     if is_measured then
       first = first + 1
     end
     cursor, groups = first + math.abs(number), groups - 1
     if are_stale(terms) then
-      for index = first, cursor - 1 do
-        looked = looked + 1
-        answer[#answer + 1] = looked
-        answer[#answer + 1] = string.format('STALE %.0f', now - shift)
+      refuse(first, cursor - 1, string.format('STALE %.0f', now - shift))
+      looked, first = looked + cursor - first, cursor
+    elseif has_mutes then
+      local drops, unreadable
+      is_muted, drops, unreadable = heed_mute(key, terms)
+      if drops then
+        try('HINCRBY', layout, 'muted', cursor - first) -- fails where another program wrote no number
+      elseif unreadable then
+        refuse(first, cursor - 1, unreadable)
       end
-      first = cursor
+      if drops or unreadable then
+        looked, first = looked + cursor - first, cursor
+      end
     end
     stamp(first, cursor - 1, number < 0)
     if asks then
@@ -249,16 +284,15 @@ while cursor <= #ARGV and not is_spent do
     while first < cursor and not is_spent do
       local last, made_ready, problem
       if seen then
-        last, made_ready, problem = append_some(key, terms, first, cursor - 1, seen, sizes)
+        last, made_ready, problem = append_some(key, terms, first, cursor - 1, is_muted, seen, sizes)
       else
-        last, made_ready, problem = append(key, terms, first, cursor - 1)
+        last, made_ready, problem = append(key, terms, first, cursor - 1, is_muted)
       end
       if made_ready then
         answer[#answer + 1] = looked + made_ready - first + 1
       end
-      for index = first, problem and last or 0 do
-        answer[#answer + 1] = looked + index - first + 1
-        answer[#answer + 1] = problem
+      if problem then
+        refuse(first, last, problem)
       end
       is_spent = last < first
       looked, first = looked + last - first + 1, last + 1

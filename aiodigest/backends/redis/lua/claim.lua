@@ -2,8 +2,8 @@
 --
 -- Flags     begins-namespace
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XREVRANGE
---           ZADD ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XADD
+--           XREVRANGE ZADD ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [int, int, text, [list...], [text...], [number...], int, [text...], int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -99,8 +99,58 @@ local function candidates(wanted)
   return {unpack(fresh, 1, 2 * wanted)}, #drawn == 0
 end
 
+local function is_placed(key)
+  for _, set in ipairs({leased, ready, waiting}) do
+    if call('ZMSCORE', set, key)[1] then
+      return true
+    end
+  end
+end
+
+-- Look at the mutes whose time has come: they are over, or what waits under them has reached its end, or came since.
+local function look_at_mutes()
+  -- Needs    unmuting
+  for _, key in ipairs(call('ZRANGEBYSCORE', mutes, '-inf', now, 'LIMIT', 0, MOVES)) do
+    local ends, held, problem = silence_of(key) or now, load_all(key)
+    local waits = held and held.logged + held.opened > 0 and not is_placed(key)
+    if problem then
+      call('ZADD', mutes, now + lease, key)
+      broken[#broken + 1] = key
+      broken[#broken + 1] = problem
+    elseif ends <= now then
+      unmute(held, ends, waits, limits.max_size, limits.ttl)
+    elseif not waits then
+      call('ZADD', mutes, ends, key)
+    else
+      touch_muted(held, ends, held.own and parse_limits(held.own).ttl or limits.ttl)
+      if held['end'] <= now then
+        expire(held, ready)
+        call('ZADD', mutes, ends, key)
+      else
+        call('ZADD', mutes, math.min(ends, held['end']), key)
+        need_mutes(held, true)
+        save(held, FIELDS)
+      end
+    end
+  end
+end
+
+-- Keep what was under delivery as its timeline was muted from going out again; return whether it is muted.
+local function is_kept_back(from, key, due)
+  -- Needs    schedule mutes
+  local ends = silence_of(key)
+  if ends and ends > now then
+    call('ZREM', from, key)
+    place(key, due)
+    return true
+  end
+end
+
 local recoverable, hold = watch_gap(lease)
 promote(waiting, now)
+if has_mutes then
+  look_at_mutes()
+end
 
 local is_empty = false -- nothing is ready any more
 
@@ -114,7 +164,8 @@ local function leave_to_others(key, from, due, need)
 end
 
 -- Open what most digests are: the log of a timeline as it is, whose hash has no fields but those that all timelines with
--- records have. Return the lease, or nothing, having done nothing, if it is not so; `take` would do the same.
+-- records have (one that is muted has `due`, or needs that). Return the lease, or nothing, having done nothing, if it is
+-- not so; `take` would do the same.
 local function take_plain(key, due)
   local meta, log, open = metas .. key, logs .. key, opens .. key
   local fields = try('HMGET', meta, 'end', 'last', 'iteration', 'cool', 'done')
@@ -156,6 +207,8 @@ local function consider(from, key, due)
     leave_to_others(key, from, due, need)
   elseif held.logged + held.opened == 0 or held['end'] > 0 and held['end'] <= now then -- 0: its meta is not here
     expire(held, from)
+  elseif has_mutes and is_kept_back(from, key, due) then
+    return
   elseif from == ready and is_doubtful(held) and not doubtful then
     defer(key, due)
   elseif is_alone(held) and #leases > 0 then
@@ -204,6 +257,8 @@ if not is_empty and call('ZCARD', ready) > 0 then
   wait = 0
 else
   local next_due = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2])
+  local next_look = has_mutes and tonumber(call('ZRANGE', tag .. 'mutes', 0, 0, 'WITHSCORES')[2]) or NEVER_MS
+  next_due = next_look < NEVER_MS and math.min(next_due or math.huge, next_look) or next_due
   if next_due or next_end then
     if next_end and next_end > recoverable then
       next_end = math.max(next_end, hold)

@@ -12,11 +12,11 @@
 -- ARGV[3]   nonce (items): for the names of the next digest and of dead letters
 -- ARGV[4]   first (items)
 -- then      for each: key; token; digest id; entries taken; records delivered; records aged; 1 if it counts as a digest,
---           and 2 more if nothing of it is to be delivered again; cool-down, ms; lease, ms; max_size; ttl, ms; hours in
---           which what came since may be due, or ''; number of dead letters; for each of these: reason, limits that its
---           engine's policy has, what all may take, bytes; number of ids (-1: all records of the part), ids. Then, if
---           nothing is to be delivered again: for how long, ms; number of ids that were delivered (-1: all but those in
---           dead letters, and too old), ids
+--           2 more if nothing of it is to be delivered again, and 4 more to mute it, and drop what is added; cool-down,
+--           ms; lease, ms; max_size; ttl, ms; hours in which what came since may be due, or ''; number of dead letters;
+--           for each of these: reason, limits that its engine's policy has, what all may take, bytes; number of ids (-1:
+--           all records of the part), ids. Then, if nothing is to be delivered again: for how long, ms; number of ids that
+--           were delivered (-1: all but those in dead letters, and too old), ids
 -- Returns   for each: {status, digest id, entries left, older dead letters that were let go (absent in a repeated
 --           answer)}, or the text of an error. Fewer than asked for if much had to be read; the rest was not looked at.
 --
@@ -121,16 +121,16 @@ local function close_plain(key, token, digest_id, taken, delivered, cool)
 end
 
 local function close(
-  letters, window, wanted, key, token, digest_id, taken, delivered, aged, counts, cool, lease, max_size, ttl, hours
+  letters, window, wanted, key, token, digest_id, taken, delivered, aged, flags, cool, lease, max_size, ttl, hours
 )
   taken, delivered, max_size, ttl = tonumber(taken), tonumber(delivered), tonumber(max_size), tonumber(ttl)
-  if counts == '1' and aged == '0' and delivered > 0 and #letters == 0 then
+  if flags == '1' and aged == '0' and delivered > 0 and #letters == 0 then
     local closed = close_plain(key, token, digest_id, taken, delivered, tonumber(cool))
     if closed then
       return closed
     end
   end
-  local is_counted = counts == '1' or counts == '3'
+  local is_counted = flags % 2 == 1
   local held, problem = load_all(key)
   if not held then
     return problem
@@ -149,6 +149,11 @@ local function close(
   end
   if window and delivered > 0 then
     remember_part(held, letters, taken, window, wanted)
+  end
+  if tonumber(flags) >= 4 then -- what came since is kept from the schedule
+    -- Needs   mutes
+    say(key, NEVER_MS, true)
+    need_mutes(held, held.logged > 0 or held.opened > taken)
   end
   count('digests', delivered > 0 and 1 or 0)
   count('delivered', delivered)
@@ -184,7 +189,7 @@ local function next_item()
       reason = next_argument(), limits = next_argument(), most = next_number(), wanted = next_ids(),
     }
   end
-  if ARGV[at + 6] >= '2' then
+  if math.floor(ARGV[at + 6] / 2) % 2 == 1 then
     window, wanted = next_number(), next_ids()
   end
   return letters, window, wanted, unpack(ARGV, at, at + 11)

@@ -15,6 +15,7 @@
 tell('waiting', call('ZCARD', waiting))
 tell('ready', call('ZCARD', ready))
 tell('leased', call('ZCARD', leased))
+tell('mutes', call('ZCARD', tag .. 'mutes'))
 tell('dead', call('ZCOUNT', tag .. 'dead', string.format('(%.0f', now - DEAD_LETTER_TTL_MS), '+inf'))
 for _, name in ipairs(COUNTERS) do
   tell(name, read_counter(name))

@@ -1,4 +1,5 @@
--- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted.
+-- delete: drop a timeline, whatever state its keys are in; a delivery under way will hear that it was deleted. A mute
+-- stays.
 --
 -- Parts     move by hand
 -- Commands  HDEL HGET HGETALL HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
@@ -13,7 +14,7 @@
 
 local key = ARGV[3]
 local held = load(key) or thaw(key, {})
-local existed = leave(key)
+local existed = leave(key) or held.due > 0 -- or nothing but a mute kept it
 while leave(key) do end -- another program may have put it into several sets
 call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key, tag .. 'seen:' .. key)
 try('ZREM', tag .. 'seens', key)

@@ -33,6 +33,13 @@ end
 if held.logged + held.opened == 0 then
   return false
 end
+if has_mutes then -- `maintenance` has made it ready
+  -- Needs   mutes
+  local ends = silence_of(key)
+  if ends and ends > now then
+    return false
+  end
+end
 local need = unknown_need(held, features)
 if need then
   return 'NEEDS ' .. need

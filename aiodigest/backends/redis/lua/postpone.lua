@@ -29,7 +29,12 @@ local function postpone(key, token, digest_id, due, delay)
   end
   touch(held, delay + (held.own and parse_limits(held.own) or limits).ttl) -- it must still be there when its time comes
   leave(key)
-  if not place(key, delay > 0 and now + delay or math.min(due, now)) then
+  local is_muted = false
+  if has_mutes then
+    -- Needs   mutes
+    is_muted = (silence_of(key) or 0) > now
+  end
+  if not place(key, delay > 0 and not is_muted and now + delay or math.min(due, now)) and not is_muted then
     call('ZADD', postponed, due, key)
   end
   answer(held, token, digest_id, 'closed', '', 0)

@@ -63,7 +63,7 @@ if held.opened > 0 then
     end
   end
   local still, went = without(newest_first, #newest_first)
-  if went and (not held.id or held.frozen or held.token or not call('ZSCORE', waiting, key)) then
+  if went and (not held.id or held.frozen or held.token or not (call('ZSCORE', waiting, key) or held.due > 0)) then
     stays = true -- it may be delivered again as it is
   elseif went then
     removed = true

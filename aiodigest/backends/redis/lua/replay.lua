@@ -48,6 +48,12 @@ end
 
 local due = tonumber(call('ZSCORE', waiting, key))
 local is_ready, settled = false, call('ZSCORE', ready, key) or call('ZSCORE', postponed, key) -- left to other workers
+local is_muted = false
+if has_mutes then
+  -- Needs   mutes
+  is_muted = (silence_of(key) or 0) > now
+  settled = settled or not due and held.due > 0 -- nothing pushes what waits under a mute
+end
 push_front(logs .. key, buried)
 unsee(key, buried)
 held.own = terms.own
@@ -57,13 +63,13 @@ if held.logged == 0 and not held.touched then
 end
 need(held, terms.needs)
 if terms.rule then
-  is_ready = open_or_push_each(held, due, terms, settled, 1, held.logged + #buried)
+  is_ready = open_or_push_each(held, due, terms, settled, 1, held.logged + #buried) and not is_muted
 elseif not settled then
   is_ready = open_or_push(held, due, terms, 1)
 end
 if not settled then
   local length = held.logged + #buried
-  if not is_ready then
+  if not (is_ready or is_muted) then
     is_ready = fill(held, length, terms, due)
   end
 end

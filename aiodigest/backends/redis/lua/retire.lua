@@ -12,12 +12,12 @@
 -- Needs     guard clock tick keys telling
 
 local retired, dead = ARGV[3], tag .. 'dead'
-if call('EXISTS', waiting, ready, leased, tag .. 'seens') > 0
+if call('EXISTS', waiting, ready, leased, tag .. 'seens', tag .. 'mutes') > 0
   or call('ZCOUNT', dead, string.format('(%.0f', now - DEAD_LETTER_TTL_MS), '+inf') > 0 then
   return false
 end
 if retired ~= '' then
-  call('UNLINK', dead, postponed, tag .. 'pauses', tag .. 'sizes', tag .. 'wake')
+  call('UNLINK', dead, postponed, tag .. 'pauses', tag .. 'silences', tag .. 'sizes', tag .. 'wake')
   call('HSET', layout, 'version', retired)
   if not call('HGET', layout, 'current') then -- else it is the namespace's as well
     call('PEXPIRE', layout, DEAD_LETTER_TTL_MS) -- until then whoever slept is told

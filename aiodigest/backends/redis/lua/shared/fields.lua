@@ -5,7 +5,7 @@
 local ECHO = 300000 -- ms for which a timeline without records remembers what its last outcome was answered
 local NUMBERS = {
   ['end'] = 0, attempts = 0, lost = 0, iteration = 0, last = 0, cool = 0, dropped = 0, open_dropped = 0, part = 0, cut = 0,
-  bound = 0, since = 0, opening = 0, next = 0, bytes = 0, max_bytes = 0,
+  bound = 0, since = 0, opening = 0, next = 0, bytes = 0, max_bytes = 0, due = 0,
 }
 local ABSENT = {__index = NUMBERS} -- a number that is not stored is 0
 
@@ -54,7 +54,7 @@ end
 
 -- Let a timeline hold no records any more, in its log or under delivery.
 local function go_idle(held)
-  held['end'], held.dropped, held.own, held.idle, held.next = 0, 0, nil, true, 0
+  held['end'], held.dropped, held.own, held.idle, held.next, held.due = 0, 0, nil, true, 0, 0
   if held.needs then
     held.bytes, held.max_bytes = 0, 0
   end
@@ -73,7 +73,7 @@ local changed, gone = {}, {} -- of the timeline that is saved: made once, since 
 -- Write those of the fields `names` that differ from what is stored, and renew the expiries that are due.
 local function save(held, names)
   local stored, written, dropped = held.stored, 0, 0
-  for index = 1, not held.needs and names.plain or #names do
+  for index = 1, not (held.needs or has_mutes) and names.plain or #names do
     local name = names[index]
     local value = held[name]
     if value == 0 or value == '' then

@@ -1,10 +1,13 @@
--- flushing: let a timeline be due now, or after the delivery under way.
+-- flushing: let a timeline be due now, or after the delivery under way, unless it is muted.
 --
--- Needs    state schedule
+-- Needs    state schedule mutes
 
--- Return the state that a timeline had which holds records, and whether it has become ready. Its digest passes its hours.
+-- Return the state that a timeline had which may be flushed, and whether it has become ready. Its digest passes its hours.
 local function flush(key)
   local state, due = state_of(key)
+  if state == 'muted' or (silence_of(key) or 0) > now then
+    return nil, false
+  end
   if state and type(try('HGET', metas .. key, 'end')) == 'string' then -- else it is broken, and the claim will say so
     call('HSET', metas .. key, state == 'leased' and 'flush' or 'pass', '1')
   end

@@ -15,7 +15,7 @@ local tag = string.sub(layout, 1, -7)
 -- that never exists fails: here, before anything is done. So no script takes half a shard for a whole one.
 call('HGET', tag .. 'nothing', 'version')
 
-local version, shift, latest = unpack(call('HMGET', layout, 'version', 'shift', 'clock'))
+local version, shift, latest, has_mutes = unpack(call('HMGET', layout, 'version', 'shift', 'clock', 'mutes'))
 if version ~= expected and (version or CREATES) then
   return redis.error_reply('LAYOUT ' .. (version or 'none'))
 end

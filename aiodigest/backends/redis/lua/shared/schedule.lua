@@ -10,7 +10,12 @@ local function head()
   if call('ZCARD', ready) > 0 then
     return -1
   end
-  return tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2]) or math.huge
+  local first = tonumber(call('ZRANGE', waiting, 0, 0, 'WITHSCORES')[2]) or math.huge
+  if has_mutes then -- of which one may end first
+    local looks = tonumber(call('ZRANGE', tag .. 'mutes', 0, 0, 'WITHSCORES')[2]) or NEVER_MS
+    first = looks < NEVER_MS and math.min(first, looks) or first
+  end
+  return first
 end
 
 -- Take a timeline out of its set; return whether it was in one.
@@ -23,9 +28,21 @@ local function leave(key)
   return call('ZREM', waiting, key) > 0
 end
 
--- Schedule a timeline that is in `waiting` (`waits`) or in no set; return whether it is ready.
+-- Schedule a timeline that is in `waiting` (`waits`) or in no set; return whether it is ready. One that is muted is kept
+-- out of the schedule, and a claim looks when its records end.
 local function place(key, due, waits)
   before = before or head()
+  if has_mutes then
+    -- Needs    mutes
+    local ends = silence_of(key)
+    if ends and ends > now then
+      call('HSET', metas .. key, 'due', due)
+      call('ZADD', mutes, now, key)
+      earliest = math.min(earliest, now)
+      call('ZREM', waiting, key)
+      return false
+    end
+  end
   if due > now then
     earliest = math.min(earliest, due)
     call('ZADD', waiting, due, key)

@@ -1,6 +1,8 @@
 -- telling: an answer of names and numbers, the counters of a shard among them.
 
-local COUNTERS = {'digests', 'delivered', 'dropped', 'aged', 'expired', 'buried', 'letters_dropped', 'duplicates'}
+local COUNTERS = {
+  'digests', 'delivered', 'dropped', 'aged', 'expired', 'buried', 'letters_dropped', 'duplicates', 'muted',
+}
 local told = {}
 
 -- Return a counter of the shard; nil if it is not there, or another program has written no number.

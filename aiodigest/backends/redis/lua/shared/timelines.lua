@@ -5,7 +5,7 @@
 local FIELDS = {
   'end', 'token', 'done', 'attempts', 'lost', 'iteration', 'last', 'cool', 'dropped', 'open_dropped', 'id', 'part', 'cut',
   'bound', 'frozen', 'parted', 'since', 'error', 'flush', 'own', 'counted', 'opening', 'needs', 'pass',
-  'next', 'bytes', 'max_bytes', plain = 24, -- after so many, what only those have that need something
+  'next', 'bytes', 'max_bytes', 'due', plain = 24, -- after so many, what only those have that need something
 }
 local KNOWN = {} -- another program may have written others, of names that `held` has for what it does not store
 for _, name in ipairs(FIELDS) do
