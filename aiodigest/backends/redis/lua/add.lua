@@ -2,8 +2,8 @@
 --
 -- Flags     begins-namespace, replicated
 -- Parts     add
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZMSCORE
---           ZRANGE ZREM ZSCORE
+-- Commands  HDEL HGET HINCRBY HMGET HSET LLEN LRANGE LTRIM PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZMSCORE ZRANGE
+--           ZREM ZSCORE
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -84,7 +84,7 @@ local function heed_mute(key, terms)
   if not ends or ends > now then
     return ends, drops
   end
-  local held, problem = load_all(key)
+  local held, problem = load_by_name(key)
   if held then
     unmute(held, ends, state_of(key) == 'muted', terms.max_size, terms.ttl)
   end

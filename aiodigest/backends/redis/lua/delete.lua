@@ -2,7 +2,7 @@
 -- stays.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
+-- Commands  EXISTS HDEL HGET HGETALL HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -13,10 +13,14 @@
 -- Needs     guard clock tick timelines schedule fencing
 
 local key = ARGV[3]
+local names = {logs .. key, opens .. key, metas .. key, indexes .. key, tag .. 'seen:' .. key}
+local has_keys = call('EXISTS', unpack(names)) > 0 -- which a user who only adds may not run, so that it deletes nothing
 local held = load(key) or thaw(key, {})
 local existed = leave(key) or held.due > 0 -- or nothing but a mute kept it
 while leave(key) do end -- another program may have put it into several sets
-call('UNLINK', logs .. key, opens .. key, metas .. key, indexes .. key, tag .. 'seen:' .. key)
+if has_keys then
+  call('UNLINK', unpack(names))
+end
 try('ZREM', tag .. 'seens', key)
 if held.id and held.token then
   answer(held, held.token, held.id, 'deleted', '', 0)

@@ -26,9 +26,8 @@ local function thaw(key, fields)
   return held
 end
 
--- Return what is kept of a timeline beside its entries; or nil and the error of a key that cannot be read.
-local function load(key)
-  local fields = try('HGETALL', metas .. key)
+-- Return what is kept of a timeline in these fields; or nil and the error of a key that cannot be read.
+local function read_fields(key, fields)
   if fields.err then
     return nil, fields.err
   end
@@ -36,16 +35,38 @@ local function load(key)
   return not held.problem and held or nil, held.problem
 end
 
--- Do the same with the lengths of both lists, so that every key of the timeline has been read before the first write.
-local function load_all(key)
-  local held, problem = load(key)
+-- Return what is kept of a timeline beside its entries; or nil and the error of a key that cannot be read.
+local function load(key)
+  return read_fields(key, try('HGETALL', metas .. key))
+end
+
+-- Note the lengths of both lists, so that every key of the timeline has been read before the first write.
+local function with_lengths(held, problem)
   if not held then
     return nil, problem
   end
-  local logged, opened = try('LLEN', logs .. key), try('LLEN', opens .. key)
+  local logged, opened = try('LLEN', logs .. held.key), try('LLEN', opens .. held.key)
   if type(logged) == 'table' or type(opened) == 'table' then
     return nil, (type(logged) == 'table' and logged or opened).err
   end
   held.logged, held.opened = logged, opened
   return held
+end
+
+-- Return what is kept of a timeline, with the lengths of both lists.
+local function load_all(key)
+  return with_lengths(load(key))
+end
+
+-- Do the same for a user who only adds, and may not run HGETALL.
+local function load_by_name(key)
+  local found = try('HMGET', metas .. key, unpack(FIELDS))
+  local fields = {err = found.err}
+  for index, name in ipairs(FIELDS) do
+    if found[index] then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = found[index]
+    end
+  end
+  return with_lengths(read_fields(key, fields))
 end

@@ -3,7 +3,8 @@
 -- Needs    schedule entries timelines mutes
 
 -- `waits` if it holds records and is in no set. It is due when it would have been, but not before the mute has ended, or
--- at once if it holds `max_size` records, or as many bytes as a digest may; limits that the timeline has stored come first, and some callers know none.
+-- at once if it holds `max_size` records, or as many bytes as a digest may; limits that the timeline has stored come
+-- first, and some callers know none.
 local function unmute(held, ends, waits, max_size, ttl)
   local key, due = held.key, math.max(held.due, math.min(ends, now))
   before = before or head()
