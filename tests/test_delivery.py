@@ -74,8 +74,8 @@ def dispatcher_to(callback: Callback[JSON]) -> Dispatcher[JSON]:
 
 
 async def attempt(
-    reply: Reply, *entries: bytes, policy: Callable[..., Awaitable[Policy]] = usual, retry: RetryPolicy = RETRY,
-    call: Call | None = None, **changes: Any,
+    reply: Reply, *entries: bytes, policy: Callable[..., Awaitable[Policy]] = usual,
+    retry: RetryPolicy | Callable[..., Awaitable[RetryPolicy]] = RETRY, call: Call | None = None, **changes: Any,
 ) -> Outcome:  # fmt: skip
     """What comes of delivering ``entries`` to a callback, or to one that raises this error or only returns."""
 
@@ -529,8 +529,9 @@ async def test_a_policy_function_that_raises_and_a_cool_down_that_is_no_duration
 
 @pytest.mark.parametrize(
     ("earliest", "latest", "wait"),
-    [(7, 7, 3), (9, 9, 1), (10, 12, 0), (9, 10, 1), (10, 19, 0), (19, 20, 24 * 60 - 9), (20, 20, 24 * 60 - 10)],
-)
+    [(7, 7, 3), (9, 9, 1), (10, 12, 0), (9, 10, 1), (10, 19, 0), (19, 20, 24 * 60 - 9), (20, 20, 24 * 60 - 10),
+     (19, 24 * 60 + 10, 24 * 60 - 9)],
+)  # fmt: skip
 async def test_a_callback_begins_only_if_the_hours_are_open_whatever_the_server_s_clock_may_tell(
     earliest: int, latest: int, wait: int
 ) -> None:
@@ -585,6 +586,33 @@ async def test_what_is_put_aside_by_its_hours_asks_for_no_permit_and_days_that_c
     minutes[0] = 15
     outcome = await attempt(AssertionError("called"), A, policy=daily, call=call)
     assert (outcome.result, "ZeroDivisionError" in outcome.reason) == ("failed", True)
+
+
+async def own_tries(key: str, now_ms: int) -> RetryPolicy:
+    return RETRY
+
+
+async def test_what_is_read_late_is_looked_at_again_before_its_callback_begins() -> None:
+    """As where the tries of a timeline are a function's, and its digest is read once they are known."""
+
+    async def daily(key: str, now_ms: int) -> Policy:
+        return Policy(hours=Hours("00:10-00:20"))
+
+    times = iter([19, 19, 20])
+
+    def clock() -> tuple[int, int]:
+        return (now := next(times) * MINUTE), now
+
+    with pytest.raises(Aside) as aside:
+        await attempt(AssertionError("called"), A, policy=daily, retry=own_tries, call=Call(clock=clock))
+    assert aside.value.aside_ms == (24 * 60 - 10) * MINUTE
+
+    def stops() -> None:
+        raise Aside(0)
+
+    with pytest.raises(Aside) as aside:
+        await attempt(AssertionError("called"), A, retry=own_tries, call=Call(look=stops))
+    assert not aside.value.aside_ms
 
 
 async def test_a_retry_strategy_that_fails_lets_the_digest_wait_a_minute(caplog: pytest.LogCaptureFixture) -> None:

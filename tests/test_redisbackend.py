@@ -459,6 +459,43 @@ async def test_calendars_are_worked_out_anew_for_the_servers_time_where_this_mac
         await backend.aclose()
 
 
+async def test_adds_that_must_be_sent_again_for_the_servers_time_have_failed_if_that_fails(
+    server: Server, namespace: str
+) -> None:
+    async with Proxy(server) as proxy:
+        backend = Astray(proxy.url, namespace=namespace)
+        await backend.connect()
+        await backend.add(0, [record("warm")])
+        proxy.spare, proxy.swallow = 1, 1
+        with pytest.raises(BackendUnavailable) as caught:
+            await backend.add(0, [record("k", policy=Policy.at("*/10 * * * *"))])
+        assert caught.value.stored == "unknown"
+        await backend.delete("k")
+        await backend.delete("warm")
+        await backend.aclose()
+
+
+async def test_adds_to_a_timeline_stay_in_order_although_some_must_be_sent_again_for_the_servers_time(
+    server: Server, namespace: str
+) -> None:
+    backend = Astray(server.url, namespace=namespace)
+    await backend.connect()
+    calendar = Policy.at("*/10 * * * *")
+    adds = [record("k", "a", policy=calendar), record("k", "b"), record("k", "c", policy=calendar)]
+    assert await backend.add(0, adds) == [False] * 3
+    assert [unpack(entry).id for entry in await backend.operations.entries("k")] == ["a", "b", "c"]
+    await backend.delete("k")
+    await backend.aclose()
+
+
+async def test_a_clock_that_leaps_between_the_calls_makes_a_server_unavailable(
+    backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "COVERED", 0)  # by which its time may differ from call to call
+    with pytest.raises(BackendUnavailable, match="leaps"):
+        await backend.add(0, [record("k", policy=Policy.at("*/7 * * * *"))])
+
+
 async def test_200_concurrent_adds_share_a_few_connections(server: Server, namespace: str) -> None:
     async with Proxy(server) as proxy, connected(proxy.url, namespace) as backend:
         results = await asyncio.gather(*(backend.add(0, [record("k", f"{number}")]) for number in range(200)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from engines import (
+    START,
     Inbox,
     VirtualLoop,
     WatchedBackend,
@@ -46,6 +47,7 @@ from aiodigest import (
 from aiodigest.backend import Claims, Lease
 from aiodigest.backoff import PROBE_TIMEOUT
 from aiodigest.errors import ConfigurationError
+from aiodigest.timing.calendar import At
 from aiodigest.timing.hours import Hours
 from aiodigest.worker.concurrency import Gate
 from aiodigest.worker.reasons import FEW
@@ -680,6 +682,48 @@ async def test_the_next_part_of_a_digest_is_not_begun_in_closed_hours() -> None:
     assert inbox.times == pytest.approx([0, 24 * 3600 - 2800], abs=0.01)
 
 
+HOUR = 3600
+
+
+@pytest.mark.parametrize(
+    ("stops", "returns", "comes"),
+    [
+        (18, 23, 24 + 8),  # over an instant; it waits for the opening
+        (18, 24 + 3, 24 + 8),  # over its close too
+        (18, 24 + 10, 24 + 10),  # over all of the night: it catches up on return
+        (18, 3 * 24 + 12, 3 * 24 + 12),  # over three instants: once
+        (18, 3 * 24 + 23, 4 * 24 + 8),
+        (21, 24 + 7, 24 + 8),
+    ],
+)
+async def test_a_fleet_that_was_stopped_over_an_instant_and_quiet_hours_catches_up_once_at_the_opening(
+    stops: int, returns: int, comes: int
+) -> None:
+    evening = Policy(at=At.daily("20:00"), hours=Hours("08:00-19:00"))
+    fleet: dict[str, Any] = {"policy": evening, "lease_timeout": 2 * HOUR}
+    inbox, backend, keys = Inbox(), WatchedBackend(), ["a", "b", "c", "d"]
+    began = START % (24 * HOUR)  # 13:46:40, by the clocks of test and server
+
+    async def until(hour: float) -> None:
+        await asyncio.sleep(hour * HOUR - began - now())
+
+    for key in keys:
+        await backend.put(key, 1, policy=evening)
+    async with delivering(inbox, backend, **fleet), delivering(inbox, backend, **fleet):
+        await until(stops)
+    assert not inbox.digests
+    await until(returns - 1)
+    for key in keys:
+        await backend.put(key, 2, policy=evening)
+    await until(returns)
+    async with delivering(inbox, backend, **fleet), delivering(inbox, backend, **fleet):
+        await until(max(comes, returns) + 5)
+    assert [began + time for time in inbox.times] == pytest.approx([comes * HOUR] * len(keys), abs=1)
+    assert all(began + time >= comes * HOUR for time in inbox.times)
+    assert inbox.values == [[1, 2]] * len(keys)
+    assert sorted(digest.key for digest in inbox.digests) == keys
+
+
 async def test_a_worker_goes_by_the_server_s_clock_for_hours_and_for_what_functions_are_told() -> None:
     told: list[datetime] = []
 
@@ -1035,6 +1079,24 @@ async def test_between_two_parts_a_worker_that_stops_gives_the_rest_back() -> No
         await inbox.digest(2)
     assert inbox.values == [[1, 2], [3]]
     assert inbox.digests[1].attempt == 1
+
+
+async def test_a_worker_that_stops_while_a_function_of_retries_is_asked_gives_the_digest_back() -> None:
+    asked = asyncio.Event()
+
+    async def tries(key: str) -> RetryPolicy:
+        asked.set()
+        await asyncio.sleep(1)
+        return RetryPolicy()
+
+    inbox, backend = Inbox(), await holding(1)
+    async with delivering(inbox, backend, retry=tries):
+        await asked.wait()
+    assert not inbox.digests
+    assert await state_of(backend, "key") == ("ready", 0)
+    async with delivering(inbox, backend):
+        await inbox.digest()
+    assert inbox.digests[0].attempt == 1
 
 
 async def test_leases_that_cannot_be_given_back_are_logged_and_end(logged: Logged) -> None:

@@ -141,10 +141,11 @@ class Aside(Exception):
 def closed_ms(hours: Hours, earliest: int, latest: int, key: str) -> int:
     """Return how long it is until a timeline's digests may go out, as the server's time is between these two; 0 if they
     may now, whichever it is."""
-    for now in (earliest, latest):
-        if (opening := hours.within(now, share_of(key))) > now:
-            return opening - earliest
-    return 0
+    opening = hours.within(earliest, share_of(key))
+    if opening == earliest:
+        close = hours.windows(earliest, earliest, 0)[0][1]
+        opening = hours.within(close, share_of(key)) if latest >= close else earliest
+    return opening - earliest
 
 
 def machine_ms() -> tuple[int, int]:
@@ -160,6 +161,7 @@ class Call:
     cancelled: bool = False  # by its worker, so that it reports nothing
     clock: Callable[[], tuple[int, int]] = machine_ms  # of the server, ms: what it tells at least, and at most
     permit: Callable[[], Awaitable[None]] | None = None  # awaited last before the callback begins; may raise Aside
+    look: Callable[[], None] = lambda: None  # raises what keeps its callback from being begun by now
 
 
 @dataclass(slots=True)
@@ -314,12 +316,11 @@ class Dispatcher(Generic[T]):
         if attempt.policy.hours is not None and not attempt.lease.passes:
             attempt.aside_ms = closed_ms(attempt.policy.hours, *call.clock(), attempt.lease.key)
 
-    async def _await_permit(
-        self, permit: Callable[[], Awaitable[None]], attempt: Attempt[T], call: Call
-    ) -> BaseException | None:
-        """Wait for the permit to begin, and look at the hours anew, since it may have come late; return the error of a
-        function of theirs."""
-        await permit()
+    async def _await_permit(self, attempt: Attempt[T], call: Call) -> BaseException | None:
+        """Wait for the permit to begin, if one is needed, and look at the hours anew, since much time may have passed;
+        return the error of a function of theirs."""
+        if call.permit is not None:
+            await call.permit()
         try:
             self._look_at_hours(attempt, call)
         except Exception as error:
@@ -337,16 +338,18 @@ class Dispatcher(Generic[T]):
             if attempt.entries:
                 await self._read(attempt, gives_up=True)
             return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
-        if attempt.entries:
+        is_late = bool(attempt.entries)
+        if is_late:
             call.deadline = inf
-            await self._read(attempt)
+            await self._read(attempt)  # which may take long
+            call.look()
         if attempt.is_spent:
             return self._buried(attempt, _why_spent(lease))
         if not attempt.contents.records:
             return self._closed(attempt, "empty")
-        if call.permit is not None and not attempt.aside_ms:
+        if (is_late or call.permit is not None) and not attempt.aside_ms:
             await self._settled(None, call, task)
-            if (error := await self._await_permit(call.permit, attempt, call)) is not None:
+            if (error := await self._await_permit(attempt, call)) is not None:
                 return await self._settled(self._raised(attempt, error, call, task)._replace(error=error), call, task)
         if attempt.aside_ms:
             raise await self._settled(Aside(attempt.aside_ms), call, task)

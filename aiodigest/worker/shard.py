@@ -346,10 +346,10 @@ class ShardWorker:
             active.stage = "decoding"
             attempt = await dispatcher.prepare(lease, entries)
             del entries  # the records are all that is kept while they are delivered
-            if shared.stopping.is_set():
-                return True
-            if (started := clock()) >= active.ends:  # this process was stopped while others ran
-                raise LeaseLost(f"the lease on timeline {lease.key!r} ended before its delivery began")
+            self._look(active)
+            if attempt.entries:  # they are read later
+                active.call.look = partial(self._look, active)
+            started = clock()
             active.stage = "calling"
             standstill.entered(active, lease.key)
             try:
@@ -401,6 +401,13 @@ class ShardWorker:
         if active.token is not None and self._shared.throttling is not None:
             self._shared.throttling.give_back([active.token])
             active.token = None
+
+    def _look(self, active: ActiveDelivery) -> None:
+        """Raise Aside or LeaseLost if a callback is not to be begun any more."""
+        if self._shared.stopping.is_set():
+            raise Aside(0)
+        if self._loop.time() >= active.ends:  # this process was stopped while others ran
+            raise LeaseLost(f"the lease on timeline {active.lease.key!r} ended before its delivery began")
 
     async def _read(self, active: ActiveDelivery, start: int, count: int) -> list[bytes]:
         """Read a page of the entries that did not fit into a claim."""

@@ -164,10 +164,14 @@ class RedisBackend(Backend):
             told = await namespace.answers_of(shard, given, keys, bool)
             answers.update(zip(order, told, strict=False))
             left = [*order[len(told) :], *left[BATCH:]]
-            if bytes in set(map(type, given)) and tries < TRIES:  # some may have come under terms of another time
+            if bytes in set(map(type, given)):  # some may have come under terms of another time
                 stale = {index: at for index, answer in zip(order, given, strict=False) if (at := stale_at(answer))}
                 about, tries = max(stale.values(), default=about), tries + 1
+                for index in stale:
+                    del answers[index]  # it has none yet, should the next call fail
                 left = [*stale, *left]
+                if tries > TRIES:
+                    raise leaping(self.url)
 
     def _about(self, now: Argument = "") -> int:
         """Return about what time it is by the servers' clocks."""

@@ -236,7 +236,7 @@ local function look_at(key, terms, first, last, bytes)
   return terms.dedupe > 0 and which_seen(key, ARGV, first, last) or {}, sizes
 end
 
-local cursor, looked, answer, is_spent = 3, 0, {0}, false
+local cursor, looked, answer, is_spent, stale = 3, 0, {0}, false, {}
 
 -- Answer with an error for some entries.
 local function refuse(first, last, problem)
@@ -262,7 +262,8 @@ while cursor <= #ARGV and not is_spent do
       first = first + 1
     end
     cursor, groups = first + math.abs(number), groups - 1
-    if are_stale(terms) then
+    if are_stale(terms) or stale[key] then -- what comes to one timeline stays in order
+      stale[key] = true
       refuse(first, cursor - 1, string.format('STALE %.0f', now - shift))
       looked, first = looked + cursor - first, cursor
     elseif has_mutes then
