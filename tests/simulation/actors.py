@@ -55,6 +55,7 @@ class Actor:
     ) -> None:
         self.process = Process(name)
         self.adds, self.delivers, self.policy = adds, delivers, policy
+        self._server = server
         self.link = Link(server, self.process, witness, random)
         self.adding = asyncio.Event()  # it goes on adding while this is set
         self.adding.set()
@@ -69,12 +70,14 @@ class Actor:
         self.has_entered = False
         backoff = DecorrelatedJitter(base=1, cap=setup.longest_wait)
         self._fall = fall  # what kills it
+        retry = RetryPolicy(max_attempts=setup.max_attempts, backoff=backoff)
+        rules = None if policy else setup.rules
         self.engine = DigestEngine[int](
             namespace="simulated",
             backend=self.link,
             value_type=int,
-            policy=policy or setup.policy,
-            retry=RetryPolicy(max_attempts=setup.max_attempts, backoff=backoff),
+            policy=policy or (rules.source if rules else setup.policy),
+            retry=rules.retry(retry) if rules else retry,
             backoff_mode=BackoffMode(threshold=setup.threshold, multiplier=1, maximum=setup.pause),
             concurrency=setup.concurrency,
             lease_timeout=setup.lease_timeout,
@@ -162,7 +165,8 @@ class Actor:
         record_id = f"r{random.randint(1, 5)}" if random.random() < 0.2 else f"u{random.getrandbits(40)}"
         serial = self._witness.records.new(key, record_id)
         stamp = random.uniform(0, 2e9) if random.random() < 0.1 else None
-        return Entry(key, serial, record_id, stamp)
+        is_urgent = self._setup.rules is not None and self._whims.random() < 0.06
+        return Entry(key, serial, record_id, stamp, is_urgent)
 
     async def add(self, entry: Entry[int] | None = None) -> None:
         """Add one record, and note what its caller is told."""
@@ -173,7 +177,8 @@ class Actor:
             if adds._items > batcher.QUEUE_ITEMS or adds._bytes > batcher.QUEUE_BYTES + LARGEST:
                 witness.broken(f"{adds._items} adds of {adds._bytes} bytes wait, for whom there is no room")
         try:
-            ready = await self.engine.add(entry.key, entry.value, record_id=entry.record_id, timestamp=entry.timestamp)
+            named = {"record_id": entry.record_id, "timestamp": entry.timestamp}
+            ready = await self.engine.add(entry.key, entry.value, urgent=entry.urgent, **cast("Any", named))
         except asyncio.CancelledError:
             witness.tell(f"cancelled the add of {entry.value}")
             witness.records.all[entry.value].cancelled = True
@@ -185,7 +190,7 @@ class Actor:
             # it must be delivered at once, if there is somebody who can, unless it may be too old for a callback
             if (
                 ready
-                and self._setup.policy.max_age is None
+                and self._setup.policy_of(entry.key).max_age is None
                 and witness.strict
                 and self._setup.throttle is None
                 and (self.delivers or not self.link.deaf)
@@ -231,6 +236,8 @@ class Actor:
             self._replay,
             self._replay,
         ]
+        if self._setup.rules:
+            calls.append(lambda: engine.explain(key))
         if random.random() < 0.3:
             calls = [lambda: engine.delete(key), lambda: engine.remove(key, f"r{random.randint(1, 5)}")]
         try:
@@ -270,7 +277,7 @@ class Actor:
     async def _callback(self, digest: Digest[int]) -> None:
         if not self.process.alive:
             return
-        receipt = self._witness.begun(self.process, digest)
+        receipt = self._witness.begun(self.process, digest, self._server.now_ms(), self._server.stepped_at)
         task = asyncio.current_task()
         assert task is not None
         try:

@@ -26,6 +26,8 @@ PLAIN = Policy(minimum_delay=5, increment_delay=1, maximum_delay=20)
 class Family(World):
     """A world whose receiver, faults and promises are its own; there is no time by the book in it."""
 
+    has_rules = False
+
     def _choose(self) -> Setup:
         setup = super()._choose()
         setup.policy, setup.receive, setup.stubborn, setup.meddles = PLAIN, self._receive, False, False

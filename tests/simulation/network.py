@@ -56,7 +56,7 @@ class Server:
         numbers = count(1)
         self._loop = loop
         self.offset_ms = 0
-        self.stepped_back_at = 0.0
+        self.stepped_at = self.stepped_back_at = 0.0
         self.store = Store(shards, self.now_ms, lambda: f"n{next(numbers)}")
         self.is_up = True
         self.paused_until = 0.0
@@ -68,6 +68,7 @@ class Server:
     def step(self, ms: int) -> None:
         """Let the clock step."""
         self.offset_ms += ms
+        self.stepped_at = self._loop.time()
         if ms < 0:
             self.stepped_back_at = self._loop.time()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from aiodigest.backend import ShardMap
+from aiodigest import AiodigestError
+from aiodigest.backend import Add, Claims, Close, Closed, Lease, Move, Postpone, Retry, ShardMap
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.backends.memory.timelines import Shard
+from aiodigest.policy import Limits, Terms
+from simulation.ledger import Ledger
 
 
 class Store(ReferenceBackend):
@@ -18,6 +22,7 @@ class Store(ReferenceBackend):
         super().__init__(shards=shards, now=now, nonce=nonce)
         self.retired: set[int] = set()
         self.moved_at = 0.0  # when they changed last
+        self.ledger: Ledger | None = None
 
     def change(self, shards: int) -> None:
         """Let so many new shards take the adds."""
@@ -41,3 +46,80 @@ class Store(ReferenceBackend):
                 self.retired.add(shard)
         if self.retired.issuperset(self._shard_map.draining):
             self._shard_map = replace(self._shard_map, draining=range(0))
+
+    # What the ledger is told of
+
+    def _time(self, shard: int) -> int:
+        assert self.ledger
+        now = self.machines[shard].now(self._now())
+        self.ledger.latest[shard] = max(self.ledger.latest[shard], now)
+        return now
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        answers = await super().add(shard, adds)
+        if self.ledger:
+            self.ledger.added(shard, adds, answers, self.machines[shard], self._time(shard))
+        return answers
+
+    async def claim(self, shard: int, *arguments: Any, **named: Any) -> Claims:
+        claims = await super().claim(shard, *arguments, **named)
+        if self.ledger:
+            self.ledger.claimed(shard, claims, self.machines[shard], self._time(shard))
+        return claims
+
+    async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed]:
+        answers = await super().close(shard, closes)
+        if ledger := self.ledger:
+            for close, answer in zip(closes, answers, strict=True):
+                ledger.closed(shard, close, answer, self.machines[shard], self._time(shard))
+        return answers
+
+    async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool]:
+        answers = await super().retry(shard, retries)
+        if ledger := self.ledger:
+            for retry, answer in zip(retries, answers, strict=True):
+                if answer:
+                    ledger.retried(shard, retry, self.machines[shard], self._time(shard))
+        return answers
+
+    async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+        if ledger := self.ledger:
+            for lease in leases:
+                ledger.released(shard, lease)
+        return await super().release(shard, leases, started)
+
+    async def postpone(self, shard: int, postpones: Sequence[Postpone], limits: Limits) -> list[bool]:
+        answers = await super().postpone(shard, postpones, limits)
+        if ledger := self.ledger:
+            for postpone in postpones:
+                ledger.put_aside(shard, postpone, self._time(shard))
+        return answers
+
+    async def flush(self, key: str) -> bool:
+        if self.ledger:
+            self.ledger.flushed(key, self._time)
+        return await super().flush(key)
+
+    async def delete(self, key: str) -> bool:
+        if self.ledger:
+            self.ledger.deleted(key)
+        return await super().delete(key)
+
+    async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
+        removed = await super().remove(key, name, limits)
+        if self.ledger:
+            self.ledger.moved(key, self.machines)
+        return removed
+
+    async def reschedule(self, key: str, move: Move) -> int | None:
+        moved = await super().reschedule(key, move)
+        if self.ledger:
+            self.ledger.moved(key, self.machines)
+        return moved
+
+    async def replay(self, letter_id: str, terms: Terms, own: bool | None) -> bool:
+        letters = {name: (shard, each.dead[name]) for shard, each in enumerate(self.machines) for name in each.dead}
+        ready = await super().replay(letter_id, terms, own)
+        if self.ledger:
+            self.ledger.replayed(*letters[letter_id])
+        return ready

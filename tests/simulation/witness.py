@@ -16,8 +16,10 @@ from storestate import check_invariants, reference_state
 from aiodigest import Delivery, Digest, DigestEngine, Policy, Throttle
 from aiodigest.backend import ALONE, Claims, Close, Lease, Mute
 from aiodigest.backoff import PROBE_PERIOD, PROBE_TIMEOUT, PROBES
+from simulation.ledger import Ledger
 from simulation.loop import PROCESS, Process, SeededLoop
 from simulation.records import Receipt, Records
+from simulation.rules import Rules
 from simulation.store import Store
 
 
@@ -45,6 +47,11 @@ class Setup:
     meddles: bool = True  # producers flush, delete and replay now and then
     longest_wait: float = 10.0  # before a retry
     throttle: Throttle | None = None
+    rules: Rules | None = None  # policies of all kinds, instead of the one
+
+    def policy_of(self, key: str) -> Policy:
+        """Return the policy of a timeline, or one of them: capacity, sizes and hours are those of all."""
+        return self.policy if self.rules is None else self.rules.of(key)
 
     @property
     def longest_rest(self) -> float:
@@ -90,6 +97,7 @@ class Witness:
         self.fault = ""
         self.over = asyncio.Event()
         self.records = Records(self.broken, loop.time)
+        store.ledger = self.ledger = setup.rules and Ledger(setup.rules, self.records, self.broken)
         self.receipts: list[Receipt] = []
         self.conducts: dict[Process, Conduct] = {}
         self.waited = 0.0  # seconds: how long a healthy receiver had to wait at the most
@@ -209,7 +217,7 @@ class Witness:
         self.receipts = [receipt for receipt in self.receipts if receipt.ending == "running"]
         return [receipt for receipt in self.receipts if process in (None, receipt.process)]
 
-    def begun(self, process: Process, digest: Digest[int]) -> Receipt:
+    def begun(self, process: Process, digest: Digest[int], server_ms: int, stepped_at: float) -> Receipt:
         conduct, setup, now = self.conducts[process], self.setup, self._loop.time()
         removed = self._removed_at.get(digest.key, 0.0) >= self._leased_at.get(digest.id, now)  # and is read to its end
         # after a change of shards it may be in an old and a new one
@@ -227,7 +235,8 @@ class Witness:
         self.tell(f"begins {digest.id} of {digest.key}: {receipt.serials}, attempt {digest.attempt}")
         if digest.attempt > setup.max_attempts:
             self.broken(f"digest {digest.id} is tried for the {digest.attempt}th time")
-        if len(receipt.serials) > (setup.policy.max_size or setup.policy.capacity):
+        policy = setup.policy_of(digest.key)
+        if len(receipt.serials) > (policy.max_size or policy.capacity):
             self.broken(f"digest {digest.id} holds {len(receipt.serials)} records")
         spared = (conduct.spared_since or now) + 3 * setup.timeout  # by then nobody answers an earlier claim
         spared = max(spared, now - PROBE_TIMEOUT)  # what has taken longer lets another through
@@ -238,6 +247,9 @@ class Witness:
         if setup.pause and len(taken) > PROBES + more:
             self.broken(f"{process} delivers {len(taken)} at once to a receiver that fails")
         self.receipts.append(receipt)
+        if self.ledger:
+            has_stepped = stepped_at >= self._taken_at(receipt)
+            self.ledger.begins(digest.key, digest.id, receipt.serials, None if has_stepped else server_ms)
         under_way = sum(not other.stubborn for other in self._running(process))
         if under_way > setup.concurrency:
             self.broken(f"{process} delivers {under_way} digests at once")

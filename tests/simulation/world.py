@@ -26,11 +26,13 @@ from aiodigest.worker.doubts import Doubts
 from simulation.actors import Actor
 from simulation.loop import PROCESS, Endless, Process, SeededLoop, no_turn_is_endless
 from simulation.network import Link, Server
+from simulation.rules import Rules
 from simulation.witness import Setup, Witness
 
 TROUBLED = 200.0  # seconds
 STRICT = 30.0
 IDLE = 60.0
+LONG = 6  # seconds: who waits for longer, in peace, is spared that
 
 Fault: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
@@ -50,6 +52,7 @@ class World:
     troubled = TROUBLED
     reads_slowly = True  # some digests
     reshards = True  # the number of shards changes now and then
+    has_rules = True  # some seeds
 
     @classmethod
     def played(cls, seed: int) -> Witness:
@@ -64,10 +67,13 @@ class World:
         self._whims = Random(f"{seed} whims")  # of their own, so that they change nothing else
         self._setup = self._choose()
         self._server = Server(self._setup.shards, loop)
+        if self._setup.rules:
+            self._server.offset_ms = self._setup.rules.start_ms - self._server.now_ms()
         self.witness = Witness(loop, self._server.store, self._setup)
         self._tempo = self._random.choice(("quiet", "calm", "calm", "wild", "wild", "wild"))
         self._deaf = self._random.random() < 0.1
         self._is_peace = False
+        self._has_jumped = False  # the server's clock has stepped forth
         self._troubles = 0
         self._names = count(1)
         self._actors: list[Actor] = []
@@ -78,7 +84,7 @@ class World:
         random = self._random
         policy = random.choice(POLICIES)
         delivery_timeout, pause = random.choice((15.0, 40.0, 100.0)), random.choice((5.0, 30.0))
-        return Setup(
+        setup = Setup(
             policy=policy,
             shards=random.choice((1, 1, 3)),
             concurrency=random.choice((1, 2, 4, 8)),
@@ -95,6 +101,9 @@ class World:
             throttle=Throttle(20, per=2, burst=5) if Random(f"{self._seed} throttle").random() < 0.1 else None,
             poison="k0" if Random(f"{self._seed} poison").random() < 0.2 else "",
         )
+        if self.has_rules and Random(f"{self._seed} has rules").random() < 0.5:
+            setup.rules = Rules(self._seed, setup.keys, setup.digest_bytes)
+        return setup
 
     def _enter(self, adds: bool, delivers: bool, policy: PolicySource | None = None) -> Actor:
         number = next(self._names)
@@ -210,10 +219,24 @@ class World:
     async def _empty(self, patience: float) -> None:
         ends = self._loop.time() + patience
         while self._server.store.shard_map.draining or self._held():
+            ends += self._pass_time()
             if self._loop.time() > ends:
                 self.witness.broken(f"still held after {patience:.0f} s of peace: {self._held()}")
                 await asyncio.Event().wait()
             await asyncio.sleep(1)
+
+    def _pass_time(self) -> float:
+        """Let the server's clock be set to shortly before the next timeline is due, if that is long; return how much
+        more patience that takes."""
+        machines, now_ms = self._server.store.machines, self._server.now_ms()
+        nexts = [due - machine.now(now_ms) for machine in machines for due in machine.waiting.values()]
+        is_quiet = not any(machine.ready or machine.leased for machine in machines)
+        if not (self._setup.rules and is_quiet and nexts and min(nexts) > 1000 * LONG):
+            return 0.0
+        self.witness.tell(f"{min(nexts) / 1000:.0f} s go by, until something is due")
+        self._server.step(min(nexts) - 500 * LONG)
+        self.witness.trouble(0.0)
+        return LONG
 
     async def _be_strict(self) -> None:
         first = len(self.witness.records.all) + 1
@@ -226,11 +249,11 @@ class World:
             actor.adding.clear()
         await self._empty(100 + 3 * self._setup.lease_timeout)
         await asyncio.sleep(1)
-        policy = self._setup.policy
-        if policy.capacity < 100 or policy.max_age is not None:  # then some may vanish
-            return
         for serial in range(first, len(self.witness.records.all) + 1):
             record = self.witness.records.all[serial]
+            policy = self._setup.policy_of(record.key)
+            if policy.capacity < 100 or policy.max_age is not None:  # then some may vanish
+                continue
             if len(record.receipts) != (0 if record.refused else 1) and not record.excused:
                 self.witness.broken(f"record {serial} came {len(record.receipts)} times, and nothing was wrong")
 
@@ -250,6 +273,9 @@ class World:
         counted = sum(machine.counts[name] for machine in machines for name in ("dropped", "aged", "expired", "muted"))
         if len(lost) > counted:
             self.witness.broken(f"{len(lost)} records are lost, {counted} of them counted: {lost[:20]}")
+        expired = sum(machine.counts["expired"] for machine in machines)
+        if self._setup.rules and expired and not self._has_jumped:
+            self.witness.broken(f"{expired} records have expired, and were to be delivered")
         reasons = [(letter.digest_id, letter.reason) for letter in letters]
         if len(set(reasons)) < len(reasons):
             self.witness.broken("two dead letters of one digest have the same reason")
@@ -395,6 +421,7 @@ class World:
     async def _step_clock(self) -> None:
         step = self._random.choice((-3_600_000, -30_000, 5_000, 30_000, 3_600_000))
         self.witness.tell(f"the server's clock steps by {step / 1000:g} s")
+        self._has_jumped = self._has_jumped or step > 0
         self._server.step(step)
         if step > 0:  # what was allowed before has begun by then
             self.witness.counts_from = self._loop.time() + HOLD
@@ -419,8 +446,8 @@ class World:
         key, shard = self._random.choice(self._setup.keys), self._server.store.shard_map.shard_of
         number = self._random.randint(1, 3)
         self.witness.tell(f"{number} records that nobody can decode are added to {key}")
-        terms = self._setup.policy.terms
-        adds = [Add(key, pack(b"bad-%d" % each, None, b"\xff"), terms) for each in range(number)]
+        terms, own = self._setup.policy_of(key).terms, self._setup.rules is not None and self._setup.rules.own
+        adds = [Add(key, pack(b"bad-%d" % each, None, b"\xff"), terms, own) for each in range(number)]
         await self._server.store.add(shard(key), adds)
 
 
