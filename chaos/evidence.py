@@ -146,6 +146,8 @@ class Evidence:
     faults: list[Fault] = field(default_factory=list[Fault])
     audits: list[Audit] = field(default_factory=list[Audit])
     doubted: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # when, and which digest
+    twice: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # the same, where nothing was wrong
+    wall: float = 0.0  # how far this machine's clock is ahead of the journals'
     wrong: list[str] = field(default_factory=list[str])  # what must not happen at all, whatever became of the records
     begun: float = inf
     stopped: float = inf  # when the producers were told to stop
@@ -184,7 +186,7 @@ def of_master(lines: Iterable[Line]) -> Evidence:
             case "audit":
                 evidence.audits.append(Audit(*facts))
             case "stop":
-                evidence.stopped = at
+                evidence.stopped, evidence.wall = at, facts[0] / 1e9 - at
             case _:
                 evidence.wrong.append(str(facts[0]))
     evidence.faults = list(faults.values())
@@ -219,8 +221,9 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
         match kind:
             case "stored" | "no" | "unknown":
                 evidence.added.append(Added(process, kind, facts[0], facts[1], at, *facts[2:]))
-            case "again":
-                evidence.again += zip(facts[1], count(facts[0]))
+            case "again" | "twice":
+                pairs = evidence.again if kind == "again" else evidence.twice
+                pairs += zip(facts[1], count(facts[0]))
             case "begin":
                 number, key, digest, attempt, records = facts
                 call = calls[number] = Call(process, key, digest, attempt, tuple(records), at)

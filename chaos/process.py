@@ -11,21 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from aiodigest import BackoffMode, DigestEngine, Policy, RetryPolicy
+from aiodigest import BackoffMode, DigestEngine, RetryPolicy
 from aiodigest.backoff import DecorrelatedJitter
 from chaos.board import Board
 from chaos.journal import Journal
 from chaos.plan import LEASE, TIMEOUT
+from chaos.rules import policy_of
 
 NAMESPACE = "chaos"
 CLUSTER = "cluster"  # the store that is one
 SHARDS = 16  # of a cluster
 TIMELINES = 200
 SPAN = 10**10  # record ids are numbers: those of producer 7 are 70000000000 and so on
-
-# Digests in quick succession, in parts when a timeline has run full, and no record dropped: all that the producers
-# ever let wait fits into one timeline.
-POLICY = Policy(minimum_delay=0.2, increment_delay=0.02, maximum_delay=0.5, max_size=300, capacity=10_000)
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,19 @@ def shard_of(store: str, key: str) -> int | None:
     return crc32(key.encode()) % SHARDS if store == CLUSTER else None
 
 
+def retry_of(key: str) -> RetryPolicy:
+    """How often, and when, a timeline is tried again: half of them sooner."""
+    return RetryPolicy(max_attempts=200, backoff=DecorrelatedJitter(base=0.1, cap=0.5 + len(key) % 2))
+
+
 def engine(store: str, url: str) -> DigestEngine:
     """The engine of all of them, producers and workers."""
     on_cluster = store == CLUSTER
     return DigestEngine(
         url,
         namespace=NAMESPACE,
-        policy=POLICY,
-        retry=RetryPolicy(max_attempts=200, backoff=DecorrelatedJitter(base=0.1, cap=1)),
+        policy=policy_of,
+        retry=retry_of,
         backoff_mode=BackoffMode(maximum=0.5),
         concurrency=16,
         lease_timeout=LEASE,

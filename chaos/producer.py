@@ -20,6 +20,7 @@ from chaos.board import STORED, Board
 from chaos.journal import Journal
 from chaos.plan import TIMEOUT
 from chaos.process import SPAN, TIMELINES, Role, engine, run, shard_of
+from chaos.rules import names
 
 Told = Literal["stored", "no", "unknown"]
 
@@ -27,6 +28,7 @@ HOT_SHARE = 0.15  # of the records go to one timeline
 MOST_HELD = 20_000  # in all timelines; a store that is down takes nothing anyway
 # records of an add_many, adds at once, seconds between
 AFTER_DELETE, PAUSE = 12, 0.05  # records, and seconds between two: some cool-downs
+RULED_PAUSE = 0.05  # seconds between two adds
 PACE = {"main": (200, 20, 0.1), "embedded": (10, 3, 0.1), "cluster": (100, 10, 0.1)}
 
 
@@ -50,6 +52,7 @@ class Producer:
             group.create_task(self._keep_on(batch, pause, many=True))
             group.create_task(self._keep_on(singles, pause, many=False))
             group.create_task(self._keep_deleting())
+            group.create_task(self._keep_ruling())
 
     async def _keep_on(self, size: int, pause: float, many: bool) -> None:
         while not self._stop.is_set():
@@ -82,6 +85,19 @@ class Producer:
             for _ in range(AFTER_DELETE):
                 await self._add(self._entries(1, key))
                 await asyncio.sleep(PAUSE)
+
+    async def _keep_ruling(self) -> None:
+        """Add to timelines with rules of their own, now and then the same id as before, with another number."""
+        before: dict[str, Entry] = {}
+        while not self._stop.is_set():
+            await asyncio.sleep(self._random.uniform(0.5, 1.5) * RULED_PAUSE)
+            key = self._random.choice(names())
+            [entry] = self._entries(1, key)
+            if key in before and self._random.random() < 0.3:
+                entry = replace(entry, record_id=before[key].record_id)
+                self._journal.write("twice", number_of(entry), [number_of(before[key])])
+            before[key] = entry
+            await self._add([entry])
 
     def _numbers(self, size: int) -> range:
         first, self._next = self._next, self._next + size

@@ -14,11 +14,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import TypeAlias
 
 from chaos.evidence import Call, Evidence, Fault, Process
 from chaos.plan import LEASE
 from chaos.process import SPAN
+from chaos.rules import broken, policy_of
 
 KNOWN = {"delivered", "rejected", "buried", "empty"}  # the store has closed the digest
 SHOWN = 10
@@ -80,6 +82,7 @@ def judge(evidence: Evidence) -> Verdict:
     verdict = Verdict(findings=list(evidence.wrong))
     account(evidence, verdict)
     find_late(evidence, verdict)
+    find_broken_rules(evidence, verdict)
     compare_contents(evidence, verdict)
     find_overlaps(evidence, verdict)
     measure(evidence, verdict)
@@ -129,9 +132,11 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
     letters = {record for audit in evidence.audits for record in audit.letters}
     held = {record for audit in evidence.audits for record in audit.held}
     begun = {record for call in evidence.calls for record in call.records}
+    counted = {record for call in evidence.calls if policy_of(call.key).dedupe_window for record in call.completed}
+    known = accounted(of_one_id(evidence), completed | letters | held, counted)
     for record in numbers(evidence, "stored"):
         verdict.acknowledged += 1
-        if record not in completed and record not in letters and record not in held:
+        if record not in known and record not in completed and record not in letters and record not in held:
             verdict.lost.append(record)
     refused = set(numbers(evidence, "no"))
     unknown = set(numbers(evidence, "unknown"))
@@ -147,6 +152,50 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
             if count:
                 verdict.findings.append(f"the {audit.store} store has counted {count} records as {name}")
     explain_duplicates(evidence, verdict, again)
+
+
+def of_one_id(evidence: Evidence) -> dict[int, list[int]]:
+    """The records whose ids were added more than once, each with all that have its id, in the order of their adds."""
+    groups: dict[int, list[int]] = {}
+    for before, after in sorted([*evidence.again, *evidence.twice]):
+        group = groups.setdefault(before, [before])
+        group.append(after)
+        groups[after] = group
+    return {record: sorted(group) for record, group in groups.items()}
+
+
+def accounted(groups: dict[int, list[int]], came: set[int], counted: set[int]) -> set[int]:
+    """Records that need not come: a later one of their id did, or an earlier one was delivered (``counted``) where that
+    counts for a while."""
+    return {
+        record
+        for record, group in groups.items()
+        if any(other in came if other > record else other in counted for other in group if other != record)
+    }
+
+
+def find_broken_rules(evidence: Evidence, verdict: Verdict) -> None:
+    """Find digests that were begun while their hours were closed, before they were due, or too large; and ids that came
+    a second time within their window."""
+    added = {record: each.at - each.took for each in evidence.added for record in range(each.first, each.last + 1)}
+    groups, found, first = of_one_id(evidence), list[str](), dict[int, Call]()
+    for call in evidence.calls:
+        for record in call.completed:
+            first.setdefault(record, call)
+        moved = any(begun - REACTION < call.begun < ended + REACTION for begun, ended in call.process.still)
+        if moved or not policy_of(call.key).needs:
+            continue
+        oldest = min(added.get(each, -inf) for record in call.records for each in groups.get(record, [record])[:1])
+        wrong = broken(call.key, call.records, oldest + evidence.wall, call.begun + evidence.wall)
+        found += [f"a digest of {call.key!r} {what}: {told(call)}" for what in wrong]
+    for before, after in evidence.twice:
+        one, other = first.get(before), first.get(after)
+        if one is None or other is None or one.digest == other.digest or one.told != "delivered":
+            continue
+        is_within = one.begun < other.begun < one.ended + policy_of(one.key).terms.dedupe_ms / 1000
+        if is_within and not forgotten(evidence, one, other):
+            found.append(f"{named(after)} came within the window of its id: {told(one)}, then {told(other)}")
+    verdict.findings += found[:SHOWN]
 
 
 def find_late(evidence: Evidence, verdict: Verdict) -> None:

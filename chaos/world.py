@@ -28,7 +28,7 @@ from chaos.server import Embedded, Server
 PROXIES = 2
 STARTING = 60.0  # for the server, and then for all other processes
 LEAVING = 15.0  # for a process to end on SIGTERM: its drain, its calls' timeouts, and a slow machine
-DRAINING = 60.0  # at the end, until all is delivered
+DRAINING = 180.0  # at the end, until all is delivered: hours may be closed for a minute, and a calendar's is the next
 
 Kind = Literal["producer", "worker"]
 
@@ -199,7 +199,7 @@ class World(ABC):
 
     async def finish(self) -> None:
         """End the producers, let the workers deliver all that is held, look at what the stores say, and end them."""
-        self.journal.write("stop")
+        self.journal.write("stop", time.time_ns())
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("producer")))
         await asyncio.gather(*(self._audit(store) for store in self.boards))
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("worker")))

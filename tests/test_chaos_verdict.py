@@ -22,6 +22,7 @@ from chaos.journal import Journal, Line, read
 from chaos.plan import KINDS, LONGEST_GAP, plan
 from chaos.process import SPAN, Faults, shard_of
 from chaos.proxy import Proxy
+from chaos.rules import names, policy_of
 from chaos.server import time_library
 from chaos.verdict import Verdict, judge
 
@@ -66,7 +67,7 @@ def verdict(
         [
             *(line("start", 0, *process, store, way) for process, way in zip(processes, ways, strict=True)),
             *master,
-            line("stop", 60_000),
+            line("stop", 60_000, 60_000 * 10**6),
             line("audit", 61_000, store, letters or [], held or [], {"dropped": 0, "aged": 0, "expired": 0}),
         ]
     )
@@ -259,6 +260,63 @@ def test_every_kind_of_fault_comes_soon_and_lasts_as_long_as_it_may(seed: int) -
     assert {planned.kind for planned in first} == KINDS.keys()
     assert sum(planned.gap for planned in first) <= len(KINDS) * LONGEST_GAP < 60
     assert all(KINDS[planned.kind][0] <= planned.lasts <= KINDS[planned.kind][1] for planned in first)
+
+
+LARGE = next(key for key in names() if policy_of(key).max_bytes)
+
+
+@pytest.mark.parametrize(
+    ("key", "at", "records", "what"),
+    [
+        ("ruled 4", 30_000, 1, "was begun in closed hours"),
+        ("ruled 4", 61_000, 1, ""),
+        ("ruled 3", 59_000, 1, "was begun before an instant of its calendar"),
+        ("ruled 3", 60_500, 1, ""),
+        ("ruled 1", 100, 1, "was begun 0.091 s after its first record"),
+        ("ruled 1", 5_000, 1, ""),
+        (LARGE, 5_000, 10, f"holds more than {policy_of(LARGE).max_bytes} bytes"),
+        (LARGE, 5_000, 1, ""),
+        ("timeline", 100, 10, ""),
+    ],
+)
+def test_a_digest_that_breaks_a_rule_of_its_timeline_is_a_finding(key: str, at: int, records: int, what: str) -> None:
+    came = [begin(at, 1, "d1", [*range(FIRST, FIRST + records)], key=key), end(at + 10, 1), told(at + 11, "d1")]
+    found = verdict({PRODUCER: [stored(records)], WORKER: came}).findings
+    assert len(found) == bool(what)
+    assert not what or what in found[0]
+    still = line("still", at + 100, 0.2)
+    assert not what or "bytes" in what or not verdict({PRODUCER: [stored(records)], WORKER: [*came, still]}).findings
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key", "what"),
+    [
+        (100, 10_000, "ruled 12", "came within the window of its id"),
+        (100, 31_000, "ruled 12", ""),
+        (100, 10_000, "ruled 0", ""),  # which has no window
+        (100, None, "ruled 12", ""),
+        (100, None, "ruled 0", "records were lost"),
+        (None, 10_000, "ruled 0", ""),  # the second has replaced the first
+        (None, None, "ruled 12", "records were lost"),
+    ],
+)
+def test_an_id_that_is_added_twice_comes_again_only_after_its_window(
+    first: int | None, second: int | None, key: str, what: str
+) -> None:
+    came = [
+        each
+        for number, at in enumerate((first, second))
+        if at is not None
+        for each in (
+            begin(at, number, f"d{number}", [FIRST + number], key=key),
+            end(at + 10, number),
+            told(at + 11, f"d{number}"),
+        )
+    ]
+    added = [stored(2), line("twice", 9, FIRST + 1, [FIRST])]
+    found = verdict({PRODUCER: added, WORKER: came}).findings
+    assert len(found) == bool(what)
+    assert not what or what in found[0]
 
 
 async def test_a_request_that_is_late_arrives_although_its_client_has_gone() -> None:
