@@ -194,7 +194,7 @@ def mute(
     key: Key, namespace: Namespace, until: Until = None, length: For = None, drop: Drop = False, url: Url = EMBEDDED,
     timeout: Timeout = 5.0, in_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Deliver nothing of a timeline for a time, or until it is unmuted.
+    """Hold a timeline back for a time, or until it is unmuted.
 
     What is added meanwhile waits, unless it is dropped.
     """
