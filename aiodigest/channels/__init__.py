@@ -1,0 +1,1 @@
+"""Ways to send digests: each channel is a callback, and imports its library when it is made."""
