@@ -41,7 +41,7 @@ _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
 EACH_PLACE = ("redis", *(pytest.param(name, marks=pytest.mark.cluster) for name in ("sentinel", "cluster")))
-SLOW = {"cluster", "processes", "server_faults", "docs", "worlds", "zones"}  # why a test is slow: see pyproject.toml
+SLOW = {"cluster", "processes", "server_faults", "docs", "worlds", "fuzz", "zones"}  # as pyproject.toml says
 STARTS = {  # fixtures that start what makes a test slow
     "cluster": "cluster", "sixteen": "cluster", "on_cluster": "cluster", "behind_sentinels": "cluster",
     "new_user": "processes",

@@ -26,7 +26,8 @@ from aiodigest.cli.output import EXIT_CODES
 
 REFERENCE = ROOT / "docs" / "reference"
 INTEGRATIONS = [name for _, name, _ in pkgutil.iter_modules(aiodigest.integrations.__path__) if name[0] != "_"]
-MODULES = ["aiodigest", "aiodigest.testing", *map("aiodigest.integrations.{}".format, INTEGRATIONS)]
+ROOMS = ["aiodigest", "aiodigest.testing", "aiodigest.rendering"]
+MODULES = [*ROOMS, *map("aiodigest.integrations.{}".format, INTEGRATIONS)]
 REFERS = re.compile(r"^``[\w.]+``, with the same arguments|arguments are those of ``\w+``")  # explained elsewhere
 QUOTED = re.compile(r"``(\w+)(?:=[^`]*)?``")  # ``name``, or ``name=value``
 INHERITED = {"InvalidArgument", "ConfigurationError", "BackendUnavailable"}  # by all methods of an engine

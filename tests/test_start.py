@@ -16,7 +16,7 @@ HEAVY = {
     "aiodigest.worker.delivery", "aiodigest.worker.shard", "aiodigest.backends.embedded.server",
     "aiodigest.backends.memory.backend", "aiodigest.backends.redis.diagnostics.server", "aiodigest.integrations",
     "platformdirs", "rich.console", "rich.markup", "rich.text", "starlette", "uvicorn", "uvloop", "zoneinfo",
-    "aiodigest.timing.calendar", "aiodigest.timing.hours", "cronsim",
+    "aiodigest.timing.calendar", "aiodigest.timing.hours", "cronsim", "aiodigest.rendering", "jinja2", "babel",
 }  # fmt: skip
 STORE = {"redis", "hiredis", "opentelemetry", "pydantic", "aiodigest.backends.redis.scripts"}  # comes with an engine
 ADD = """
@@ -52,6 +52,14 @@ def test_importing_aiodigest_imports_no_client_no_schemas_and_no_worker() -> Non
     modules = imported("import sys, aiodigest")
     assert "aiodigest.engine" in modules
     assert not modules & (HEAVY | STORE | {"typer", "rich"})
+
+
+def test_a_plain_message_needs_no_library_for_templates() -> None:
+    modules = imported(
+        "import sys\nfrom aiodigest import Digest\nfrom aiodigest.rendering import plain\nplain(Digest('key', []))"
+    )
+    assert "aiodigest.rendering.view" in modules
+    assert not modules & {"jinja2", "babel", "redis", "pydantic", "aiodigest.rendering.template"}
 
 
 def test_the_first_add_of_a_process_imports_neither_what_delivers_nor_what_builds_schemas(server: Server) -> None:

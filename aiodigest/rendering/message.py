@@ -11,7 +11,10 @@ from aiodigest import Digest
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a message for chat services, as plain text: each service escapes it, and cuts it to its own limits."""
+    """A part of a message for chat services: its ``kind``, a line of ``text``, and ``details`` of a few lines or none.
+
+    All is plain text, which each service escapes, and cuts to its own limits.
+    """
 
     kind: Literal["heading", "item", "note"]
     text: str
