@@ -10,6 +10,7 @@ from aiodigest.engine import DigestEngine
 from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
+    ChannelError,
     CodecError,
     ConfigurationError,
     DeliverySignal,
@@ -51,12 +52,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "JSON", "Activity", "AiodigestError", "At", "BackendUnavailable", "BackoffMode", "Bounds", "Codec", "CodecError",
-    "ConfigurationError", "DeadLetter", "DecorrelatedJitter", "Delivery", "DeliverySignal", "Digest", "DigestEngine",
-    "Draining", "Entry", "Explanation", "Finding", "Health", "Hours", "IntervalBackoff", "InvalidArgument",
-    "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "OutcomeUnknown", "PartialAdd",
-    "PartialFailure", "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State", "Stats", "Strategy",
-    "Sync", "Throttle", "Timeline", "data_folder",
+    "JSON", "Activity", "AiodigestError", "At", "BackendUnavailable", "BackoffMode", "Bounds", "ChannelError", "Codec",
+    "CodecError", "ConfigurationError", "DeadLetter", "DecorrelatedJitter", "Delivery", "DeliverySignal", "Digest",
+    "DigestEngine", "Draining", "Entry", "Explanation", "Finding", "Health", "Hours", "IntervalBackoff",
+    "InvalidArgument", "InvalidState", "IterationBackoff", "JSONCodec", "LeaseLost", "LimitExceeded", "OutcomeUnknown",
+    "PartialAdd", "PartialFailure", "Policy", "Reason", "Record", "Reject", "RetryAfter", "RetryPolicy", "State",
+    "Stats", "Strategy", "Sync", "Throttle", "Timeline", "data_folder",
 ]  # fmt: skip
 
 _LATER = {  # imported when they are asked for

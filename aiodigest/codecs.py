@@ -185,6 +185,19 @@ class JSONCodec(Generic[T]):
             raise ValueError(change)
 
 
+class Encoder(Generic[T]):
+    """Encodes one value after another; one that is the very same as the one before, for another receiver, not again."""
+
+    def __init__(self, codec: Codec[T]) -> None:
+        self._codec = codec
+        self._last: tuple[T, bytes] | None = None
+
+    def __call__(self, value: T) -> bytes:
+        if self._last is None or self._last[0] is not value:
+            self._last = value, self._codec.encode(value)
+        return self._last[1]
+
+
 def sizes_of(codec: Codec[Any]) -> Callable[[bytes], int]:
     """Return a function that tells how many bytes an encoded value decodes to, as far as the codec knows."""
     measure: Callable[[bytes], int] | None = getattr(codec, "decoded_size", None)

@@ -37,7 +37,7 @@ from aiodigest.backend import (
 )
 from aiodigest.backends import ValkeyClient, open_backend
 from aiodigest.backoff import BackoffMode
-from aiodigest.codecs import JSON, Bounded, Codec, JSONCodec, sizes_of
+from aiodigest.codecs import JSON, Bounded, Codec, Encoder, JSONCodec, sizes_of
 from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
@@ -92,7 +92,7 @@ from aiodigest.records.validation import (
     whole,
 )
 from aiodigest.session.background import BackgroundSession, Session
-from aiodigest.session.deliveries import begin_delivery, end_delivery
+from aiodigest.session.deliveries import begin_delivery, end_delivery, holding
 from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.reasons import describe
@@ -124,6 +124,7 @@ class Registered(Generic[T]):
 
     callback: Callback[T] | None = None
     chosen: list[Callback[T]] = field(default_factory=list)  # those given to `delivering`, the latest last
+    held: list[object] = field(default_factory=list[object])  # callbacks that are async context managers, entered
     observers: list[Callable[[Delivery], None]] = field(default_factory=list[Callable[[Delivery], None]])
     tracing: Tracing | None = None
     added: int = 0  # records
@@ -360,7 +361,9 @@ class DigestEngine(Generic[T]):
     ) -> AsyncGenerator[Self, None]:
         """Enter the engine, and deliver in the background until it is left: to ``callback``, or to the registered one.
 
-        ``shards`` restricts this process to some of the namespace's, numbered from 0; others must serve the rest.
+        A callback that is an async context manager, such as a channel, is entered before anything is claimed, and left
+        when the last call of it has ended. ``shards`` restricts this process to some of the namespace's, numbered from
+        0; others must serve the rest.
         Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
 
         Unless somebody handles SIGTERM and SIGINT, as web servers do, they kill the process with what it delivers. With
@@ -384,16 +387,17 @@ class DigestEngine(Generic[T]):
 
         ending = SignalledEnd(hurry)
         with on_signals(ending.on_signal) if signals else nullcontext():
-            await self._enter(chosen, shards)
-            session = self._session
-            registered.chosen.append(chosen)
-            try:
-                async with ending.block() if signals else nullcontext():
-                    yield self
-            finally:
-                registered.chosen.remove(chosen)
-                if session is self._session:  # else it was a test's, which has ended before
-                    await self._leave()
+            async with holding(chosen, registered.held):
+                await self._enter(chosen, shards)
+                session = self._session
+                registered.chosen.append(chosen)
+                try:
+                    async with ending.block() if signals else nullcontext():
+                        yield self
+                finally:
+                    registered.chosen.remove(chosen)
+                    if session is self._session:  # else it was a test's, which has ended before
+                        await self._leave()
 
     async def run(self, callback: Callback[T] | None = None, *, shards: Container[int] | None = None) -> None:
         """Deliver until SIGTERM or SIGINT, then drain and return; a second signal stops at once.
@@ -435,7 +439,7 @@ class DigestEngine(Generic[T]):
             how = "entered already: enter its TestEngine before it" if is_background else "in a TestEngine already"
             raise ConfigurationError(f"engine {self.namespace!r} is {how}")
         before = self.backend, self._registered, self._session
-        registered = replace(self._registered, chosen=[], observers=[*self._registered.observers])
+        registered = replace(self._registered, chosen=[], held=[], observers=[*self._registered.observers])
         session = Session(backend, loop)
         self.backend, self._registered, self._session = backend, registered, session
         bridge().forget(self)
@@ -541,7 +545,8 @@ class DigestEngine(Generic[T]):
         name(key, "key", self.bounds.name)
         record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policies.of(key, self.timeout)
-        add = self._encode(key, record, value, timestamp, policy, urgent, began + self.timeout)
+        encoded = self.codec.encode(value)
+        add = self._pack(key, record, encoded, timestamp, policy, urgent, began + self.timeout)
         try:
             ready = await session.add(add, began)
         except BackendUnavailable as error:
@@ -560,12 +565,13 @@ class DigestEngine(Generic[T]):
         given = taken(entries, self.bounds.records)
         results: list[bool | AiodigestError] = []
         policies: dict[str, Policy | BaseException] = {}
+        encode = Encoder(self.codec)
         step = CHUNK * session.breadth
         for start in range(0, len(given), step):
             some = given[start : start + step]
             down = next((error for error in results[-step:] if isinstance(error, BackendUnavailable)), None)
             if down is None:
-                results += await self._add_some(session, some, policies)
+                results += await self._add_some(session, some, policies, encode)
             else:
                 ids = (getattr(entry, "record_id", None) for entry in some)
                 results += [BackendUnavailable(str(down), record_id=each) for each in ids]
@@ -574,7 +580,11 @@ class DigestEngine(Generic[T]):
         return cast("list[bool]", results)
 
     async def _add_some(
-        self, session: Session, entries: Sequence[Entry[T]], policies: dict[str, Policy | BaseException]
+        self,
+        session: Session,
+        entries: Sequence[Entry[T]],
+        policies: dict[str, Policy | BaseException],
+        encode: Encoder[T],
     ) -> list[bool | AiodigestError]:
         """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for."""
         results: list[bool | AiodigestError] = [False] * len(entries)
@@ -592,7 +602,8 @@ class DigestEngine(Generic[T]):
                 policy = fixed or policies[plain(entry.key)]
                 if isinstance(policy, BaseException):
                     raise policy
-                adds.append(self._encode(entry.key, record, entry.value, entry.timestamp, policy, entry.urgent))
+                encoded = encode(entry.value)
+                adds.append(self._pack(entry.key, record, encoded, entry.timestamp, policy, entry.urgent))
                 indices.append(index)
             except AiodigestError as error:
                 results[index] = error
@@ -617,11 +628,11 @@ class DigestEngine(Generic[T]):
         name(key, "key", self.bounds.name)
         return None if record_id is None else name(record_id, "record_id", self.bounds.name)
 
-    def _encode(
+    def _pack(
         self,
         key: str,
         record_id: bytes | None,
-        value: T,
+        encoded: bytes,
         timestamp: datetime | float | None,
         policy: Policy,
         urgent: bool,
@@ -629,7 +640,6 @@ class DigestEngine(Generic[T]):
     ) -> Add:
         tracing = self._registered.tracing
         context = b"" if tracing is None else tracing.context()
-        encoded = self.codec.encode(value)
         entry = pack_entry(record_id, timestamp, encoded, self.bounds.value, context)
         terms = policy.terms
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:

@@ -65,6 +65,10 @@ class BackendUnavailable(AiodigestError):
         self.stored: Literal["no", "unknown"] = stored
 
 
+class ChannelError(AiodigestError):
+    """A channel could not send a digest, which is tried again; the message says why in one line, without secrets."""
+
+
 class PartialAdd(AiodigestError):
     """Entries of an ``add_many`` failed; ``results`` has an answer or an error for each, in order."""
 

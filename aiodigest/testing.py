@@ -23,6 +23,7 @@ from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.entries import identity_of
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
+from aiodigest.session.deliveries import holding
 from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Aside, Attempt, Call, Outcome, tell
 from aiodigest.worker.destinations import Destinations
@@ -43,8 +44,10 @@ class TestEngine(Generic[T]):
     Inside ``async with TestEngine(mail) as t:`` (or ``with``, which needs no event loop) your own engine is entered,
     and never connects to its URL. It keeps its callback, policy, value type, codec, retries, throttle, bounds and
     observers. The app under test may enter it once more; the only effect is that ``delivering(callback)`` names a
-    callback. Nothing is delivered until ``advance``. After leaving, the engine is as it was before, and the test's
-    records are gone; ``delivered`` and ``attempts`` stay until this is entered again, which starts a new test.
+    callback. A callback that is an async context manager, such as a channel, is entered by ``delivering``, or by
+    ``async with`` if it was registered before. Nothing is delivered until ``advance``. After leaving, the engine is as
+    it was before, and the test's records are gone; ``delivered`` and ``attempts`` stay until this is entered again,
+    which starts a new test.
 
     In memory an engine serves any event loop, one thread at a time. There is no consumer backoff mode, and no lease
     ends. Callbacks that wait take real time, while the test's clock stands still; the engine's ``delivery_timeout``
@@ -97,7 +100,7 @@ class TestEngine(Generic[T]):
         self._run: Run[T] | None = None  # while it is entered
         self._failures: deque[BaseException] = deque()
         self._test = ExitStack()
-        self._server = AsyncExitStack()
+        self._left = AsyncExitStack()
 
     @property
     def now(self) -> datetime:
@@ -164,28 +167,32 @@ class TestEngine(Generic[T]):
         self._test.close()
 
     async def __aenter__(self) -> Self:
-        if not self._needs_server:
-            return self.__enter__()
-        with self._engine.replace_backend(ReferenceBackend()):
-            pass  # else a server would be started for an engine that is in use
-        from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
-        from aiodigest.backends.redis.backend import RedisBackend
-
         async with AsyncExitStack() as stack:
-            folder = stack.enter_context(TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True))
-            server, named, timeout = EmbeddedServer(Path(folder, "data")), self._engine.namespace, self._engine.timeout
-            backend = RedisBackend(server, namespace=named, timeout=timeout, now=lambda: self._clock.ms)
-            stack.push_async_callback(backend.aclose)
-            await backend.connect()
-            self._begin(backend, asyncio.get_running_loop())
-            self._server = stack.pop_all()
+            await self._begin_on_server(stack) if self._needs_server else self.__enter__()
+            stack.callback(self._test.close)
+            if self._run is not None:
+                registered = self._run.replacement.registered
+                await stack.enter_async_context(holding(registered.callback, registered.held))
+            self._left = stack.pop_all()
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         if (leaving := bridge().forget(self._engine)) is not None:
             await asyncio.wrap_future(leaving)  # the adds of other threads use the server, too
-        self._test.close()
-        await self._server.aclose()
+        await self._left.aclose()
+
+    async def _begin_on_server(self, stack: AsyncExitStack) -> None:
+        with self._engine.replace_backend(ReferenceBackend()):
+            pass  # else a server would be started for an engine that is in use
+        from aiodigest.backends.embedded.server import EmbeddedServer  # tests in memory need neither
+        from aiodigest.backends.redis.backend import RedisBackend
+
+        folder = stack.enter_context(TemporaryDirectory(prefix="aiodigest-", ignore_cleanup_errors=True))
+        server, named, timeout = EmbeddedServer(Path(folder, "data")), self._engine.namespace, self._engine.timeout
+        backend = RedisBackend(server, namespace=named, timeout=timeout, now=lambda: self._clock.ms)
+        stack.push_async_callback(backend.aclose)
+        await backend.connect()
+        self._begin(backend, asyncio.get_running_loop())
 
     def _begin(self, backend: Backend, loop: asyncio.AbstractEventLoop | None = None) -> None:
         if self._shared is not None and self._shared._run is None:  # noqa: SLF001

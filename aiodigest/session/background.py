@@ -243,7 +243,7 @@ class BackgroundSession(Session):
         if self._scheduler is not None:
             self._scheduler.stop()
         cancelled: asyncio.CancelledError | None = None
-        with _shield():
+        with shield():
             for owned in (self.main, self._connecting):
                 while owned is not None and not owned.done():
                     try:
@@ -291,9 +291,10 @@ class BackgroundSession(Session):
             logger.critical("a fault of aiodigest has ended its background task", exc_info=fault, extra=facts)
 
 
-def _shield() -> AbstractContextManager[object]:
-    # Keeps out the cancel scopes of anyio, which cancel again and again. There is none as long as nobody has imported
-    # it, which with its backend takes a tenth of the time from a program's start to its first add.
+def shield() -> AbstractContextManager[object]:
+    """Keep out the cancel scopes of anyio, which cancel again and again."""
+    # There is none as long as nobody has imported it, which with its backend takes a tenth of the time from a program's
+    # start to its first add.
     if "anyio" not in sys.modules:
         return nullcontext()
     from anyio import CancelScope

@@ -1,9 +1,17 @@
-"""The engines that deliver in this process: two of one namespace would take each other's digests."""
+"""The engines that deliver in this process, and the callbacks that they hold.
+
+Two engines of one namespace would take each other's digests.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import cast
+
 from aiodigest.errors import ConfigurationError
-from aiodigest.session.background import BackgroundSession
+from aiodigest.session.background import BackgroundSession, shield
 
 _callbacks: dict[BackgroundSession, tuple[object, object]] = {}  # and the place where each delivers
 
@@ -26,3 +34,21 @@ def begin_delivery(session: BackgroundSession, callback: object) -> None:
 def end_delivery(session: BackgroundSession) -> None:
     """Forget a session that ends, if it was noted."""
     _callbacks.pop(session, None)
+
+
+@asynccontextmanager
+async def holding(callback: object, held: list[object]) -> AsyncGenerator[None, None]:
+    """Hold a callback that is an async context manager, such as a channel: entered now, and left at the end, also when
+    cancelled. It is left alone if it is among those ``held`` already."""
+    if not isinstance(callback, AbstractAsyncContextManager) or any(each is callback for each in held):
+        yield
+        return
+    manager = cast("AbstractAsyncContextManager[object]", callback)
+    await manager.__aenter__()
+    held.append(manager)
+    try:
+        yield
+    finally:
+        held.remove(manager)
+        with shield():
+            await manager.__aexit__(*sys.exc_info())  # which is not asked whether to swallow the error

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec, most_of, sizes_of
-from aiodigest.errors import DeliverySignal, InvalidArgument, OutcomeUnknown, PartialFailure, Reject, RetryAfter, shown
+from aiodigest.errors import (
+    ChannelError,
+    DeliverySignal,
+    InvalidArgument,
+    OutcomeUnknown,
+    PartialFailure,
+    Reject,
+    RetryAfter,
+    shown,
+)
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
@@ -510,7 +519,7 @@ class Dispatcher(Generic[T]):
 
     def _worth_a_traceback(self, error: BaseException) -> BaseException | None:
         """Return the error if its traceback tells something new: it does not for the second of a kind in a row."""
-        if isinstance(error, (DeliverySignal, InvalidArgument, TimedOut)):  # the reason tells all of it
+        if isinstance(error, (ChannelError, DeliverySignal, InvalidArgument, TimedOut)):  # the reason tells all of it
             return None
         raised_at = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)][-1:]
         known, self._last_kind = self._last_kind, (type(error), raised_at)

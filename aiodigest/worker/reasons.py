@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodigest.backend import Claims, Lease
-from aiodigest.errors import CodecError, DeliverySignal, printable, shown
+from aiodigest.errors import ChannelError, CodecError, DeliverySignal, printable, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
 from aiodigest.policy import Limits
@@ -24,7 +24,7 @@ class TimedOut(Exception):
 def describe(error: BaseException) -> str:
     """Describe an error in one line of bounded length, for dead letters and retries."""
     text = text_of(error)
-    says_all = isinstance(error, (CodecError, DeliverySignal, TimedOut))
+    says_all = isinstance(error, (ChannelError, CodecError, DeliverySignal, TimedOut))
     return one_line(text if says_all else f"{type(error).__name__}: {text}")
 
 
