@@ -16,7 +16,8 @@ HEAVY = {
     "aiodigest.worker.delivery", "aiodigest.worker.shard", "aiodigest.backends.embedded.server",
     "aiodigest.backends.memory.backend", "aiodigest.backends.redis.diagnostics.server", "aiodigest.integrations",
     "platformdirs", "rich.console", "rich.markup", "rich.text", "starlette", "uvicorn", "uvloop", "zoneinfo",
-    "aiodigest.timing.calendar", "aiodigest.timing.hours", "cronsim", "aiodigest.rendering", "jinja2", "babel",
+    "aiodigest.timing.calendar", "aiodigest.timing.hours", "cronsim", "aiodigest.channels", "aiodigest.rendering",
+    "aiosmtplib", "jinja2", "babel", "httpx2", "standardwebhooks", "apprise",
 }  # fmt: skip
 STORE = {"redis", "hiredis", "opentelemetry", "pydantic", "aiodigest.backends.redis.scripts"}  # comes with an engine
 ADD = """

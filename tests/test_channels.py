@@ -1,0 +1,359 @@
+"""What all channels have in common, those that need no library, routing; and an engine that enters its callback."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from engines import Inbox, adding, delivering, engine_on, forever, holding, virtual_time
+from test_start import imported
+
+import aiodigest.channels
+from aiodigest import (
+    JSON,
+    ChannelError,
+    ConfigurationError,
+    Digest,
+    DigestEngine,
+    InvalidArgument,
+    JSONCodec,
+    PartialAdd,
+    Record,
+    Reject,
+    RetryPolicy,
+)
+from aiodigest.channels import Channel, Console, File, by_key, fan_out
+from aiodigest.rendering import Message
+from aiodigest.testing import TestEngine
+
+
+def digest(key: str = "ann", *values: Any, **options: Any) -> Digest[Any]:
+    when = datetime(2030, 1, 1, tzinfo=UTC)
+    records = [Record(str(number), value, when) for number, value in enumerate(values or ("news",))]
+    return Digest(key, records, **options)
+
+
+class Watched(Channel):
+    """A channel that notes what is done with it."""
+
+    def __init__(self, *, broken: bool = False, reply: Callable[[Digest[Any]], Any] | None = None) -> None:
+        self.events: list[str] = []
+        self.broken = broken
+        self.reply = reply
+
+    async def __call__(self, digest: Digest[Any], /, to: str | None = None) -> None:
+        self.events.append(digest.key if to is None else f"{digest.key} to {to}")
+        if self.reply is not None:
+            try:
+                await self.reply(digest)
+            finally:
+                self.events.append("ended")
+
+    async def _open(self) -> None:
+        if self.broken:
+            raise OSError("no such place")
+        self.events.append("opened")
+
+    async def aclose(self) -> None:
+        self.events.append("closed")
+
+
+# The engine
+
+
+@virtual_time
+async def test_an_engine_enters_its_callback_before_it_claims_and_leaves_it_after_the_last_call() -> None:
+    class Looking(Watched):
+        async def _open(self) -> None:
+            assert not backend.calls
+            await super()._open()
+
+    backend, channel = await holding(1), Looking(reply=lambda _: asyncio.sleep(5))
+    async with engine_on(backend).delivering(channel):
+        await asyncio.sleep(1)
+        assert channel.events == ["opened", "key"]
+    assert channel.events == ["opened", "key", "ended", "closed"]
+
+
+@virtual_time
+async def test_a_callback_that_cannot_be_entered_is_told_before_anything_is_claimed() -> None:
+    backend = await holding(1)
+    engine = engine_on(backend)
+    with pytest.raises(OSError, match="no such place"):
+        await engine.run(Watched(broken=True))
+    assert not backend.calls
+    assert not engine.is_entered
+
+
+@virtual_time
+async def test_a_callback_is_left_as_well_when_the_engine_cannot_be_entered() -> None:
+    channel = Watched()
+    engine = engine_on(await holding(1))
+    async with engine:
+        with pytest.raises(ConfigurationError, match="entered already"):
+            async with engine.delivering(channel):
+                pass
+    assert channel.events == ["opened", "closed"]
+
+
+@virtual_time
+async def test_a_callback_is_left_after_its_last_call_when_who_delivers_is_cancelled() -> None:
+    backend, channel = await holding(1), Watched(reply=forever)
+    engine = engine_on(backend, drain_timeout=1)
+
+    async def deliver() -> None:
+        async with engine.delivering(channel):
+            await asyncio.Event().wait()
+
+    delivering = asyncio.create_task(deliver())
+    await asyncio.sleep(1)
+    delivering.cancel()
+    await asyncio.wait([delivering])
+    assert delivering.cancelled()
+    assert channel.events == ["opened", "key", "ended", "closed"]
+
+
+@virtual_time
+async def test_a_callback_is_left_although_a_scope_of_anyio_is_cancelled() -> None:
+    from anyio import CancelScope
+
+    class Slow(Watched):
+        async def aclose(self) -> None:
+            await asyncio.sleep(1)
+            await super().aclose()
+
+    channel = Slow()
+    with CancelScope() as scope:
+        async with engine_on(await holding(1)).delivering(channel):
+            scope.cancel()
+            await asyncio.sleep(1)
+    assert channel.events[-1] == "closed"
+
+
+@virtual_time
+async def test_no_callback_swallows_the_error_with_which_it_is_left() -> None:
+    class Swallows(Watched):
+        async def __aexit__(self, *raised: object) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+            self.events.append(repr(raised[1]))
+            return True
+
+    channel = Swallows()
+    with pytest.raises(ZeroDivisionError):
+        async with engine_on(await holding()).delivering(channel):
+            raise ZeroDivisionError
+    assert channel.events[-1] == "ZeroDivisionError()"
+
+
+@virtual_time
+async def test_two_engines_may_share_a_channel_which_is_open_until_both_are_left() -> None:
+    channel = Watched()
+    async with engine_on(await holding()).delivering(channel):
+        async with engine_on(await holding()).delivering(channel):
+            pass
+        assert channel.events == ["opened"]
+    assert channel.events == ["opened", "closed"]
+
+
+async def test_a_test_engine_enters_the_callback_and_an_app_under_test_does_not_do_it_again() -> None:
+    class Once:
+        """No channel, and not to be entered twice."""
+
+        entered, left, delivered = 0, 0, 0
+
+        async def __aenter__(self) -> Self:
+            self.entered += 1
+            return self
+
+        async def __aexit__(self, *raised: object) -> None:
+            self.left += 1
+
+        async def __call__(self, digest: Digest[JSON]) -> None:
+            assert (self.entered, self.left) == (1, 0)
+            self.delivered += 1
+
+    for within in (True, False):
+        once = Once()
+        engine = DigestEngine[JSON](namespace="test")
+        engine.deliver(once)
+        async with TestEngine(engine) as t:
+            async with AsyncExitStack() as stack:
+                if within:
+                    await stack.enter_async_context(engine.delivering())
+                await engine.add("key", 1)
+                await t.advance()
+            assert (once.entered, once.left, once.delivered) == (1, 0, 1)
+        assert once.left == 1
+
+
+async def test_a_callback_that_a_test_engine_cannot_enter_ends_the_test() -> None:
+    engine = DigestEngine[JSON](namespace="test")
+    engine.deliver(Watched(broken=True))
+    with pytest.raises(OSError, match="no such place"):
+        await TestEngine(engine).__aenter__()
+    assert not engine.is_entered
+
+
+@virtual_time
+async def test_a_channel_error_is_told_as_it_is_and_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox(ChannelError("mail.example:25, connecting: refused"))
+    async with delivering(inbox, await holding(1), retry=RetryPolicy(backoff=lambda _: 5)):
+        assert (await inbox.outcome()).reason == "mail.example:25, connecting: refused"
+    assert not [line for line in caplog.records if line.exc_info]
+
+
+# Imports
+
+
+def test_nothing_of_a_channel_is_imported_before_it_is_asked_for() -> None:
+    assert not imported("import sys, aiodigest") & {"aiodigest.channels", "aiodigest.rendering"}
+    modules = imported("import sys, aiodigest.channels\nfrom aiodigest.channels import by_key, Console")
+    assert "aiodigest.channels.local" in modules
+    assert not modules & {"aiodigest.channels.smtp", "aiosmtplib", "jinja2", "httpx2", "apprise"}
+
+
+@pytest.mark.parametrize("name", aiodigest.channels.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert callable(getattr(aiodigest.channels, name))
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Fax'"):
+        _ = aiodigest.channels.Fax
+
+
+# Console and File
+
+
+async def test_the_console_shows_subject_and_text_and_nothing_controls_the_terminal() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    console = Console(file, render=lambda digest: Message("New\x1b[2J\ns", "one ü\n\u202etwo \ud800\n"))
+    await console(digest())
+    file.seek(0)
+    assert file.read() == "New\\x1b[2J\\ns\n  one \\xfc\n  \\u202etwo \\ud800\n\n"
+
+
+async def test_the_console_is_the_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    await Console(render=lambda digest: Message("News", "one\n"))(digest())
+    assert capsys.readouterr().out == "News\n  one\n\n"
+
+
+async def test_a_file_gets_a_line_of_json_for_each_digest_whatever_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "digests.jsonl"
+    values = ["ü\u2028\ud800", {"a": [1, None, float("inf")]}, datetime(2030, 1, 1, tzinfo=UTC), b"\xff", object()]
+    async with File(path) as file:
+        await asyncio.gather(*(file(digest(f"key{number}", *values, id=f"d{number}")) for number in range(20)))
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert {line["key"] for line in lines} == {f"key{number}" for number in range(20)}
+    [first] = [line for line in lines if line["key"] == "key0"]
+    assert (first["id"], first["attempt"], first["iteration"], first["dropped"]) == ("d0", 1, 1, 0)
+    assert [record["value"] for record in first["records"]][:2] == [values[0], {"a": [1, None, "Infinity"]}]
+    assert first["records"][0] == {"id": "0", "timestamp": "2030-01-01T00:00:00Z", "value": values[0]}
+
+
+async def test_a_line_that_was_cut_short_spoils_no_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "digests.jsonl"
+    path.write_text('{"id": "cut sho')
+    await File(path)(digest(id="d1"))
+    assert [line[:10] for line in path.read_text().splitlines()] == ['{"id": "cu', '{"id":"d1"']
+
+
+async def test_a_file_that_cannot_be_written_is_told_when_it_is_entered(tmp_path: Path) -> None:
+    engine = DigestEngine[JSON](namespace="test")
+    with pytest.raises(OSError, match="digests"):
+        async with engine.delivering(File(tmp_path / "nowhere" / "digests")):
+            pass
+    assert not engine.is_entered
+
+
+# Routing
+
+
+async def test_a_table_of_prefixes_leads_each_key_to_its_channel_and_the_longest_counts() -> None:
+    mail, chat, rest = Watched(), Watched(), Watched()
+    channel = by_key({"user:": mail, "user:ops:": (chat, "#ops"), "": rest})
+    async with channel:
+        for key in ("user:ann", "user:ops:1", "other"):
+            await channel(digest(key))
+    assert mail.events == ["opened", "user:ann", "closed"]
+    assert chat.events == ["opened", "user:ops:1 to #ops", "closed"]
+    assert rest.events == ["opened", "other", "closed"]
+
+
+async def test_a_function_leads_each_key_to_a_channel_and_an_address() -> None:
+    mail, sent = Watched(), list[str]()
+
+    async def plain(digest: Digest[Any]) -> None:
+        sent.append(digest.key)
+
+    channel = by_key(lambda key: None if key == "x" else plain if key == "p" else (mail, f"{key}@x.example"))
+    async with channel:
+        await channel(digest("ann"))
+        await channel(digest("bob"))
+        await channel(digest("p"))
+        with pytest.raises(Reject, match="no route for 'x'"):
+            await channel(digest("x"))
+    assert mail.events == ["opened", "ann to ann@x.example", "bob to bob@x.example", "closed"]
+    assert sent == ["p"]
+
+
+async def test_a_route_that_cannot_be_opened_closes_those_before_it() -> None:
+    mail = Watched()
+    with pytest.raises(OSError, match="no such place"):
+        await by_key({"a": mail, "b": Watched(broken=True)}).__aenter__()
+    assert mail.events == ["opened", "closed"]
+
+
+@pytest.mark.parametrize("routes", [{1: Watched()}, {"a": None}, {"a": ("b", "c")}])
+def test_a_table_that_leads_nowhere_is_refused(routes: Any) -> None:
+    with pytest.raises(InvalidArgument, match="routes lead from prefixes to channels"):
+        by_key(routes)
+
+
+class Counting(JSONCodec[JSON]):
+    encoded = 0
+
+    def encode(self, value: JSON, /) -> bytes:
+        self.encoded += 1
+        return super().encode(value)
+
+
+@virtual_time
+async def test_a_record_for_many_is_encoded_once_and_acknowledged_for_each() -> None:
+    codec = Counting()
+    people = [f"user:{number}" for number in range(2_500)]
+    async with adding(codec=codec) as (engine, _):
+        assert await fan_out(engine, iter(people), {"text": "hello"}, timestamp=1e9) == [True] * len(people)
+        assert codec.encoded == 1
+        first, last = await engine.peek(people[0]), await engine.peek(people[-1])
+        assert first is not None
+        assert last is not None
+        assert first.records == last.records
+        assert first.records[0].value == {"text": "hello"}
+        assert await fan_out(engine, people[:2], "x", record_id="r1", urgent=True) == [False, False]
+
+
+@virtual_time
+async def test_equal_values_that_are_not_the_same_are_encoded_each() -> None:
+    async with adding() as (engine, _):
+        values: list[JSON] = [[1], [True], [1.0]]
+        await engine.add_many(aiodigest.Entry("key", value, str(number)) for number, value in enumerate(values))
+        timeline = await engine.peek("key")
+        assert timeline is not None
+        assert [repr(record.value) for record in timeline.records] == ["[1]", "[True]", "[1.0]"]
+
+
+@virtual_time
+async def test_a_single_key_is_no_list_of_receivers_and_a_bad_key_fails_alone() -> None:
+    async with adding() as (engine, _):
+        with pytest.raises(InvalidArgument, match=r"engine\.add"):
+            await fan_out(engine, "ann", 1)
+        with pytest.raises(PartialAdd) as error:
+            await fan_out(engine, ["ann", "", "bob"], 1)
+        assert [type(result) for result in error.value.results] == [bool, InvalidArgument, bool]
