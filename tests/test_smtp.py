@@ -349,6 +349,17 @@ async def test_an_answer_says_what_becomes_of_the_digest_and_the_next_mail_goes_
         assert mail.recipient == "ann@example.org"
 
 
+@pytest.mark.parametrize(
+    ("reply", "asked", "mutes"),
+    [("550 5.1.1 unknown", True, True), ("550 5.1.1 unknown", False, False), ("550 5.7.1 no", True, False)],
+)
+async def test_a_recipient_whom_nobody_knows_is_muted_if_asked(reply: str, asked: bool, mutes: bool) -> None:
+    async with mailing(one_after_another("RCPT", reply), channel_options={"mute": asked}) as (smtp, _):
+        error = await outcome(smtp)
+        assert isinstance(error, Reject)
+        assert error.mute is mutes
+
+
 @pytest.mark.parametrize("stage", ["greeting", "EHLO", "MAIL", "RCPT", "DATA", "content"])
 async def test_a_connection_that_is_lost_before_the_end_of_the_mail_is_a_failure(stage: str) -> None:
     render = larger_than_sockets if stage == "content" else saying()

@@ -14,7 +14,6 @@ from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPResponseException
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
-from aiodigest.channels.common import rejected
 from aiodigest.logs import logger_of
 from aiodigest.worker.reasons import one_line
 from aiodigest.worker.tasks import retrieve
@@ -156,10 +155,10 @@ class MailServer:
         if mail.utf8 and not client.supports_extension("smtputf8"):
             if not mail.sender.isascii():
                 raise SMTPException(f"it takes no sender with such letters: {mail.sender} (no SMTPUTF8)")
-            raise rejected(f"{self.options.name} takes no address with such letters: {mail.recipient} (no SMTPUTF8)")
+            raise Reject(f"{self.options.name} takes no address with such letters: {mail.recipient} (no SMTPUTF8)")
         limit = client.esmtp_extensions.get("size", "")
         if limit.isdecimal() and 0 < int(limit) < len(mail.data):
-            raise rejected(f"{self.options.name} takes mails of {limit} bytes, and this one has {len(mail.data)}")
+            raise Reject(f"{self.options.name} takes mails of {limit} bytes, and this one has {len(mail.data)}")
         self._is_clean = False
         await self._say(MAIL, f"<{mail.sender}>{' BODY=8BITMIME SMTPUTF8' * mail.utf8}")
         await self._say(RCPT, f"<{mail.recipient}>")
@@ -237,7 +236,7 @@ class MailServer:
             return ChannelError(reason)
         if status == FULL or (code == 552 and stage == RCPT and not status):
             return ChannelError(reason)
-        return rejected(f"{reason} ({mail.recipient})", mute=self.options.mute and status == NOBODY)
+        return Reject(f"{reason} ({mail.recipient})", mute=self.options.mute and status == NOBODY)
 
     def _tell(self, code: int, reason: str) -> None:
         """Log that no mail goes out as things are, once until one does."""

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from aiodigest import ConfigurationError, Digest, Reject
-from aiodigest.rendering import Render
+from aiodigest import ConfigurationError, Digest
+from aiodigest.rendering import Render, plain
 
 
 class Channel:
@@ -56,14 +56,11 @@ def library(name: str, extra: str) -> Generator[None]:
 
 
 def rendered_by(render: Render | None) -> Render:
-    """Return what turns digests into messages: the default, if none is given."""
+    """Return what turns digests into messages: if none is given, ``Template()``, or ``plain`` without Jinja2."""
     if render is not None:
         return render
-    from aiodigest.rendering.plaintext import plain  # the one place that knows the default
-
-    return plain
-
-
-def rejected(reason: str, *, mute: bool = False) -> Reject:
-    """Return the signal that a digest can never be delivered; with ``mute``, nor can later ones of its timeline."""
-    return Reject(reason)  # the one place to hand on `mute`, which the signal does not know yet
+    try:
+        from aiodigest.rendering import Template
+    except ConfigurationError:
+        return plain
+    return Template()

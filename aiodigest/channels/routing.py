@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
-from aiodigest import Digest, DigestEngine, Entry, InvalidArgument
-from aiodigest.channels.common import Channel, rejected
+from aiodigest import Digest, DigestEngine, Entry, InvalidArgument, Reject
+from aiodigest.channels.common import Channel
 from aiodigest.errors import shown
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class _ByKey(Channel):
     async def __call__(self, digest: Digest[Any], /) -> None:
         route = self._choose(digest.key)
         if route is None:
-            raise rejected(f"there is no route for {shown(digest.key)}")
+            raise Reject(f"there is no route for {shown(digest.key)}")
         send, address = _parts(route)
         channel: object = send
         if isinstance(channel, Channel):  # others may need to be entered and left in one task

@@ -9,9 +9,9 @@ from inspect import isawaitable
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from aiodigest import ConfigurationError, Digest, InvalidArgument
+from aiodigest import ConfigurationError, Digest, InvalidArgument, Reject
 from aiodigest.channels._mail import ONE, address_of, link_of, write
-from aiodigest.channels.common import Channel, library, rejected, rendered_by
+from aiodigest.channels.common import Channel, library, rendered_by
 from aiodigest.errors import shown
 from aiodigest.records.validation import duration, require, whole
 from aiodigest.rendering import Render
@@ -64,7 +64,7 @@ class SMTP(Channel):
         By default the certificates of the system are trusted.
     hello : str or None, default None (the full name of this machine)
         The name that the server is told.
-    render : function from a digest to a Message, or None, default None
+    render : function from a digest to a Message, or None, default None (``Template()``)
         Makes the subject, the text and the HTML.
     unsubscribe : str, or a function from a key to a str, or None, default None
         The link in ``List-Unsubscribe``, of https, http or mailto; ``""`` for none.
@@ -152,13 +152,13 @@ class SMTP(Channel):
             if isawaitable(found):
                 found = await found
         if not found:
-            raise rejected(f"there is no address for {shown(key)}")
+            raise Reject(f"there is no address for {shown(key)}")
         try:
             return address_of(found, "to")
         except InvalidArgument as error:
             if ONE in str(error):  # a mistake in the program, and not of the one who gave an address
                 raise
-            raise rejected(str(error)) from None
+            raise Reject(str(error)) from None
 
 
 def _is_loopback(host: str) -> bool:
