@@ -92,7 +92,7 @@ from aiodigest.records.validation import (
     whole,
 )
 from aiodigest.session.background import BackgroundSession, Session
-from aiodigest.session.deliveries import begin_delivery, end_delivery, holding
+from aiodigest.session.deliveries import Holding, begin_delivery, end_delivery
 from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
 from aiodigest.worker.reasons import describe
@@ -387,7 +387,7 @@ class DigestEngine(Generic[T]):
 
         ending = SignalledEnd(hurry)
         with on_signals(ending.on_signal) if signals else nullcontext():
-            async with holding(chosen, registered.held):
+            async with Holding(chosen, registered.held):
                 await self._enter(chosen, shards)
                 session = self._session
                 registered.chosen.append(chosen)

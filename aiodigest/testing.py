@@ -23,7 +23,7 @@ from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.entries import identity_of
 from aiodigest.records.validation import duration, microseconds, moment, require, whole
-from aiodigest.session.deliveries import holding
+from aiodigest.session.deliveries import Holding
 from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Aside, Attempt, Call, Outcome, tell
 from aiodigest.worker.destinations import Destinations
@@ -172,7 +172,7 @@ class TestEngine(Generic[T]):
             stack.callback(self._test.close)
             if self._run is not None:
                 registered = self._run.replacement.registered
-                await stack.enter_async_context(holding(registered.callback, registered.held))
+                await stack.enter_async_context(Holding(registered.callback, registered.held))
             self._left = stack.pop_all()
         return self
 

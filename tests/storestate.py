@@ -196,7 +196,7 @@ def check_invariants(state: State) -> None:
     assert state["postponed"].keys() <= state["waiting"].keys(), "what was postponed waits"
     for key, timeline in state["timelines"].items():
         assert bool(timeline["open"]) == ("id" in timeline["meta"]), f"{key!r}: a digest without entries"
-        assert "due" not in timeline["meta"] or key in muted or key in state["leased"]
+        assert "due" not in timeline["meta"] or key in state["mutes"] or key in state["leased"]
         if key in scheduled or key in muted:
             assert "end" in timeline["meta"]
         else:

@@ -29,6 +29,7 @@ from aiodigest.backend import (
 from aiodigest.errors import InvalidState, LeaseLost, LimitExceeded
 from aiodigest.policy import Policy
 from aiodigest.records.entries import CONTEXT_SIZE, identity_of, pack, unpack
+from aiodigest.timing.hours import Hours
 
 T = TypeVar("T")
 
@@ -377,6 +378,17 @@ async def test_reschedule_moves_a_waiting_timeline_and_no_other(store: Store) ->
     assert await store.backend.reschedule("k", Move(store.policy.terms, at_ms=NOW - 1)) == NOW
     with pytest.raises(InvalidState, match="not waiting"):
         await store.backend.reschedule("k", Move(store.policy.terms, delay_ms=1))
+
+
+@pytest.mark.parametrize("by", ["at", "delay"])
+async def test_what_is_rescheduled_for_a_day_far_away_waits_for_the_hours_of_that_day(store: Store, by: str) -> None:
+    hours = Hours("01:00-02:00,03:00-04:00,05:00-06:00,07:00-08:00")  # in 90 days there are many
+    far = NOW // DAY * DAY + 90 * DAY + 4 * 3_600_000 + 60_000
+    await store.add("k", "a")
+    await store.retry(await store.claim(), 5_000)
+    terms = Policy(hours=hours).terms
+    move = Move(terms, at_ms=far) if by == "at" else Move(terms, delay_ms=far - store.now)
+    assert await store.backend.reschedule("k", move) == far + 59 * 60_000
 
 
 async def test_what_is_postponed_waits_uncharged_and_is_due_as_before(store: Store) -> None:

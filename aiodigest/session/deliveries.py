@@ -5,9 +5,8 @@ Two engines of one namespace would take each other's digests.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import cast
 
 from aiodigest.errors import ConfigurationError
@@ -36,19 +35,28 @@ def end_delivery(session: BackgroundSession) -> None:
     _callbacks.pop(session, None)
 
 
-@asynccontextmanager
-async def holding(callback: object, held: list[object]) -> AsyncGenerator[None, None]:
-    """Hold a callback that is an async context manager, such as a channel: entered now, and left at the end, also when
-    cancelled. It is left alone if it is among those ``held`` already."""
-    if not isinstance(callback, AbstractAsyncContextManager) or any(each is callback for each in held):
-        yield
-        return
-    manager = cast("AbstractAsyncContextManager[object]", callback)
-    await manager.__aenter__()
-    held.append(manager)
-    try:
-        yield
-    finally:
-        held.remove(manager)
-        with shield():
-            await manager.__aexit__(*sys.exc_info())  # which is not asked whether to swallow the error
+class Holding:
+    """Holds a callback that is an async context manager, such as a channel: entered now, and left at the end, also when
+    cancelled. It is left alone if it is among those ``held`` already.
+
+    No generator: where a loop that ends closes all of them, an outer one would find this one closed.
+    """
+
+    def __init__(self, callback: object, held: list[object]) -> None:
+        self._entered: AbstractAsyncContextManager[object] | None = None
+        if isinstance(callback, AbstractAsyncContextManager) and not any(each is callback for each in held):
+            self._entered = cast("AbstractAsyncContextManager[object]", callback)
+        self._held = held
+
+    async def __aenter__(self) -> None:
+        if self._entered is not None:
+            await self._entered.__aenter__()
+            self._held.append(self._entered)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._entered is not None:
+            self._held.remove(self._entered)
+            with shield():
+                await self._entered.__aexit__(kind, error, traceback)  # which is not asked whether to swallow the error

@@ -333,8 +333,11 @@ class RedisBackend(Backend):
         """Call ``reschedule`` with what terms say of the server's time; again if that is another than thought."""
         about, limits = self._about(), scripts.pack_limits(terms.limits)
         for _ in range(TRIES):
-            span = max(0, int(moves[1]) - (about if moves[0] == "at" else 0))
-            delays = scripts.pack_delays(terms, about, span)
+            mode, value = moves[0], int(moves[1])
+            if mode == "policy":
+                delays = scripts.pack_delays(terms, about, value)
+            else:
+                delays = scripts.pack_delays(terms, about, to_ms=max(about, value + (about if mode == "delay" else 0)))
             replies = await self.namespace.call_of(key, "reschedule", key, *moves, delays, limits, by_clock)
             if not (stale := [at for reply in replies if (at := stale_at(reply))]):
                 return replies

@@ -157,12 +157,12 @@ def pack_limits(limits: Limits) -> str:
     return " ".join(map(str, limits))
 
 
-def pack_delays(terms: Terms, now_ms: int = 0, span_ms: int = 0) -> str:
+def pack_delays(terms: Terms, now_ms: int = 0, span_ms: int = 0, to_ms: int = 0) -> str:
     """Return the delays of terms, or JSON of all that they have: of calendars and hours what they tell of now, and
-    of due times up to ``span_ms`` after it."""
+    of due times up to ``span_ms`` after it; and of hours what they tell of ``to_ms``, however far that is."""
     if terms.is_plain:
         return _pack_plain(terms.initial_ms, terms.increment_ms, terms.maximum_ms)
-    return _pack_rich(terms, now_ms // MINUTE * MINUTE, span_ms // DAY)
+    return _pack_rich(terms, now_ms // MINUTE * MINUTE, span_ms // DAY, to_ms // MINUTE * MINUTE)
 
 
 @lru_cache(256)
@@ -171,7 +171,7 @@ def _pack_plain(*delays: int) -> str:
 
 
 @lru_cache(256)
-def _pack_rich(terms: Terms, about_ms: int, days: int) -> str:
+def _pack_rich(terms: Terms, about_ms: int, days: int, to_ms: int) -> str:
     known: dict[str, object] = {
         "rule": terms.rule, "initial": terms.initial_ms, "increment": terms.increment_ms, "maximum": terms.maximum_ms,
         "quiet": terms.quiet_ms, "price": terms.price_ms, "randomised": terms.randomised,
@@ -185,7 +185,7 @@ def _pack_rich(terms: Terms, about_ms: int, days: int) -> str:
     if terms.hours:
         # a cool-down may be one of an earlier policy
         until = about_ms + max(terms.initial_ms, terms.maximum_ms, days * DAY) + 2 * DAY
-        known |= _hours_around(terms.hours, about_ms, until, instants)
+        known |= _hours_around(terms.hours, about_ms, until, instants, to_ms)
     return json.dumps(known, separators=(",", ":"))
 
 
@@ -199,9 +199,15 @@ def _pack_hours(hours: Hours, about_ms: int, days: int) -> str:
     return json.dumps(_hours_around(hours, about_ms, about_ms + days * DAY), separators=(",", ":"))
 
 
-def _hours_around(hours: Hours, about_ms: int, until_ms: int, instants: Sequence[int] = ()) -> dict[str, object]:
-    """Return the windows from a while before a time until another, at most so many, and those of the instants."""
+def _hours_around(
+    hours: Hours, about_ms: int, until_ms: int, instants: Sequence[int] = (), to_ms: int = 0
+) -> dict[str, object]:
+    """Return the windows from a while before a time until another, at most so many, and those of the instants and
+    around ``to_ms``."""
     windows = [*hours.windows(about_ms - COVERED, until_ms, WINDOWS)]
+    if windows[-1][0] >= until_ms:  # else a time between these and those around the other would seem closed
+        far = hours.windows(to_ms - COVERED, to_ms + COVERED, WINDOWS) if to_ms > windows[-1][0] else ()
+        windows += (each for each in far if each[0] > windows[-1][0])
     for instant in instants:
         if instant >= windows[-1][0]:
             windows += (each for each in hours.windows(instant, instant, 0) if each[0] > windows[-1][0])
