@@ -236,7 +236,7 @@ local function look_at(key, terms, first, last, bytes)
   return terms.dedupe > 0 and which_seen(key, ARGV, first, last) or {}, sizes
 end
 
-local cursor, looked, answer, is_spent, stale = 3, 0, {0}, false, {}
+local cursor, looked, answer, is_spent, stale = 3, 0, {0}, false, nil
 
 -- Answer with an error for some entries.
 local function refuse(first, last, problem)
@@ -253,6 +253,8 @@ while cursor <= #ARGV and not is_spent do
   local asks, is_measured = terms.urgent or terms.dedupe > 0 or terms.max_bytes > 0, terms.max_bytes > 0
   terms.kept, terms.most = terms.own or false, terms.capacity + math.floor(terms.capacity / 2)
   terms.fresh = now + terms.ttl
+  local is_stale = are_stale(terms)
+  stale = stale or is_stale and {}
   local groups = tonumber(ARGV[cursor + 3])
   cursor = cursor + 4
   while groups > 0 and not is_spent do
@@ -262,7 +264,7 @@ while cursor <= #ARGV and not is_spent do
       first = first + 1
     end
     cursor, groups = first + math.abs(number), groups - 1
-    if are_stale(terms) or stale[key] then -- what comes to one timeline stays in order
+    if stale and (is_stale or stale[key]) then -- what comes to one timeline stays in order
       stale[key] = true
       refuse(first, cursor - 1, string.format('STALE %.0f', now - shift))
       looked, first = looked + cursor - first, cursor
