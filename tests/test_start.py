@@ -73,3 +73,12 @@ def test_the_help_of_the_command_line_imports_no_client_and_nothing_that_renders
     modules = imported(HELP)
     assert "aiodigest.cli.app" in modules
     assert not modules & (HEAVY | STORE)
+
+
+def test_a_channel_imports_its_own_library_alone_and_when_it_is_made() -> None:
+    libraries = {"aiosmtplib", "httpx2", "httpcore2", "standardwebhooks", "apprise"}
+    named = imported("import sys; from aiodigest.channels import SMTP, Apprise, Slack, Webhook")
+    assert "aiodigest.channels.webhook" in named
+    assert not named & libraries
+    made = imported("import sys; from aiodigest.channels import Slack; Slack('https://hooks.example/')")
+    assert made & libraries == {"httpx2", "httpcore2"}

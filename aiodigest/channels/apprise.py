@@ -1,0 +1,141 @@
+"""``Apprise``: digests through any service that Apprise knows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from inspect import isawaitable
+from typing import Any
+from urllib.parse import unquote
+
+from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
+from aiodigest.channels.common import Channel, library, rendered_by
+from aiodigest.errors import shown
+from aiodigest.records.validation import duration
+from aiodigest.rendering import Message, Render
+from aiodigest.worker.reasons import one_line
+
+TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
+SHORT = 4  # characters: what is shorter is no secret
+
+
+class Apprise(Channel):
+    """Sends each digest through a service that Apprise knows. Needs the extra ``apprise``.
+
+    It runs in a thread. Apprise says yes or no, and no is tried again; what it logs of that is the reason, without the
+    URL. If it says nothing within ``timeout``, it is an ``OutcomeUnknown``.
+
+    Who may choose the URL may reach anything from your machine: take it from your own settings alone.
+
+    Raises InvalidArgument if Apprise does not know the URL, and ConfigurationError if it is not installed.
+
+    Parameters
+    ----------
+    url : str, or a plain or async function from a key to a str or None
+        Such as ``"mastodon://token@host"``, which is a secret. A timeline without one becomes a dead letter.
+    render : function from a digest to a Message, or None, default None
+        Makes the subject and the text.
+    timeout : seconds, default 30
+        For one try; it must be shorter than the engine's ``delivery_timeout``.
+    """
+
+    def __init__(
+        self,
+        url: str | Callable[[str], str | Awaitable[str | None] | None],
+        *,
+        render: Render | None = None,
+        timeout: float | timedelta = 30,
+    ) -> None:
+        with library("apprise", "apprise"):
+            import apprise
+        self._library: Any = apprise
+        self._url = url
+        self._render = rendered_by(render)
+        self._timeout = duration(timeout, "timeout", 0.001)
+        if not callable(url):
+            self._service(url)
+
+    def __repr__(self) -> str:
+        return "Apprise(...)"
+
+    async def __call__(self, digest: Digest[Any], /, to: str | None = None) -> None:
+        """Send a digest, to the URL ``to`` if one is given."""
+        found: object = to
+        if to is None:
+            found = self._url(digest.key) if callable(self._url) else self._url
+            if isawaitable(found):
+                found = await found
+        if not found:
+            raise Reject(f"there is no URL for {shown(digest.key)}")
+        try:
+            service = self._service(found)
+        except InvalidArgument as error:
+            raise Reject(str(error)) from None
+        message = self._render(digest)
+        try:
+            async with asyncio.timeout(self._timeout):
+                reason = await asyncio.to_thread(self._notify, service, message, str(found))
+        except TimeoutError:
+            raise OutcomeUnknown(f"Apprise: no answer within {self._timeout:g} s") from None
+        if reason is not None:
+            raise ChannelError(f"Apprise: {reason}")
+
+    def _service(self, url: object) -> Any:
+        """Return what sends to a URL. Raises InvalidArgument, which does not quote it."""
+        with _listening():
+            service = self._library.Apprise.instantiate(url) if isinstance(url, str) else None
+        if service is None:
+            raise InvalidArgument("url is none that Apprise knows (it is not shown: it may hold a secret)")
+        return service
+
+    def _notify(self, service: Any, message: Message, url: str) -> str | None:
+        """Send a message; return why it says no, or None if it says yes."""
+        sender = self._library.Apprise()
+        sender.add(service)
+        # Without what it would refuse to encode
+        title, body = (text.encode(errors="replace").decode() for text in (message.subject, message.text))
+        with _listening() as heard:
+            try:
+                if sender.notify(body=body or title, title=title, body_format=self._library.NotifyFormat.TEXT):
+                    return None
+            except Exception as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        parts = {each for part in re.split(r"[/?&=;:@,]", url) for each in (part, unquote(part)) if len(each) >= SHORT}
+        reason = heard[-1] if heard else "it says no"
+        for part in sorted(parts - {url.partition(":")[0]}, key=len, reverse=True):
+            reason = reason.replace(part, "***")
+        return one_line(reason)
+
+
+_heard = ContextVar[list[str] | None]("_heard", default=None)  # Apprise takes it along to threads of its own
+
+
+class _Ear(logging.Filter):
+    """Keeps from the log what is logged while somebody listens, since it quotes URLs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        heard = _heard.get()
+        if heard is not None and record.levelno >= logging.WARNING:
+            heard.append(record.getMessage())
+        return heard is None
+
+
+_ear = _Ear()
+
+
+@contextmanager
+def _listening() -> Generator[list[str]]:
+    """Hear what is logged of sending, in place of the log."""
+    for name in TALKATIVE:
+        logging.getLogger(name).addFilter(_ear)  # once; it stays
+    heard = list[str]()
+    token = _heard.set(heard)
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
