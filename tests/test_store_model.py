@@ -1130,6 +1130,15 @@ class Stores(RuleBasedStateMachine):
         self.claim(3, policy, LEASE)
 
     @precondition(lambda self: self.alone)
+    @rule(key=keys, policy=st.sampled_from(MEASURED), size=sizes)
+    def what_fills_up_under_a_mute_is_due_at_its_end(self, key: str, policy: Policy, size: int) -> None:
+        self.call("delete", key)
+        self.call("mute", key, Mute(delay_ms=20), policy.terms.limits)
+        self.call("add", 0, [Add(key, self.entry(each, None), policy.terms, size=size) for each in IDS[:2]])
+        self.clock.now += 20
+        self.claim(0, policy, LEASE)
+
+    @precondition(lambda self: self.alone)
     @rule(number=numbers, policy=policies)
     def a_muted_delivery_ends_without_a_word(self, number: int, policy: Policy) -> None:
         key = self.key(5 * number, "leased")
