@@ -137,11 +137,12 @@ class Template:
             return None
 
     def _tell(self, part: str, error: Exception) -> None:
-        if (kind := (part, type(error))) not in self._told:
-            self._told.add(kind)
+        if (part, type(error)) not in self._told:
+            self._told.add((part, type(error)))
             told = printable(shown(error, str))
+            kind, facts = type(error).__name__, {"reason": told}
             logger.warning(
-                "the template failed, so the plain default is sent (%s): %s: %s", part, type(error).__name__, told
+                "the template failed, so the plain default is sent (%s): %s: %s", part, kind, told, extra=facts
             )
 
 

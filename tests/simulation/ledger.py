@@ -190,7 +190,7 @@ class Ledger:
         for (shard, other), line in self._lines.items():
             if other == key:
                 held = machines[shard].held.get(key)
-                line.due, line.cool = 0, 0
+                line.due, line.cool, line.last = 0, held.cool_ms if held else 0, held.last_ms if held else 0
                 line.placed = machines[shard].placed(key) is not None
                 line.digest = held.delivery.digest_id if held and held.delivery else ""
 
