@@ -1448,3 +1448,24 @@ async def test_a_claim_with_a_smaller_bound_keeps_it_and_a_larger_one_gives_way_
         [lease] = (await store.backend.claim(shard, 1, LEASE, SIZED.terms.limits, bound=bound)).leases
         assert lease.bound == expected
         await store.close(lease)
+
+
+async def test_a_shorter_window_forgets_nothing_of_a_longer_one(store: Store) -> None:
+    for name, window in (("a", 3_600_000), ("b", 1_000)):
+        await put(store, name, policy=ONCE)
+        lease = await store.claim()
+        close = Close(lease, 1, 1, 0, store.policy.terms.limits, LEASE, dedupe_ms=window)
+        await store.backend.close(store.backend.shard_map.shard_of("k"), [close])
+    store.now += 2_000
+    await put(store, "a", "b", policy=ONCE)
+    assert ids(await store.claim()) == ["b"]
+    assert await duplicates(store) == 1
+
+
+async def test_a_dead_letter_that_is_replayed_into_an_idle_timeline_comes_in_parts_of_max_bytes(store: Store) -> None:
+    await bury(store, "a")
+    shard = store.backend.shard_map.shard_of("k")
+    [letter] = (await store.backend.operations.dead_letters(shard, 1)).items
+    await store.backend.replay(letter, SIZED.terms, None)
+    store.now += 60_000
+    assert (await store.claim()).bound == 100

@@ -582,6 +582,7 @@ class ReferenceBackend(Backend, Operations):
             held.touch(limits.ttl_ms, now)
             if terms.needs:
                 held.needs = merged_needs(held.needs, terms.needs)
+            held.max_bytes = terms.max_bytes or held.max_bytes
             terms = terms._replace(limits=limits)
             ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)
             del machine.dead[letter_id]

@@ -429,7 +429,8 @@ class Shard:
         seen = {name: until for name, until in self.seen.get(key, {}).items() if until > now}
         seen.update(dict.fromkeys(names, now + dedupe_ms))
         latest_last = sorted(seen.items(), key=lambda item: (item[1], item[0]))
-        self.seen[key], self.seens[key] = dict(latest_last[-MOST_SEEN:]), now + dedupe_ms
+        self.seen[key] = dict(latest_last[-MOST_SEEN:])
+        self.seens[key] = max(now + dedupe_ms, self.seens.get(key, 0))  # an earlier window may have been longer
 
     def forget(self, key: str) -> None:
         self.seen.pop(key, None)

@@ -3,7 +3,7 @@
 -- Flags     repeatable
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE LTRIM PERSIST PEXPIRE TIME UNLINK XADD ZADD ZCARD
---           ZCOUNT ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+--           ZCOUNT ZMSCORE ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

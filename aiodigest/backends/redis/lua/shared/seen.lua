@@ -68,7 +68,7 @@ local function remember(held, taken, window, wanted, lost)
   for start = 1, #scored, 2 * SLICE do
     call('ZADD', names, unpack(scored, start, math.min(#scored, start + 2 * SLICE - 1)))
   end
-  keep_until(held.key, now + window)
+  keep_until(held.key, math.max(now + window, tonumber(call('ZMSCORE', deduped, held.key)[1] or 0)))
 end
 
 -- Let some records be delivered again.
