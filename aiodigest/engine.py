@@ -363,8 +363,8 @@ class DigestEngine(Generic[T]):
 
         A callback that is an async context manager, such as a channel, is entered before anything is claimed, and left
         when the last call of it has ended. ``shards`` restricts this process to some of the namespace's, numbered from
-        0; others must serve the rest.
-        Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under way, and gives the rest back.
+        0; others must serve the rest. Leaving sends queued adds, waits up to ``drain_timeout`` for the deliveries under
+        way, and gives the rest back.
 
         Unless somebody handles SIGTERM and SIGINT, as web servers do, they kill the process with what it delivers. With
         ``signals`` the first one cancels the block, which is left as above, and what comes after it goes on; a second
@@ -533,8 +533,9 @@ class DigestEngine(Generic[T]):
         ``value`` must be of the engine's ``value_type``. ``record_id`` (any text, within the engine's ``bounds``; made
         up if absent) replaces the value held under it. ``timestamp`` (an aware datetime, or epoch seconds; the server's
         time of arrival if absent) orders the records of a digest. ``urgent`` flushes the timeline at once, as ``flush``
-        does. When this returns, the record is stored, or it is counted as a duplicate (``dedupe_window``): then nothing
-        is flushed either.
+        does: through a cool-down, closed hours and a retry wait, but not through a mute, a rest, the limit of its
+        destination or the throttle. When this returns, the record is stored, or it is counted as muted (by a mute that
+        drops) or as a duplicate (``dedupe_window``): then nothing is flushed either.
 
         Raises InvalidArgument, LimitExceeded or CodecError if an argument is not allowed, ConfigurationError if the
         user may not add or the policy function took longer than ``timeout``, and BackendUnavailable within ``timeout``:
@@ -652,7 +653,7 @@ class DigestEngine(Generic[T]):
         """Return an add that is urgent, or whose policy bounds the bytes of a digest, as few are."""
         require(isinstance(urgent, bool), "urgent", "True or False", urgent)  # pyright: ignore[reportUnnecessaryIsInstance]
         size = sizes_of(self.codec)(encoded) if terms.max_bytes else 0
-        if size > terms.max_bytes > 0:
+        if size > terms.max_bytes:
             raise LimitExceeded(f"a value may take at most {terms.max_bytes:,} bytes (max_bytes), not {size:,}")
         return Add(plain(key), entry, terms, self._policies.own, until, urgent, size)
 
@@ -690,16 +691,16 @@ class DigestEngine(Generic[T]):
         clock, or a timedelta from now; None (the default) for until ``unmute``. A time that has passed unmutes it.
 
         Meanwhile what is added waits, within the timeline's capacity, or with ``drop`` is dropped and counted
-        (``Stats.muted``); ``add`` answers False. Nothing passes a mute: no ``flush``, size, replay or retry. A delivery
-        under way ends; what it leaves waits. After the mute a timeline is due when it would have been, but no sooner
-        than the mute ends. Its records are kept for ``ttl`` after that, or without an end after the last add. A mute
-        does not expire, needs no records, and outlives ``delete``; a second one replaces it.
+        (``Stats.muted``); ``add`` answers False. Nothing passes a mute: no ``flush``, urgent add, size, replay or
+        retry. A delivery under way ends; what it leaves waits. After the mute a timeline is due when it would have
+        been, but no sooner than the mute ends. Its records are kept for ``ttl`` after that, or without an end after the
+        last add. A mute does not expire, needs no records, and outlives ``delete``; a second one replaces it.
         """
         session, backend = self._entered(), await self._timeline(key)
         require(isinstance(drop, bool), "drop", "True or False", drop)  # pyright: ignore[reportUnnecessaryIsInstance]
         at_ms = delay_ms = None
         if isinstance(until, timedelta):
-            delay_ms = max(0, milliseconds(duration(max(until, timedelta()), "until")))
+            delay_ms = milliseconds(duration(max(until, timedelta()), "until"))
         elif until is not None:
             is_length = isinstance(until, int | float) and until < FIRST_MUTE
             require(not is_length, "until", "epoch seconds after 2001 (for a length, give a timedelta)", until)

@@ -274,13 +274,12 @@ class Stats:
 
     ``waiting``, ``ready`` and ``leased`` are timelines, ``mutes`` those that are muted (which may be leased, or hold no
     records), ``dead`` dead letters, and ``digests`` deliveries so far. ``delivered``, ``dropped``, ``aged``,
-    ``expired``, ``buried`` and ``muted`` are records so far: delivered, dropped by capacity, left out by ``max_age``,
-    ended by ``ttl``, put in dead letters, and dropped by a mute. ``letters_dropped`` are dead letters that made room
-    for newer ones or reached their 30 days. ``duplicates`` are adds of records that ``dedupe_window`` kept from
-    being delivered again. ``oldest_due`` is the earliest due time of a timeline that waits or is
-    ready, or the end of a lease that nobody has taken over, and ``overdue`` the seconds for which that one has been
-    due, by the server's clock; 0 if it is not due. ``stepped_back`` is by how many seconds the server's clock last
-    stepped back, if that was in the last hour, else 0.
+    ``expired``, ``buried``, ``duplicates`` and ``muted`` are records so far: delivered, dropped by capacity, left out
+    by ``max_age``, ended by ``ttl``, put in dead letters, kept from being delivered again by ``dedupe_window``, and
+    dropped by a mute. ``letters_dropped`` are dead letters that made room for newer ones or reached their 30 days.
+    ``oldest_due`` is the earliest due time of a timeline that waits or is ready, or the end of a lease that nobody has
+    taken over, and ``overdue`` the seconds for which that one has been due, by the server's clock; 0 if it is not due.
+    ``stepped_back`` is by how many seconds the server's clock last stepped back, if that was in the last hour, else 0.
     """
 
     waiting: int = 0

@@ -151,8 +151,9 @@ class Policy:
     max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
     ttl : seconds, default the larger of 7 days and twice ``maximum_delay``
-        From the last touch of the timeline, or with ``at`` and ``hours`` from its due time if that is later (late by up
-        to one part in 64, never early): the only thing that ends records that nobody delivers.
+        From the last touch of the timeline, or if that is later from its due time (with ``at`` and ``hours``) or the
+        end of its mute; late by up to one part in 64, never early. The only thing that ends records that nobody
+        delivers.
     quiet_delay : seconds or None, default None
         From the last add: the timeline is due when nothing was added for this long (debounce).
     price : record-seconds or None, default None
@@ -305,14 +306,14 @@ class Policy:
         self, retry: RetryPolicy | None, delivery_timeout: float = 0.0, digest_bytes: int = DEFAULT.digest
     ) -> None:
         """Raise InvalidArgument if records could expire while their digest is delivered or tried again, or if
-        ``max_bytes`` is more than ``digest_bytes``.
+        ``max_bytes`` is above ``digest_bytes``.
 
         Delivery takes as long as all tries of ``retry`` (None: that is checked elsewhere), or one of
         ``delivery_timeout`` seconds.
         """
         if self.max_bytes is not None and self.max_bytes > digest_bytes:
             bound = f"max_bytes must be at most Bounds(digest=...), {digest_bytes:,}"
-            raise InvalidArgument(f"{bound}; it is {self.max_bytes:,}: raise that, or lower it")
+            raise InvalidArgument(f"{bound}; it is {self.max_bytes:,}: raise that bound, or lower max_bytes")
         if retry is not None:
             self._ttl_above(retry.span, "the whole retry span")
         self._ttl_above(delivery_timeout, "delivery_timeout")

@@ -118,7 +118,7 @@ def link_of(text: object, what: str, *, one_click: bool) -> str:
     return link
 
 
-def one_line(text: str, most: int = LONGEST_SUBJECT) -> str:
+def subject_line(text: str, most: int = LONGEST_SUBJECT) -> str:
     """Return a text from anybody in one line, which is short and ends no header."""
     words = " ".join(text[: 10 * most].encode(errors="replace").decode().split())
     kept = "".join(c for c in words if c.isprintable() or c in JOINERS)
@@ -135,7 +135,7 @@ def write(
     # All mails of a timeline refer to one that was never sent, so that readers see them as a thread.
     root = _hashed("\n".join((NAMESPACE.get(), sender.spec, digest.key)))
     headers = {
-        "From": str(sender), "To": str(recipient), "Subject": _unstructured(one_line(message.subject)),
+        "From": str(sender), "To": str(recipient), "Subject": _unstructured(subject_line(message.subject)),
         "Date": format_datetime(datetime.now(UTC)), "Message-ID": f"<{name}@{sender.domain}>",
         "References": f"<timeline.{root}@{sender.domain}>", "Auto-Submitted": "auto-generated",
     }  # fmt: skip

@@ -69,9 +69,9 @@ class SMTP(Channel):
     unsubscribe : str, or a function from a key to a str, or None, default None
         The link in ``List-Unsubscribe``, of https, http or mailto; ``""`` for none.
     one_click : bool, default False
-        Whether a ``POST`` to the link unsubscribes at once (RFC 8058), so that readers get a button for it.
+        Says that a ``POST`` to the link unsubscribes at once (RFC 8058), so that readers get a button for it.
     mute : bool, default False
-        Whether a recipient whom the server does not know (5.1.1) gets no digests any more.
+        Mutes the timeline of a recipient whom the server does not know (5.1.1).
     timeout : seconds, default 30
         For one try, and before it for its turn; both together must be shorter than the engine's ``delivery_timeout``.
     """

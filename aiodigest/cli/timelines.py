@@ -208,8 +208,8 @@ def mute(
 
     found = Location(url, namespace, timeout).ask(put)
     facts = {"key": key, "muted": found is not None and found.muted, "until": found and found.muted_until}
-    is_over = "" if found is not None and found.muted else f"{key} is not muted: that time has passed"
-    print_result(facts, f"{key} is muted {until_of(found)}" if found else "", in_json, failure=is_over)
+    failure = "" if found is not None and found.muted else f"{key} is not muted: that time has passed"
+    print_result(facts, f"{key} is muted {until_of(found)}" if found else "", in_json, failure=failure)
 
 
 def unmute(

@@ -30,12 +30,8 @@ COUNTERS = ("digests", "delivered", "dropped", "aged", "expired", "buried", "dup
 SHOWN = 10  # timelines of each state
 SCANNED = 1_000  # timelines of each state to pick those from
 HEAD = 10  # lines above the first timeline
-STYLES: dict[State, str] = {
-    "ready": "yellow",
-    "leased": "cyan",
-    "waiting": "",
-    "muted": "dim",
-}  # in the order in which they are shown
+# in the order in which they are shown
+STYLES: dict[State, str] = {"ready": "yellow", "leased": "cyan", "waiting": "", "muted": "dim"}
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 

@@ -34,16 +34,14 @@ def instrument(
     ``aiodigest.delivery.failures`` (by ``reason``), ``aiodigest.delivery.duration`` and ``aiodigest.delivery.lateness``
     (seconds), ``aiodigest.backoff_level``, ``aiodigest.destinations_resting``, ``aiodigest.room_taken`` (bytes),
     ``aiodigest.awaiting_room``, ``aiodigest.throttled`` (seconds) and ``aiodigest.backend_unavailable`` (1 or 0) are of
-    this process.
-    ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age, ttl),
-    ``aiodigest.records.buried`` (in dead letters, where they can be replayed),
-    ``aiodigest.records.duplicates`` (kept from being delivered again by ``dedupe_window``),
-    ``aiodigest.records.muted`` (dropped by mutes),
+    this process. ``aiodigest.timelines`` (by ``state``), ``aiodigest.records.dropped`` (by ``reason``: capacity, age,
+    ttl), ``aiodigest.records.buried`` (in dead letters, where they can be replayed), ``aiodigest.records.duplicates``
+    (kept from being delivered again by ``dedupe_window``), ``aiodigest.records.muted`` (dropped by mutes),
     ``aiodigest.dead_letters.dropped`` (let go, oldest first) and ``aiodigest.oldest_overdue`` (seconds) belong to the
-    namespace: each process reports the same, so take their maximum and not their sum. For these
-    the server is asked once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow;
-    if it does not answer, or the engine is not entered, they are left out. A collection in the thread of the engine's
-    own event loop cannot wait for the answer, and has the figures of the previous one.
+    namespace: each process reports the same, so take their maximum and not their sum. For these the server is asked
+    once a collection, for as long as the engine's ``timeout``, and half of the exporter's, allow; if it does not
+    answer, or the engine is not entered, they are left out. A collection in the thread of the engine's own event loop
+    cannot wait for the answer, and has the figures of the previous one.
 
     A span is called ``deliver NAMESPACE``, begins a trace of its own, and is linked to the spans in which its records
     were added, if these are recorded: to the first 32, in the order in which the records arrived. If there are more,

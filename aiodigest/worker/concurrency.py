@@ -23,7 +23,7 @@ from aiodigest.worker.tasks import elapse
 from aiodigest.worker.throttling import Throttling, Token
 
 RESERVED_FOR = 0.25  # seconds: a claim that takes longer reserves nothing any more, since it may hang
-SHORTEST_REST = 0.001  # seconds between two questions for a token
+SHORTEST_WAIT = 0.001  # seconds between two questions for a token
 
 
 class Gate:
@@ -120,10 +120,10 @@ class ConcurrencyLimit:
             self._queue -= 1
 
     async def permitted(self, most: int, throttling: Throttling, has_ended: Callable[[], bool]) -> list[Token]:
-        """Do as ``available`` does, and wait for tokens too: return these, one for each digest that may be claimed.
+        """Wait as ``available`` does, and for tokens too; return these, one for each digest that may be claimed.
 
-        The shards take turns here, or one could take all tokens as they come. None if the worker stops, or the shard
-        ``has_ended``.
+        The shards take turns here, or one could take all tokens as they come. There is no token if the worker stops, or
+        the shard ``has_ended``.
         """
         clock = asyncio.get_running_loop().time
         self._queue += 1
@@ -139,7 +139,7 @@ class ConcurrencyLimit:
                 if count:
                     return tokens[:count]
                 self._waits = True
-                await elapse(self.changed, max(throttling.rest(clock()), RESERVED_FOR if self._late else 0.0))
+                await elapse(self.changed, max(throttling.wait(clock()), RESERVED_FOR if self._late else 0.0))
             return []
         finally:
             self._waits = False
@@ -163,8 +163,8 @@ class ConcurrencyLimit:
                 while not leaves():
                     if throttling.use(await throttling.take(1)):
                         return True
-                    rest = throttling.rest(asyncio.get_running_loop().time())
-                    await asyncio.sleep(min(max(rest, SHORTEST_REST), RESERVED_FOR))  # it may leave, or need not wait
+                    wait = throttling.wait(asyncio.get_running_loop().time())
+                    await asyncio.sleep(min(max(wait, SHORTEST_WAIT), RESERVED_FOR))  # it may leave, or need not wait
             return False
         finally:
             self._late -= 1
@@ -172,7 +172,7 @@ class ConcurrencyLimit:
 
     def throttled(self, throttling: Throttling | None, now: float) -> float:
         """Return the seconds until a shard that waits for a token asks for it again; 0 if none waits."""
-        return 0.0 if throttling is None or not self._waits else throttling.rest(now)
+        return 0.0 if throttling is None or not self._waits else throttling.wait(now)
 
     def pause(self, name: str, until: float) -> None:
         """Hold back a destination until then; one that is unknown where there is one for all is another engine's."""

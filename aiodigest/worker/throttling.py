@@ -60,14 +60,14 @@ class Throttling:
         self._pauses: dict[str, float] = {}  # until when, to be told to others
         self._told = asyncio.Event()  # there is something to give back, or to tell
 
-    def rest(self, now: float) -> float:
+    def wait(self, now: float) -> float:
         """Return the seconds until it is worth asking; 0 if it may be now."""
         return max(0.0, self._resumes_at - now)
 
     async def take(self, wanted: int) -> list[Token]:
-        """Take up to so many tokens; none if there are none now, or the store is away: ``rest`` tells for how long."""
+        """Take up to so many tokens; none if there are none now, or the store is away: ``wait`` tells for how long."""
         clock = asyncio.get_running_loop().time
-        if self.rest(sent := clock()):
+        if self.wait(sent := clock()):
             return []
         try:
             grant = await self._call(wanted)

@@ -427,10 +427,8 @@ class ReferenceBackend(Backend, Operations):
         with self._lock:
             machine, now = self._tick(source, begins=True)
             mine = [each for each in returned if each.source == source]
-            others = source > 0  # there was another layout before
-            return machine.bucket.ask(
-                wanted, rate, asker, mine, pauses, known, now=now, source=source, changed=others
-            )  # fmt: skip
+            changed = source > 0  # there was another layout before
+            return machine.bucket.ask(wanted, rate, asker, mine, pauses, known, now=now, source=source, changed=changed)
 
     # By hand
 

@@ -393,8 +393,8 @@ class Namespace:
     async def source_of_tokens(self) -> int:
         """Return the shard that hands out the tokens of a throttle: the first that takes adds.
 
-        While there are shards that do no more, the first of these is marked before: nobody gets a token there from then
-        on, so that the other knows until when such may be used.
+        While there are shards that take none any more, the first of these is marked beforehand: from then on nobody
+        gets a token there, so that the new source knows until when the last may be used.
         """
         shards = self.shard_map
         if (drained := self.layout.drained) is not None and self._marked != drained:

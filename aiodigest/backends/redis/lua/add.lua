@@ -27,13 +27,13 @@ local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iterat
 
 -- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
 local arrival = struct.pack('>I6', now - shift)
-local opening = string.char(VERSION + ARRIVAL) .. arrival
+local prefix = string.char(VERSION + ARRIVAL) .. arrival
 
 local function stamp(first, last, are_short)
   for index = first, last do
     local entry = ARGV[index]
     if are_short then
-      ARGV[index] = opening .. entry
+      ARGV[index] = prefix .. entry
     elseif math.floor(string.byte(entry) / ARRIVAL) % 2 == 1 then
       ARGV[index] = string.sub(entry, 1, 1) .. arrival .. string.sub(entry, 8)
     end
@@ -77,7 +77,8 @@ local function take_little(key, due, fields)
   end
 end
 
--- Return whether a timeline is muted, and what is added dropped; or the error of one whose mute is over and cannot be ended.
+-- Return until when a timeline is muted, and whether what is added is dropped; or the error of one whose mute is over, and
+-- which cannot be read.
 local function heed_mute(key, terms)
   -- Needs    state unmuting
   local ends, drops = silence_of(key)
@@ -229,9 +230,9 @@ end
 -- Return which entries of a group were delivered already, and the bytes of each.
 local function look_at(key, terms, first, last, bytes)
   -- Needs    seen
-  local sizes, place = {}, first
+  local sizes, index = {}, first
   for size in string.gmatch(bytes, '%d+') do
-    sizes[place], place = tonumber(size), place + 1
+    sizes[index], index = tonumber(size), index + 1
   end
   return terms.dedupe > 0 and which_seen(key, ARGV, first, last) or {}, sizes
 end

@@ -152,7 +152,7 @@ local function close(
   end
   if tonumber(flags) >= 4 then -- what came since is kept from the schedule
     -- Needs   mutes
-    say(key, NEVER_MS, true)
+    note_mute(key, NEVER_MS, true)
     need_mutes(held, held.logged > 0 or held.opened > taken)
   end
   count('digests', delivered > 0 and 1 or 0)

@@ -34,7 +34,7 @@ local function mute(key, mode, value, drops)
     return 0
   end
   before = before or head()
-  say(key, ends, drops)
+  note_mute(key, ends, drops)
   if state == 'waiting' or state == 'ready' then
     due = tonumber(call('ZSCORE', postponed, key)) or due
     leave(key)

@@ -2,7 +2,8 @@
 --
 -- Needs    state schedule mutes
 
--- Return the state that a timeline had which may be flushed, and whether it has become ready. Its digest passes its hours.
+-- Flush a timeline, whose digest then passes its hours. Return the state that it had, if it may be flushed, and whether it
+-- has become ready.
 local function flush(key)
   local state, due = state_of(key)
   if state == 'muted' or (silence_of(key) or 0) > now then

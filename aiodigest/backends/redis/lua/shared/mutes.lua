@@ -17,8 +17,8 @@ local function silence_of(key)
   end
 end
 
--- Say that a timeline is muted. From then on `place` keeps it out of the schedule.
-local function say(key, ends, drops)
+-- Note that a timeline is muted. From then on `place` keeps it out of the schedule.
+local function note_mute(key, ends, drops)
   has_mutes = '1'
   call('HSET', layout, 'mutes', 1)
   call('HSET', silences, key, string.format('%.0f %d', ends < NEVER_MS and ends or 0, drops and 1 or 0))
