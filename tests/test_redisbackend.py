@@ -206,6 +206,17 @@ async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, c
     assert all([(await seen(backend, f"k{number}")).logged <= 900 * 3 // 2 for number in range(5)])
 
 
+async def test_a_claim_ends_no_more_mutes_than_it_may_read_records_for(backend: RedisBackend, clock: Clock) -> None:
+    policy = Policy(initial_delay=900, max_size=600)
+    for key in ("a", "b", "c"):
+        await backend.mute(key, Mute(delay_ms=1_000), policy.terms.limits)
+        await backend.add(0, [Add(key, pack(b"%d" % number, None, b"v"), policy.terms) for number in range(600)])
+    clock.now += 1_000
+    first, second = [await backend.claim(0, 3, LEASE, policy.terms.limits) for _ in range(2)]
+    assert (first.leases, first.wait_ms) == ([], 0)
+    assert [lease.key for lease in second.leases] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("names", [3, 700, 20_000])
 @pytest.mark.parametrize(
     "policy",

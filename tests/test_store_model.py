@@ -1412,6 +1412,7 @@ ELSEWHERE = {
     "shared/promotion.lua keys and not call('ZMSCORE', waiting, call('ZRANGE', postponed, 0, 0)[1])[1]: yes": (
         "test_what_an_earlier_version_took_although_it_was_postponed_is_forgotten"
     ),
+    "claim.lua scanned >= SLICE: yes": "test_a_claim_ends_no_more_mutes_than_it_may_read_records_for",
     "claim.lua #records > 0: no": "test_a_timeline_whose_records_are_gone_is_told_as_expired",
     "add.lua held: no": "test_an_add_that_cannot_end_a_mute_says_so",
     "add.lua unreadable: yes": "test_an_add_that_cannot_end_a_mute_says_so",

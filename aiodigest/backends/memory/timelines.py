@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aiodigest.backend import (
     ALONE,
     DEAD_LETTER_TTL_MS,
+    LOOKS,
     MOST_SEEN,
     MOVES,
     NEVER_MS,
@@ -317,7 +318,7 @@ class Shard:
         """Look at the mutes whose time has come; return the timelines whose records have ended, and their numbers."""
         expired: list[tuple[str, int]] = []
         looks = {key: silence.look_ms for key, silence in self.mutes.items() if silence.look_ms <= now}
-        for key, _ in earliest(looks)[:MOVES]:
+        for key, _ in earliest(looks)[:LOOKS]:
             silence, placed, held = self.mutes[key], self.placed(key), self.held.get(key, Held())
             if silence.end_ms <= now:
                 self.unmute(key, silence.end_ms, limits, now)

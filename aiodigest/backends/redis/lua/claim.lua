@@ -110,7 +110,10 @@ end
 -- Look at the mutes whose time has come: they are over, or what waits under them has reached its end, or came since.
 local function look_at_mutes()
   -- Needs    unmuting
-  for _, key in ipairs(call('ZRANGEBYSCORE', mutes, '-inf', now, 'LIMIT', 0, MOVES)) do
+  for _, key in ipairs(call('ZRANGEBYSCORE', mutes, '-inf', now, 'LIMIT', 0, LOOKS)) do
+    if scanned >= SLICE then
+      return -- the next claim looks at the others, at once
+    end
     local ends, held, problem = silence_of(key) or now, load_all(key)
     local waits = held and held.logged + held.opened > 0 and not is_placed(key)
     if problem then
