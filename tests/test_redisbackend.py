@@ -212,9 +212,11 @@ async def test_a_claim_ends_no_more_mutes_than_it_may_read_records_for(backend: 
         await backend.mute(key, Mute(delay_ms=1_000), policy.terms.limits)
         await backend.add(0, [Add(key, pack(b"%d" % number, None, b"v"), policy.terms) for number in range(600)])
     clock.now += 1_000
-    first, second = [await backend.claim(0, 3, LEASE, policy.terms.limits) for _ in range(2)]
-    assert (first.leases, first.wait_ms) == ([], 0)
-    assert [lease.key for lease in second.leases] == ["a", "b", "c"]
+    claims = await backend.claim(0, 3, LEASE, policy.terms.limits)
+    assert (claims.leases, claims.wait_ms) == ([], 0)
+    assert [(await seen(backend, key)).state for key in ("a", "b", "c")] == ["ready", "ready", "muted"]
+    claims = await backend.claim(0, 3, LEASE, policy.terms.limits)
+    assert [lease.key for lease in claims.leases] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("names", [3, 700, 20_000])
