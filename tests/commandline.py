@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -82,6 +82,11 @@ def manage(server: Server, work: Callable[[DigestEngine], Any]) -> Any:
     return asyncio.run(do())
 
 
+def without_stalls(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Leave out what is said of a machine that did not let the command run for a while, as a busy one may."""
+    return (line for line in lines if b": the event loop stood still for " not in line)
+
+
 class Running:
     """The command while it runs. What it prints is collected, line by line."""
 
@@ -98,7 +103,7 @@ class Running:
         stream: IO[bytes] = getattr(self.process, name)
 
         def read() -> None:
-            for line in stream:
+            for line in without_stalls(stream):
                 self._lines[name].put(line)
             self._lines[name].put(b"")
 

@@ -19,7 +19,18 @@ from typing import Any, TypeAlias
 
 import pytest
 from clusters import until
-from commandline import DEADLINE, Command, aiodigest, digests, environment, ids, ndjson, no_process_is_left, running
+from commandline import (
+    DEADLINE,
+    Command,
+    aiodigest,
+    digests,
+    environment,
+    ids,
+    ndjson,
+    no_process_is_left,
+    running,
+    without_stalls,
+)
 from embedded_users import status
 from servers import Server
 
@@ -71,7 +82,8 @@ def pipe(
             os.dup2(before, 0)
             os.close(before)
             os.close(given)
-        return CompletedProcess(arguments, code, output.encode(), errors.encode())
+        told = b"".join(without_stalls(errors.encode().splitlines(keepends=True)))
+        return CompletedProcess(arguments, code, output.encode(), told)
 
     logger = logging.getLogger("aiodigest")
     handlers = [*logger.handlers]
