@@ -79,6 +79,7 @@ from aiodigest.records.validation import (
     DEFAULT,
     TEN_YEARS,
     Bounds,
+    can_ask,
     can_call_back,
     can_observe,
     duration,
@@ -234,8 +235,8 @@ class DigestEngine(Generic[T]):
         backend: Backend | None = None,
     ) -> None:
         require(isinstance(namespace, str), "namespace", "a str", namespace)  # pyright: ignore[reportUnnecessaryIsInstance]
-        require(isinstance(policy, Policy) or callable(policy), "policy", "a Policy or a function", policy)
-        require(isinstance(retry, RetryPolicy) or callable(retry), "retry", "a RetryPolicy or a function", retry)
+        require(isinstance(policy, Policy) or can_ask(policy), "policy", "a Policy or a function", policy)
+        require(isinstance(retry, RetryPolicy) or can_ask(retry), "retry", "a RetryPolicy or a function", retry)
         require(isinstance(backoff_mode, BackoffMode), "backoff_mode", "a BackoffMode", backoff_mode)  # pyright: ignore[reportUnnecessaryIsInstance]
         codes = all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
         require(codec is None or codes, "codec", "a Codec", codec)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import DEFAULT, TEN_YEARS, duration, moment, require, whole
+from aiodigest.records.validation import DEFAULT, TEN_YEARS, can_ask, duration, moment, require, whole
 
 if TYPE_CHECKING:
     from aiodigest.timing.calendar import At
@@ -85,7 +85,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         whole(self.max_attempts, "max_attempts", 1, 1000)
-        require(callable(self.backoff), "backoff", "a strategy (from an attempt to seconds)", self.backoff)
+        require(can_ask(self.backoff), "backoff", "a strategy (from an attempt to seconds)", self.backoff)
 
     def delay_ms(self, attempt: int) -> int:
         """Return the milliseconds from the failure of ``attempt`` to the next try; checks the strategy's answer."""
@@ -110,6 +110,18 @@ class Derived(float):
 
 def _given(value: object) -> bool:
     return value is not None and not isinstance(value, Derived)
+
+
+class Others(TypedDict, total=False):
+    """The fields of a policy that go with each preset."""
+
+    max_size: int | None
+    capacity: int
+    max_age: float | timedelta | None
+    ttl: float | timedelta
+    hours: Hours | None
+    dedupe_window: float | timedelta | None
+    max_bytes: int | None
 
 
 class _AtField:
@@ -140,10 +152,11 @@ class Policy:
         row, 1 first) and is clamped to ``maximum_delay``. With ``at`` it does not count.
     increment_delay : seconds, default a tenth of ``minimum_delay`` (30 for a strategy)
         Each add to a waiting timeline pushes its due time back by this much.
-    maximum_delay : seconds, default the largest of 6 * ``minimum_delay``, ``initial_delay``, 10 * ``quiet_delay`` and
-        ``price`` (1800 if all are 0, and for a strategy)
+    maximum_delay : seconds, default 6 * ``minimum_delay``, or what else is larger
         From the last digest, or else from the add that opened the window: no due time is later, but for ``hours``.
-        With ``at`` it does not apply.
+        With ``at`` it does not apply. The default is the largest of 6 * ``minimum_delay``, ``initial_delay``,
+        10 * ``quiet_delay`` and ``price``, or 1800 if all are 0; for a strategy the larger of 1800 and
+        ``initial_delay``.
     max_size : int or None, default None
         A timeline with this many distinct records is due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000
@@ -208,6 +221,8 @@ class Policy:
     def __post_init__(self) -> None:
         self._exclude()
         strategy = callable(self.minimum_delay)
+        said = "seconds, or a strategy (from a number of digests to seconds)"
+        require(not strategy or can_ask(self.minimum_delay), "minimum_delay", said, self.minimum_delay)
         if not _given(self.minimum_delay):
             self._derive("minimum_delay", 300.0 if self.rule == "increment" else 0.0)
         minimum = 0.0 if callable(self.minimum_delay) else duration(self.minimum_delay, "minimum_delay")
@@ -233,7 +248,10 @@ class Policy:
             duration(self.dedupe_window, "dedupe_window", SHORTEST)
         whole(self.capacity, "capacity", 1, MAX_CAPACITY)
         if self.max_size is not None:
-            whole(self.max_size, "max_size", 1, self.capacity)
+            whole(self.max_size, "max_size", 1, MAX_CAPACITY)
+            if self.max_size > self.capacity:
+                above = f"max_size ({self.max_size}) must not be above capacity ({self.capacity})"
+                raise InvalidArgument(f"{above}: give capacity={self.max_size} or more")
         if self.max_bytes is not None:
             whole(self.max_bytes, "max_bytes", 1, 2**30)
         if not _given(self.ttl):
@@ -264,27 +282,35 @@ class Policy:
             require(self.at is None or isinstance(self.at, At), "at", "an At", self.at)  # pyright: ignore[reportUnnecessaryIsInstance]
             require(self.hours is None or isinstance(self.hours, Hours), "hours", "Hours", self.hours)  # pyright: ignore[reportUnnecessaryIsInstance]
 
-    # Presets
+    # Presets: each takes the other fields, too
 
     @classmethod
-    def window(cls, seconds: float | timedelta) -> Self:
+    def window(cls, seconds: float | timedelta, **fields: Unpack[Others]) -> Self:
         """Return a policy that gathers: a digest is due ``seconds`` seconds after its first record."""
-        return cls(initial_delay=seconds, minimum_delay=0, increment_delay=0, maximum_delay=seconds)
+        return cls(initial_delay=seconds, minimum_delay=0, increment_delay=0, maximum_delay=seconds, **fields)
 
     @classmethod
-    def debounce(cls, quiet: float | timedelta, at_most: float | timedelta | None = None) -> Self:
+    def debounce(
+        cls, quiet: float | timedelta, at_most: float | timedelta | None = None, **fields: Unpack[Others]
+    ) -> Self:
         """Return a policy that waits until nothing was added for ``quiet`` seconds, but no longer than ``at_most``
         seconds (default 10 times ``quiet``) from the first record on."""
-        return cls(quiet_delay=quiet) if at_most is None else cls(quiet_delay=quiet, maximum_delay=at_most)
+        most = cast("float", at_most)  # None: it follows from the quiet delay
+        return cls(quiet_delay=quiet, maximum_delay=most, **fields)
 
     @classmethod
     def balanced(
-        cls, price: float | timedelta, gap: float | timedelta = 0, first_at_once: bool = False, randomised: bool = False
+        cls,
+        price: float | timedelta,
+        gap: float | timedelta = 0,
+        first_at_once: bool = False,
+        randomised: bool = False,
+        **fields: Unpack[Others],
     ) -> Self:
         """Return a policy that weighs messages against waiting: ``price`` is what a message is worth, in seconds of one
         record's waiting. ``gap`` is the least time between two digests, in seconds; ``first_at_once`` and
         ``randomised`` are those of the policy."""
-        return cls(price=price, minimum_delay=gap, first_at_once=first_at_once, randomised=randomised)
+        return cls(price=price, minimum_delay=gap, first_at_once=first_at_once, randomised=randomised, **fields)
 
     @property
     def rule(self) -> str:
@@ -354,12 +380,18 @@ class Policy:
         )  # fmt: skip
 
 
-def _at(cls: type[Policy], when: At | str, tz: str = "UTC", *, hours: Hours | None = None) -> Policy:
+def _at(cls: type[Policy], when: At | str, tz: str | None = None, **fields: Unpack[Others]) -> Policy:
     """Return a policy of instants: ``when`` is a calendar, as ``At.daily("09:00", tz="Europe/Paris")``, or a cron
-    expression, for the time zone ``tz``; ``hours`` are those of the policy."""
+    expression, for the time zone ``tz`` (default "UTC"). Raises InvalidArgument if ``tz`` is given with a calendar."""
     from aiodigest.timing.calendar import At  # imports time zones
 
-    return cls(at=when if isinstance(when, At) else At(when, tz=tz), hours=hours)
+    if not isinstance(when, At):
+        return cls(at=At(when, tz="UTC" if tz is None else tz), **fields)
+    if tz is not None:
+        raise InvalidArgument(
+            f"tz goes with a cron expression: this calendar has its own, {when.tz}: give At(..., tz=)"
+        )
+    return cls(at=when, **fields)
 
 
 # A preset has the name of a field: of the class this is found, of a policy what it was given, which hides it.

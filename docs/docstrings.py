@@ -102,8 +102,12 @@ def _listing(name: str, parameters: Any, returns: Any = None) -> str:
             shown.append("*")
         keyword_only = kind in ("keyword-only", "variadic positional")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        annotation = f": {one.annotation}" if one.annotation else ""
-        default = f" = {_default(str(one.default))}" if one.default is not None and not stars else ""
+        annotation, value = str(one.annotation or ""), one.default
+        if annotation.startswith("_"):  # for type checkers alone
+            annotation, _, value = _header(one.function.parent, one.name).partition(", default ")
+            annotation = annotation.replace(" or ", " | ")
+        annotation = f": {annotation}" if annotation else ""
+        default = f" = {_default(str(value))}" if value is not None and not stars else ""
         shown.append(f"{stars}{one.name}{annotation}{default}")
     arrow = f" -> {returns}" if returns else ""
     shown = [each.replace("'", '"') for each in shown]
@@ -114,8 +118,15 @@ def _listing(name: str, parameters: Any, returns: Any = None) -> str:
 
 
 def _default(value: str) -> str:
-    """Return a default as it stands in the code, unless it is a lambda, a factory or a constant of a module."""
-    return "..." if re.search(r"lambda|field\(|\b(?!JSON\b)[A-Z]{2,}\b", value) else value
+    """Return a default as it stands in the code, unless it is a lambda, a factory, a cast or a constant of a module."""
+    return "..." if re.search(r"lambda|field\(|cast\(|\b(?!JSON\b)[A-Z]{2,}\b", value) else value
+
+
+def _header(thing: Any, name: str) -> str:
+    """Return the type of a parameter or attribute and its default, as the docstring of ``thing`` has them."""
+    found = re.search(rf"^{name} : (.*)$", thing.docstring.value, re.MULTILINE)
+    assert found is not None, f"{thing.path}: {name}"
+    return found[1]
 
 
 def _docstring(thing: Any) -> Iterator[str]:
@@ -125,16 +136,17 @@ def _docstring(thing: Any) -> Iterator[str]:
                 yield str(section.value)
             case "parameters" | "attributes" | "raises" as kind:
                 yield f"**{kind.capitalize()}**"
-                yield "\n".join(_items(kind, section.value))
+                yield "\n".join(_items(kind, section.value, thing))
             case kind:
                 raise ValueError(f"{thing.path}: nothing is known of a section {kind!r}")
 
 
-def _items(kind: str, entries: list[Any]) -> Iterator[str]:
+def _items(kind: str, entries: list[Any], thing: Any) -> Iterator[str]:
     for one in entries:
-        types = str(one.annotation).strip("()")
-        default = f", default {one.value}" if kind != "raises" and one.value is not None else ""
-        name = re.sub(r"\w+", r"`\g<0>`", types) if kind == "raises" else f"`{one.name}` ({types}{default})"
+        raised = kind == "raises"
+        name = (
+            re.sub(r"\w+", r"`\g<0>`", str(one.annotation)) if raised else f"`{one.name}` ({_header(thing, one.name)})"
+        )
         yield fill(f"* {name}: {one.description}", TEXT, subsequent_indent="  ", break_on_hyphens=False)
 
 

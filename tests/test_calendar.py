@@ -209,11 +209,13 @@ def test_days_are_those_of_cron(cron: str, instants: list[str]) -> None:
     [
         (lambda: At("0 0 9 * * mon-fri"), "five fields .*, not 6: '0 0 9"),
         (lambda: At("@daily"), "five fields .*, not 1: '@daily'"),
-        (lambda: At("61 9 * * *"), r"not '61 9 \* \* \*' \(bad minute\)"),
-        (lambda: At("0 9 * 13 *"), "bad month"),
-        (lambda: At("0 9 * * mon-sat#2"), "bad day-of-week"),
-        (lambda: At("0 9 * * mon#2/2"), "cron must have five fields"),
-        (lambda: At(f"*/{'9' * 9000} 9 * * *"), "cron must have five fields"),
+        (lambda: At("61 9 * * *"), r"the minute in cron '61 9 \* \* \*' must be from 0 to 59, not '61' \(or as"),
+        (lambda: At("0 25 * * *"), "the hour in cron .* must be from 0 to 23, not '25'"),
+        (lambda: At("0 9 32 * *"), "the day of the month in cron .* must be from 1 to 31, not '32'"),
+        (lambda: At("0 9 * 13 *"), "the month in cron .* must be from 1 to 12, or jan to dec, not '13'"),
+        (lambda: At("0 9 * * mon-sat#2"), "the weekday in cron .* must be from 0 to 7, or sun to sat, not 'mon-sat#2'"),
+        (lambda: At("0 9 * * mon#2/2"), "the weekday in cron .* not 'mon#2/2'"),
+        (lambda: At(f"*/{'9' * 9000} 9 * * *"), "the minute in cron"),
         (lambda: At(9), "cron must be a text of five fields"),  # pyright: ignore[reportArgumentType]
         (lambda: At.daily("25:00"), "time must be a clock time from 00:00 to 23:59, not '25:00'"),
         (lambda: At.daily("24:00"), "time must be a clock time from 00:00 to 23:59, not '24:00'"),

@@ -236,12 +236,23 @@ async def test_the_console_shows_subject_and_text_and_nothing_controls_the_termi
     console = Console(file, render=lambda digest: Message("New\x1b[2J\ns", "one ü\n\u202etwo \ud800\n"))
     await console(digest())
     file.seek(0)
-    assert file.read() == "New\\x1b[2J\\ns\n  one \\xfc\n  \\u202etwo \\ud800\n\n"
+    assert file.read() == "ann: New\\x1b[2J\\ns\n  one \\xfc\n  \\u202etwo \\ud800\n\n"
 
 
 async def test_the_console_is_the_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     await Console(render=lambda digest: Message("News", "one\n"))(digest())
-    assert capsys.readouterr().out == "News\n  one\n\n"
+    assert capsys.readouterr().out == "ann: News\n  one\n\n"
+
+
+async def test_the_console_tells_whose_digest_it_is_once(capsys: pytest.CaptureFixture[str]) -> None:
+    await Console(render=lambda digest: Message("ann: News", "one\n"))(digest())
+    assert capsys.readouterr().out == "ann: News\n  one\n\n"
+
+
+@pytest.mark.parametrize("render", ["x", 7, Message])
+def test_what_cannot_render_is_refused_when_the_channel_is_made(render: Any) -> None:
+    with pytest.raises(InvalidArgument, match="render must be a function from a digest to a Message"):
+        Console(render=render)
 
 
 async def test_a_file_gets_a_line_of_json_for_each_digest_whatever_is_in_it(tmp_path: Path) -> None:
@@ -313,6 +324,12 @@ async def test_a_route_that_cannot_be_opened_closes_those_before_it() -> None:
 @pytest.mark.parametrize("routes", [{1: Watched()}, {"a": None}, {"a": ("b", "c")}])
 def test_a_table_that_leads_nowhere_is_refused(routes: Any) -> None:
     with pytest.raises(InvalidArgument, match="routes lead from prefixes to channels"):
+        by_key(routes)
+
+
+@pytest.mark.parametrize("routes", [{}, 7, None, Watched])
+def test_what_is_no_table_or_an_empty_one_is_refused(routes: Any) -> None:
+    with pytest.raises(InvalidArgument, match="routes must be a table"):
         by_key(routes)
 
 

@@ -86,14 +86,31 @@ def test_a_timeline_is_muted_shown_listed_and_unmuted(tmp_path: Path, command: C
     )
     assert command("mute", "ann", "--for", "1h")[0] == 0
     code, _, error = command("flush", "ann")
-    assert (code, "is muted" in error) == (1, True)
+    assert (code, "'ann' is muted until" in error, "aiodigest unmute" in error) == (1, True, True)
+    code, _, error = command("flush", "bob")
+    assert (code, error) == (1, "aiodigest: timeline 'bob' holds no records\n")
     for given in (["--until", "2030-01-31"], ["--for", "soon"], ["--for", "1h", "--until", "2999-01-31T09:00Z"]):
         code, _, error = command("mute", "ann", *given)
         assert (code, error.count("\n")) == (2, 1), error
     assert command("unmute", "ann")[:2] == (0, "ann is not muted any more\n")
     assert command("unmute", "ann")[0] == 1
     code, told, error = command("mute", "ann", "--until", "2020-01-31T09:00Z", "--json")
-    assert (code, json.loads(told)["muted"], "has passed" in error) == (1, False, True)
+    assert (code, json.loads(told)["muted"], error) == (0, False, "")
+    assert command("mute", "ann", "--for", "0") == (0, "ann is not muted: that time has passed\n", "")
+
+
+def test_an_add_that_a_mute_drops_says_so(command: Command) -> None:
+    command("mute", "ann", "--drop")
+    assert command("add", "ann", "1")[:2] == (0, "the record is dropped: ann is muted\n")
+    told = json.loads(command("add", "ann", "1", "--json")[1])
+    assert told == {"key": "ann", "ready": False, "dropped": True}
+
+
+def test_explain_says_that_a_namespace_is_empty(command: Command) -> None:
+    code, told, error = command("explain", "ann")
+    assert (code, told, "is empty" in error) == (0, "ann: holds no records\n", True)
+    command("add", "ann", "1")
+    assert "is empty" not in command("explain", "bob")[2]
 
 
 def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
@@ -229,7 +246,11 @@ def test_a_value_is_added_as_json_or_as_text_and_told_to_be_due_or_to_wait(tmp_p
     given = ('{"a": [1]}', {"a": [1]}), ("plain", "plain"), ("NaN", "NaN")
     for number, (value, _) in enumerate(given):
         assert command("add", "user:1", value, "--id", str(number)) == (0, "user:1 waits\n", "")
-    assert command("add", "user:1", "[1]", "--text", "--json") == (0, '{"key":"user:1","ready":false}\n', "")
+    assert command("add", "user:1", "[1]", "--text", "--json") == (
+        0,
+        '{"key":"user:1","ready":false,"dropped":false}\n',
+        "",
+    )
     held = json.loads(command("show", "user:1", "--json")[1])["records"]
     assert sorted(map(str, (record["value"] for record in held))) == sorted(map(str, ["[1]", *dict(given).values()]))
     assert [record["id"] for record in held][:3] == ["0", "1", "2"]

@@ -441,8 +441,9 @@ async def test_a_partial_failure_of_unknown_ids_keeps_all(failed: Any, caplog: p
     assert "no record of it" in caplog.text
 
 
-async def test_a_record_that_cannot_be_decoded_is_set_aside_alone() -> None:
+async def test_a_record_that_cannot_be_decoded_is_set_aside_alone(caplog: pytest.LogCaptureFixture) -> None:
     outcome = await plain(None, A, BAD, B)
+    assert caplog.records[0].getMessage().startswith("1 record of 'key' cannot be decoded, and became a dead letter: ")
     assert outcome == Outcome(closing(3, 2, BAD_ALONE), "delivered", 2, True)
     assert "first byte" in outcome.reason
 

@@ -62,7 +62,7 @@ async def test_a_timeline_that_waits_after_a_digest_says_for_what_and_until_when
         )
         await t.advance()
         assert await sentence(mail) == (
-            "holds no records: last digest 14:02:00, cool-down 5 min until 14:07:00; "
+            "holds no records: last digest 14:02:00 (delivered, or a dead letter), cool-down 5 min until 14:07:00; "
             "one that came now would be due 14:07:30"
         )
         await mail.add("key", 2)
@@ -112,9 +112,9 @@ async def test_an_engine_without_a_policy_says_what_is_stored_and_no_more() -> N
     store = ReferenceBackend(now=lambda: at(3))
     async with DigestEngine[JSON](namespace="test", backend=store, policy=Policy(initial_delay=120)) as mail:
         await mail.add("key", 1)
-        assert "opened 14:05:00, pushed by no add; at the latest 14:35:00" in await sentence(mail)
+        assert "opened 14:05:00, 2 min after the first record; at the latest 14:35:00" in await sentence(mail)
     async with DigestEngine[JSON](namespace="test", backend=store) as other:
-        assert await sentence(other) == "waits until 14:07:00: opened 14:05:00"
+        assert await sentence(other) == "waits until 14:07:00: opened 14:05:00, 2 min later by adds or its policy"
         assert await sentence(other, "nothing") == "holds no records"
 
 
@@ -137,11 +137,11 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
         (
             StoredTimeline("key", "leased", at(4), 2, 3, 2, digest_id="d"), USUAL,
             ("is under delivery, by a lease until 14:06:00 that its worker renews: "
-            "attempt 2 of 3 with 3 entries; 2 more came since"),
+            "attempt 2 of 3 with 3 records; 2 more came since"),
         ),
         (
             StoredTimeline("key", "leased", at(1), 0, 1, 1, digest_id="d"), USUAL,
-            "was under delivery by a lease that has ended 14:03:00: attempt 1 of 3 with 1 entry",
+            "was under delivery by a lease that has ended 14:03:00: attempt 1 of 3 with 1 record",
         ),
         (
             StoredTimeline("key", "leased", at(4), 1, 1, 1, digest_id="d", flushed=True), USUAL,
@@ -161,6 +161,14 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
             "as soon as a worker has room for it: it goes out whatever its hours are",
         ),
         (
+            StoredTimeline("key", "waiting", at(5), 1, last_ms=at(0), cool_ms=at(5)), USUAL,
+            "cool-down 5 min until 14:07:00, pushed by no add; at the latest",
+        ),
+        (
+            StoredTimeline("key", "waiting", at(18), 1, last_ms=at(3), opening_ms=at(18)), Policy.window(900),
+            "opened 14:05:00, 15 min after the first record; at the latest 14:20:00",
+        ),
+        (
             StoredTimeline("key", "waiting", at(3.5), 4, last_ms=at(1)), Policy.debounce(30),
             "opened 14:03:00, 30 s after the last add; at the latest 14:08:00",
         ),
@@ -170,7 +178,7 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
         ),
         (
             StoredTimeline("key", "waiting", at(3.5), 2, last_ms=at(3)), Policy.balanced(60),
-            "a message is worth 1 min of waiting, and 2 entries wait",
+            "a message is worth 1 min of waiting, and 2 records wait",
         ),
         (
             StoredTimeline("key", "waiting", at(28), 1, last_ms=at(3)), Policy.at(At.daily("14:30")),
@@ -179,7 +187,7 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
         (
             StoredTimeline("key", "waiting", at(358), 1, last_ms=at(3)),
             Policy(initial_delay=60, hours=Hours("20:00-21:00")),
-            "opened 14:05:00; at the latest 14:35:00; its hours are closed until 20:00:00",
+            "waits until 20:00:00: opened 14:05:00; its hours are closed until 20:00:00",
         ),
         (
             StoredTimeline("key", "waiting", at(358) + int(share_of("key") * 1_800_000), 1, last_ms=at(3)),
@@ -193,7 +201,7 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
         (
             StoredTimeline("key", "waiting", at(4), 1, last_ms=at(3), opening_ms=at(4)),
             Policy(initial_delay=60, max_size=10),
-            "pushed by no add; at the latest 14:35:00; at once with 10 records",
+            "1 min after the first record; at the latest 14:35:00; at once with 10 records",
         ),
         *(
             (StoredTimeline("key", "waiting", at(due), 1, last_ms=at(3)), policy, MOVED)
@@ -206,6 +214,17 @@ async def test_what_is_put_aside_says_until_when_and_why_if_that_is_known() -> N
 )  # fmt: skip
 def test_each_state_and_each_rule_is_told_in_words(found: StoredTimeline, policy: Policy, told: str) -> None:
     assert told in explained(found, policy)
+
+
+def test_what_is_later_than_a_cool_down_is_told_without_the_policy_too() -> None:
+    found = StoredTimeline("key", "waiting", at(71), 4, last_ms=at(5), cool_ms=at(65))
+    assert explained(found, None).endswith("cool-down 1 h until 15:07:00, 6 min later by adds or its policy")
+
+
+def test_hours_are_named_only_where_a_timeline_has_some() -> None:
+    asked = StoredTimeline("key", "ready", at(0), 1, passes=True)
+    for policy, needs, is_named in ((None, "", False), (USUAL, "", False), (None, "hours", True)):
+        assert ("whatever its hours" in explained(asked._replace(needs=needs), policy)) is is_named
 
 
 def test_a_cool_down_counts_from_its_digest_for_what_would_come_now() -> None:

@@ -468,10 +468,10 @@ async def test_it_is_told_until_when_a_timeline_is_muted_and_when_it_will_be_due
         await engine.mute("ann", timedelta(hours=1), drop=True)
         told = await engine.explain("ann")
         assert (told.state, told.due) == ("muted", start + timedelta(hours=2))
-        assert str(told) == "is muted until 13:00:00: 1 entry waits, due 14:00:00; what is added is dropped"
+        assert str(told) == "is muted until 13:00:00: 1 record waits, due 14:00:00; what is added is dropped"
         await engine.mute("ann")
         told = await engine.explain("ann")
-        assert (told.due, str(told)) == (None, "is muted until it is unmuted: 1 entry waits")
+        assert (told.due, str(told)) == (None, "is muted until it is unmuted: 1 record waits")
 
 
 @pytest.mark.parametrize("in_group", [False, True], ids=["raised", "in a group"])

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiodigest import DecorrelatedJitter, Policy, RetryPolicy
+from aiodigest import DecorrelatedJitter, IterationBackoff, Policy, RetryPolicy
 from aiodigest.errors import ConfigurationError, InvalidArgument
 from aiodigest.policy import Limits, Policies, Terms
+from aiodigest.timing.calendar import At
+from aiodigest.timing.hours import Hours
 
 pytestmark = pytest.mark.virtual_time
 
@@ -61,7 +63,11 @@ def test_a_field_of_no_use_is_refused_by_name(settings: Callable[..., object], f
             {"price": 1, "first_at_once": True},
             "first_at_once needs a cool-down",
         ),
-        ({"capacity": 10, "max_size": 10}, {"capacity": 10, "max_size": 11}, "max_size"),
+        (
+            {"capacity": 10, "max_size": 10},
+            {"capacity": 10, "max_size": 11},
+            r"max_size \(11\) must not be above .*capacity=11",
+        ),
         ({"max_age": 0.001}, {"max_age": 0}, "max_age"),
     ],
 )
@@ -112,6 +118,34 @@ def test_presets_say_what_people_mean() -> None:
     assert Policy.debounce(3, 30) == Policy.debounce(3) == Policy(quiet_delay=3, maximum_delay=30)
     assert Policy.balanced(90) == Policy(price=90)
     assert Policy.balanced(90, 10, first_at_once=True) == Policy(price=90, minimum_delay=10, first_at_once=True)
+
+
+def test_each_preset_takes_the_other_fields() -> None:
+    hours, at = Hours("08:00-20:00"), At.daily("09:00")
+    assert Policy.window(60, hours=hours, max_size=5) == Policy(
+        initial_delay=60, minimum_delay=0, hours=hours, max_size=5
+    )
+    assert Policy.debounce(3, max_bytes=5) == Policy(quiet_delay=3, max_bytes=5)
+    assert Policy.balanced(90, dedupe_window=9, capacity=7) == Policy(price=90, dedupe_window=9, capacity=7)
+    assert Policy.at("0 9 * * *", hours=hours, max_age=5, ttl=10**6) == Policy(at=at, hours=hours, max_age=5, ttl=10**6)
+
+
+def test_a_zone_beside_a_calendar_that_has_its_own_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"has its own, UTC"):
+        Policy.at(At.daily("09:00"), tz="Europe/Paris")
+    assert Policy.at("0 9 * * *", tz="Europe/Paris") == Policy.at(At.daily("09:00", tz="Europe/Paris"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Policy, minimum_delay=cast("Any", IterationBackoff)),
+        partial(RetryPolicy, backoff=cast("Any", DecorrelatedJitter)),
+    ],
+)
+def test_a_strategy_without_its_parentheses_is_refused_when_the_policy_is_made(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidArgument, match="a strategy"):
+        make()
 
 
 def test_the_ttl_must_be_longer_than_all_retries_together_and_than_a_delivery_may_take() -> None:

@@ -305,6 +305,14 @@ def test_a_page_with_a_part_from_elsewhere_is_told(html: str, warned: bool, capl
     assert bool(caplog.records) == warned
 
 
+def test_no_signature_shows_what_is_there_for_type_checkers_alone() -> None:
+    policy = (REFERENCE / "policy.md").read_text(encoding="utf-8")
+    assert "at: At | None = None," in policy
+    assert "record-seconds" in policy
+    for page in REFERENCE.glob("*.md"):
+        assert not re.search(r"= cast\(|: _[A-Z]\w+", page.read_text(encoding="utf-8")), page
+
+
 def test_each_file_that_a_page_links_to_has_a_page_of_the_site() -> None:
     files = loaded("hooks").linked_files()
     assert {"examples/service.py", "examples/fastapi_app.py"} <= files

@@ -201,9 +201,10 @@ def test_what_was_dropped_and_when_the_next_one_comes_is_told() -> None:
     message = Template(tz="Europe/Berlin")(digest_of("a", dropped=3, next_due=NOW + timedelta(hours=20)), now=NOW)
     for told in (message.text, message.html, str(message.blocks)):
         assert "3 older ones were dropped" in str(told)
-        assert "Next update, if there is news: tomorrow 11:05." in str(told)
-    past = Template()(digest_of("a", next_due=NOW - timedelta(hours=1)), now=NOW)
-    assert "Next update" not in past.text
+        assert "Next update, if there is news: usually not before tomorrow 11:05." in str(told)
+    for minutes, is_told in ((-60, False), (4, False), (5, True)):
+        near = Template()(digest_of("a", next_due=NOW + timedelta(minutes=minutes)), now=NOW)
+        assert ("Next update" in near.text) is is_told, "what comes before a mail is read is not announced"
 
 
 def test_times_are_those_of_the_readers_clock() -> None:

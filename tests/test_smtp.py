@@ -560,7 +560,7 @@ async def test_a_server_without_tls_or_with_another_name_gets_nothing_and_the_lo
         assert not [said for said in server.said if said.startswith(("MAIL", "AUTH"))]
     lines = [line for line in caplog.records if line.name.startswith("aiodigest")]
     assert [line.levelname for line in lines] == ["ERROR"]
-    assert "mend host, port, tls" in lines[0].getMessage()
+    assert "rejects these settings: check host, port, tls" in lines[0].getMessage()
 
 
 async def test_a_wrong_password_is_told_once_until_a_mail_goes_out_and_is_shown_nowhere(
@@ -619,6 +619,7 @@ def test_a_password_goes_to_another_machine_over_tls_alone() -> None:
     [
         {"sender": "nobody"}, {"sender": "a@x.example\nBcc: b@x.example"}, {"to": "nobody"}, {"to": 7}, {"tls": "ssl"},
         {"username": "shop"}, {"password": PASSWORD}, {"one_click": True}, {"timeout": 0}, {"unsubscribe": "x"},
+        {"unsubscribe": 7}, {"render": "x"}, {"render": Message},
     ],
     ids=str,
 )  # fmt: skip
@@ -627,6 +628,14 @@ def test_an_argument_that_is_not_allowed_is_refused_at_once(wrong: dict[str, Any
     with pytest.raises(InvalidArgument) as error:
         SMTP("localhost", **options)
     assert PASSWORD not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1025", "[::1]:25", "[::1]", "smtp://mail.example", "me@mail.example", "a b", ""]
+)
+def test_a_host_comes_without_a_port_and_everything_else(host: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"host must be a name or an address, without a port \(give port=\)"):
+        SMTP(host, sender=SENDER)
 
 
 def test_a_missing_library_is_told_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ class MailServer:
         """Log that no mail goes out as things are, once until one does."""
         if self._told != (self._stage, code):
             self._told = self._stage, code
-            line = "%s refuses how it is used: mend host, port, tls, username, password or sender: %s"
+            line = "%s rejects these settings: check host, port, tls, username, password and sender: %s"
             logger.error(line, self.options.name, reason, extra={"reason": reason})
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from aiodigest import ConfigurationError, Digest
+from aiodigest.records.validation import can_ask, require
 from aiodigest.rendering import Render, plain
 
 
@@ -58,6 +59,7 @@ def library(name: str, extra: str) -> Generator[None]:
 def rendered_by(render: Render | None) -> Render:
     """Return what turns digests into messages: if none is given, ``Template()``, or ``plain`` without Jinja2."""
     if render is not None:
+        require(can_ask(render), "render", "a function from a digest to a Message", render)
         return render
     try:
         from aiodigest.rendering import Template

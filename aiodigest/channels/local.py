@@ -18,7 +18,7 @@ from aiodigest.rendering import Message, Render
 
 
 class Console(Channel):
-    """Prints the subject and the text of each digest, for trying out.
+    """Prints the key, the subject and the text of each digest, for trying out.
 
     Parameters
     ----------
@@ -36,10 +36,11 @@ class Console(Channel):
     async def __call__(self, digest: Digest[Any], /) -> None:
         """Print a digest."""
         async with self._turn:
-            await asyncio.to_thread(self._print, self._render(digest))
+            await asyncio.to_thread(self._print, digest.key, self._render(digest))
 
-    def _print(self, message: Message) -> None:
-        lines = [message.subject, *(f"  {line}".rstrip() for line in message.text.splitlines()), "", ""]
+    def _print(self, key: str, message: Message) -> None:
+        title = message.subject if message.subject.startswith(key) else f"{key}: {message.subject}"
+        lines = [title, *(f"  {line}".rstrip() for line in message.text.splitlines()), "", ""]
         text, file = "\n".join(map(printable, lines)), self._file or sys.stdout
         file.write(text.encode(file.encoding or "utf-8", "backslashreplace").decode(file.encoding or "utf-8"))
         file.flush()

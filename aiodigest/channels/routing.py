@@ -11,6 +11,7 @@ from uuid import uuid4
 from aiodigest import Digest, DigestEngine, Entry, InvalidArgument, Reject
 from aiodigest.channels.common import Channel
 from aiodigest.errors import shown
+from aiodigest.records.validation import can_ask, require
 
 T = TypeVar("T")
 
@@ -29,10 +30,13 @@ def by_key(routes: Mapping[str, Route] | Callable[[str], Route | None]) -> Chann
     The channels of a table are entered and left with this one. Those that a function returns are entered at their first
     use: it must not make new ones each time.
 
-    Raises InvalidArgument if a prefix or a channel of a table is none.
+    Raises InvalidArgument if a prefix or a channel of a table is none, or the table is empty.
     """
+    allowed = "a table from prefixes of keys (one at least) to channels, or a function"
     if callable(routes):
+        require(can_ask(routes), "routes", allowed, routes)
         return _ByKey(routes, ())
+    require(isinstance(routes, Mapping) and len(routes) > 0, "routes", allowed, routes)  # pyright: ignore[reportUnnecessaryIsInstance]
     table = dict(routes)
     for prefix, route in table.items():
         if not isinstance(prefix, str) or not callable(_parts(route)[0]):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from inspect import isawaitable
 from ipaddress import ip_address
@@ -13,7 +14,7 @@ from aiodigest import ConfigurationError, Digest, InvalidArgument, Reject
 from aiodigest.channels._mail import ONE, address_of, link_of, write
 from aiodigest.channels.common import Channel, library, rendered_by
 from aiodigest.errors import shown
-from aiodigest.records.validation import duration, require, whole
+from aiodigest.records.validation import can_ask, duration, require, whole
 from aiodigest.rendering import Render
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class SMTP(Channel):
         with library("aiosmtplib", "smtp"):
             from aiodigest.channels._mailserver import MailServer, Options
 
-        require(isinstance(host, str) and host.isprintable() and host != "", "host", "a name or an address", host)  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(_is_host(host), "host", "a name or an address, without a port (give port=)", host)
         require(tls is None or tls in get_args(TLS), "tls", "'starttls', 'implicit' or 'none'", tls)
         require((username is None) == (password is None), "username", "given with a password", username)
         here = _is_loopback(host)
@@ -114,7 +115,9 @@ class SMTP(Channel):
         self._one_click = one_click
         if isinstance(unsubscribe, str):
             link_of(unsubscribe, "unsubscribe", one_click=one_click)
-        elif unsubscribe is None and one_click:
+        elif unsubscribe is not None:
+            require(can_ask(unsubscribe), "unsubscribe", "a link, or a function from a key to one", unsubscribe)
+        elif one_click:
             raise InvalidArgument("one_click must come with unsubscribe, the link that is posted to")
         self._render = rendered_by(render)
         seconds = duration(timeout, "timeout", 0.001)
@@ -159,6 +162,14 @@ class SMTP(Channel):
             if ONE in str(error):  # a mistake in the program, and not of the one who gave an address
                 raise
             raise Reject(str(error)) from None
+
+
+def _is_host(host: object) -> bool:
+    if not isinstance(host, str) or not host or not host.isprintable():
+        return False
+    with suppress(ValueError):
+        return bool(ip_address(host))
+    return not any(char in host for char in ":/@[] ")
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import JSON, DigestEngine, InvalidArgument, InvalidState, State, Timeline
+from aiodigest import JSON, DigestEngine, Explanation, InvalidArgument, InvalidState, State, Timeline
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, duration, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
 from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
@@ -95,7 +95,7 @@ def stats(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_
 def timelines(
     namespace: Namespace, state: OnlyState = None, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
 ) -> None:
-    """List the timelines that hold records.
+    """List the timelines that hold records or are muted.
 
     Those of each state are in order, the earliest due first.
     """
@@ -139,7 +139,15 @@ def explain(
     It tells until when the timeline waits, and what for. What the policy says is known to its own engine alone: call
     engine.explain() there.
     """
-    told = Location(url, namespace, timeout).ask(lambda engine: engine.explain(key))
+
+    async def ask(engine: DigestEngine) -> tuple[Explanation, bool]:
+        told = await engine.explain(key)
+        return told, told.state == "empty" and not any(asdict(await engine.stats()).values())
+
+    location = Location(url, namespace, timeout)
+    told, is_empty = location.ask(ask)
+    if is_empty:
+        say(f"{location.where} is empty")
     print_result(asdict(told), f"{key}: {told}", in_json)
 
 
@@ -173,20 +181,28 @@ def add(
         with suppress(ValueError, RecursionError):
             record = json.loads(value, parse_constant=int)  # which refuses NaN and the like
 
-    async def put(engine: DigestEngine) -> bool:
+    async def put(engine: DigestEngine) -> tuple[bool, bool]:
         if await engine.add(key, record, record_id=id, urgent=urgent):
-            return True
-        found = await engine.peek(key)  # it may have been due before
-        return found is not None and found.state == "ready"
+            return True, False
+        found = await engine.peek(key)  # it may have been due before, or be muted
+        return found is not None and found.state == "ready", found is not None and found.muted and found.drops
 
-    ready = Location(url, namespace, timeout).ask(put)
-    print_result({"key": key, "ready": ready}, f"{key} {'is due now' if ready else 'waits'}", in_json)
+    ready, dropped = Location(url, namespace, timeout).ask(put)
+    told = f"{key} {'is due now' if ready else 'waits'}" if not dropped else f"the record is dropped: {key} is muted"
+    print_result({"key": key, "ready": ready, "dropped": dropped}, told, in_json)
 
 
 def flush(key: Key, namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """Make a timeline due now."""
-    flushed = Location(url, namespace, timeout).ask(lambda engine: engine.flush(key))
-    failure = "" if flushed else f"{NO_RECORDS.format(key)}, or is muted"
+
+    async def put(engine: DigestEngine) -> tuple[bool, Timeline[JSON] | None]:
+        flushed = await engine.flush(key)
+        return flushed, None if flushed else await engine.peek(key)
+
+    flushed, found = Location(url, namespace, timeout).ask(put)
+    failure = "" if flushed else NO_RECORDS.format(key)
+    if found is not None and found.muted:
+        failure = f"timeline {key!r} is muted {until_of(found)}: aiodigest unmute ends that"
     print_result({"key": key, "flushed": flushed}, f"{key} is due now", in_json, failure=failure)
 
 
@@ -208,8 +224,8 @@ def mute(
 
     found = Location(url, namespace, timeout).ask(put)
     facts = {"key": key, "muted": found is not None and found.muted, "until": found and found.muted_until}
-    failure = "" if found is not None and found.muted else f"{key} is not muted: that time has passed"
-    print_result(facts, f"{key} is muted {until_of(found)}" if found else "", in_json, failure=failure)
+    muted = f"{key} is muted {until_of(found)}" if found is not None and found.muted else ""
+    print_result(facts, muted or f"{key} is not muted: that time has passed", in_json)
 
 
 def unmute(

@@ -187,6 +187,11 @@ def can_observe(function: object) -> bool:
     return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
 
 
+def can_ask(function: object) -> bool:
+    """True if it may be a function that is asked for an answer; a class is none: its parentheses were forgotten."""
+    return callable(function) and not isinstance(function, type)
+
+
 def never_ran(answer: object) -> bool:
     """True if a callback returned work instead of doing it, such as a coroutine that nobody awaits."""
     kinds = (iscoroutine, isgenerator, isasyncgen, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from textwrap import fill
 from typing import Any
 
@@ -12,6 +12,7 @@ from aiodigest.rendering.formats import Formats
 from aiodigest.rendering.message import Block, Message
 from aiodigest.rendering.view import TIMES, Group, Item, View, view
 
+SOON = timedelta(minutes=5)  # to a next digest that is not announced: it would have come before this is read
 WIDTH = 78  # columns, as mail has had them for ever
 
 
@@ -94,8 +95,8 @@ def notes(view: View, formats: Formats) -> Iterator[str]:
         one = view.dropped == 1
         number = formats.number(view.dropped)
         yield f"{number} older {'one was' if one else 'ones were'} dropped: there were too many to keep."
-    if view.next_due is not None and view.next_due > formats.now:
-        yield f"Next update, if there is news: {formats.when(view.next_due)}."
+    if view.next_due is not None and view.next_due - formats.now >= SOON:  # later by adds, earlier if many come
+        yield f"Next update, if there is news: usually not before {formats.when(view.next_due)}."
 
 
 def zone_name(formats: Formats) -> str:

@@ -15,6 +15,13 @@ from aiodigest.records.validation import require
 from aiodigest.timing.zones import EPOCH, WEEKDAYS, clock_time, first_shift, instant, offset, weekdays, zone_name
 
 FIELDS = "five fields (minute, hour, day of the month, month, weekday), as '0 9 * * mon-fri'"
+RANGES = {
+    "minute": "from 0 to 59",
+    "hour": "from 0 to 23",
+    "day of the month": "from 1 to 31",
+    "month": "from 1 to 12, or jan to dec",
+    "weekday": "from 0 to 7, or sun to sat",
+}
 KEPT = 8  # answers a calendar
 
 
@@ -134,12 +141,12 @@ def _parsed(cron: str) -> CronSim:
         raise InvalidArgument(f"cron must have {FIELDS}, not {len(fields)}: {shown(cron)}")
     try:
         return CronSim(cron, EPOCH)
-    except (CronSimError, ValueError, AssertionError) as error:  # ValueError: a number of thousands of digits
-        minute, hour, day, month, weekday = fields
-        if _fits(f"{minute} {hour} {day} * {weekday}") and _fits(f"* * * {month} *"):
-            raise _never(cron) from None
-        wrong = f" ({str(error).lower()})" if isinstance(error, CronSimError) else ""
-        raise InvalidArgument(f"cron must have {FIELDS}, not {shown(cron)}{wrong}") from None
+    except (CronSimError, ValueError, AssertionError):  # ValueError: a number of thousands of digits
+        for number, (name, allowed) in enumerate(RANGES.items()):
+            if not _fits(" ".join(fields[number] if each == number else "*" for each in range(5))):
+                said = f"the {name} in cron {shown(cron)} must be {allowed}, not {shown(fields[number])}"
+                raise InvalidArgument(f"{said} (or as *, */2, 1-3 and 1,3)") from None
+        raise _never(cron) from None
 
 
 def _fits(cron: str) -> bool:

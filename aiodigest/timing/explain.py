@@ -120,8 +120,7 @@ class Explainer:
         text = "is under delivery, by a lease until {} that its worker renews"
         self._say("state", found.due_ms, text if is_held else "was under delivery by a lease that has ended {}")
         most = "" if self.retry is None else f" of {self.retry.max_attempts}"
-        entries = counted(found.opened, "entry", "entries")
-        self._say("lease", None, f"attempt {found.attempt}{most} with {entries}")
+        self._say("lease", None, f"attempt {found.attempt}{most} with {counted(found.opened, 'record')}")
         if found.logged:
             self._since(found)
 
@@ -141,7 +140,7 @@ class Explainer:
             self._tried(found)
         if held := found.logged + found.opened:
             due = f", due {self._told(found.due_ms)}" if found.mute_ms else ""
-            self._say("since", None, f"{counted(held, 'entry waits', 'entries wait')}{due}")
+            self._say("since", None, f"{counted(held, 'record waits', 'records wait')}{due}")
         if found.drops:
             self._say("mute", None, "what is added is dropped")
 
@@ -152,7 +151,7 @@ class Explainer:
     def _empty(self, cooling: Cooling | None) -> Explanation:
         self._say("state", None, "holds no records")
         if cooling is not None:
-            self._say("last", cooling.last_ms, "last digest {}")
+            self._say("last", cooling.last_ms, "last digest {} (delivered, or a dead letter)")
             self._say("cool-down", cooling.until_ms, f"cool-down {span(cooling.until_ms - cooling.last_ms)} until {{}}")
         if self.policy is not None:
             due = due_now(self.policy.terms, self.key, self.now_ms, cooling)
@@ -178,7 +177,8 @@ class Explainer:
     def _hours(self, found: StoredTimeline) -> None:
         """Tell whether the hours have moved a due time, or will."""
         if found.passes:
-            self._say("passes", None, "it goes out whatever its hours are")
+            if "hours" in found.needs.split() if self.policy is None else self.policy.hours:
+                self._say("passes", None, "it goes out whatever its hours are")
         elif self.policy is not None and self.policy.hours is not None:
             due = max(found.due_ms, self.now_ms) if found.state == "ready" else found.due_ms
             opening = within(self.policy.hours, self.key, due, 0, 0)
@@ -213,13 +213,16 @@ class Explainer:
         if cool > last:
             self._say("cool-down", cool, f"cool-down {span(cool - last)} until {{}}")
         if self.policy is None:
+            if (since := max(cool, last)) and found.due_ms > since:
+                self._say("rule", found.due_ms, f"{span(found.due_ms - since)} later by adds or its policy")
             return
         terms = self.policy.terms
         limit = max(cool, last + terms.maximum_ms)
-        if not self._is_moved(found.due_ms):
+        is_moved = self._is_moved(found.due_ms)
+        if not is_moved:
             kind, text = self._rule(found, limit)
             self._say(kind, found.due_ms, text)
-        if terms.rule != "calendar":
+        if terms.rule != "calendar" and not (is_moved and found.due_ms > limit):
             self._say("maximum", limit, "at the latest {}")
         if size := terms.limits.max_size:
             self._say("size", None, f"at once with {counted(size, 'record')}")
@@ -242,8 +245,8 @@ class Explainer:
             wait, told = terms.quiet_ms, f"{span(terms.quiet_ms)} after the last add"
             told = told if due < limit else "adds do not end"
         else:
-            wait, entries = terms.price_ms, counted(found.logged, "entry waits", "entries wait")
-            told = f"a message is worth {span(wait)} of waiting, and {entries}"
+            wait, records = terms.price_ms, counted(found.logged, "record waits", "records wait")
+            told = f"a message is worth {span(wait)} of waiting, and {records}"
         return ("rule", told) if due <= max(found.cool_ms, self.now_ms + wait) else moved
 
     def _pushes(self, found: StoredTimeline, limit: int) -> tuple[str, str] | None:
@@ -255,6 +258,7 @@ class Explainer:
         if pushed < 0 or (due < limit and (pushed % step if step else pushed)):
             return None
         if not pushed:
-            return "rule", "pushed by no add"
+            waits = terms.initial_ms and base == found.last_ms + terms.initial_ms and not found.cool_ms
+            return "rule", f"{span(terms.initial_ms)} after the first record" if waits else "pushed by no add"
         by = f" by {counted(pushed // step, 'add')}" if due < limit else " by adds, as far as may be"
         return "rule", f"pushed {span(pushed)}{by}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import isawaitable
@@ -194,6 +194,10 @@ class Attempt(Generic[T]):
         records = tuple(self.contents.records)
         due = nearest(self.next_ms)
         return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration, due)
+
+
+def _counted(records: Sized) -> str:
+    return f"{len(records)} record{'s' * (len(records) != 1)}"
 
 
 def _signal_in(error: Exception) -> Exception | None:
@@ -461,8 +465,8 @@ class Dispatcher(Generic[T]):
             ids.setdefault(reason, []).append(name)
         for reason, some in ids.items():
             facts = {**facts_of(attempt.lease, reason), "records": len(some)}
-            line = "%d records of %r cannot be decoded, and are a dead letter: %s"
-            logger.error(line, len(some), attempt.lease.key, reason, extra=facts)
+            line = "%s of %r cannot be decoded, and became a dead letter: %s"
+            logger.error(line, _counted(some), attempt.lease.key, reason, extra=facts)
         return [NewDeadLetter(reason, some) for reason, some in ids.items()]
 
     def _close(self, attempt: Attempt[T], delivered: int, letters: list[NewDeadLetter], counts: bool = True) -> Close:
@@ -539,7 +543,7 @@ class Dispatcher(Generic[T]):
         if lease.attempt >= attempt.retry.max_attempts:
             letters = [NewDeadLetter(reason, failed), *self._letters(attempt)]
             facts = {**facts_of(lease, reason), "records": len(failed)}
-            logger.error("%d records of %r are a dead letter: %s", len(failed), lease.key, reason, extra=facts)
+            logger.error("%s of %r became a dead letter: %s", _counted(failed), lease.key, reason, extra=facts)
             return Outcome(self._close(attempt, delivered, letters), "buried", delivered)
         if not delivered and not attempt.contents.aged:  # all of it stays, with nothing to close
             return self._failed(attempt, signal, reason)
