@@ -207,7 +207,7 @@ def test_the_folders_of_the_lock_of_a_pipe_are_for_its_user_alone(tmp_path: File
         (["pipe", "--group-by", "a", "--follow"], "needs a file"),
         (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
         (["pipe", "--group-by", "a", "/"], "/: Is a directory"),
-        (["pipe", "--group-by", "a", "--capacity", "10", "--max-size", "11"], "--max-size must be a whole"),
+        (["pipe", "--group-by", "a", "--capacity", "10", "--max-size", "11"], "--max-size (11) must not be above --capacity (10): give --capacity 11 or more"),
         (["pipe", "--group-by", "a", "--max-size", "0"], "--max-size"), (["run"], "MODULE:ENGINE"),
         *((["bench", "--seconds", seconds], "--seconds") for seconds in ("0", "601", "long")),
         (["stats"], "--namespace"), (["stats", "--namespace", "not a name"], "namespace"),

@@ -67,6 +67,7 @@ def _hours(spans: str, days: str, tz: str) -> Any:
 def in_options(text: str) -> str:
     """Return what a policy says of its fields, said of options: ``--ttl 2h`` for ``ttl=7200``."""
     text = FIELD.sub(lambda field: f"--{field[0].replace('_', '-')}", text.replace(", or such a timedelta", ""))
+    text = text.replace("--capacity=", "--capacity ")  # which is no duration
     return SECONDS.sub(lambda found: f" {_short(found[1])}" if found[1] else _short(found[2]), text)
 
 
