@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from mailservers import Mailbox
+from ports import free_port
 from userland import DEADLINE, ROOT, Program, running
 
 from aiodigest import JSON, DigestEngine, Entry
@@ -24,12 +28,14 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
-def example() -> Iterator[Any]:
-    """The module of the service, in this process."""
+def example(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The module of the service, or of the example that a test names, in this process."""
+    name = getattr(request, "param", "service")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-        yield importlib.import_module("service")
-        patch.delitem(sys.modules, "service")
+        patch.setenv("SMTP_PORT", str(free_port()))
+        yield importlib.import_module(name)
+        patch.delitem(sys.modules, name)
 
 
 SERVICES = {"program": (sys.executable, EXAMPLES / "service.py"), "command": ("aiodigest", "run", "service:mail")}
@@ -143,3 +149,77 @@ async def test_the_web_app_without_a_framework_delivers_comments(data: Path) -> 
         assert (second.status_code, second.text) == (202, "waiting\n")
         assert (await client.get("/bob")).status_code == 404
         assert (await client.post("/", content="hello")).status_code == 404
+
+
+@pytest.mark.parametrize("example", ["mail_and_slack"], indirect=True)
+async def test_a_comment_is_mailed_and_posted_until_its_reader_unsubscribes(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mailbox = Mailbox(port=int(os.environ["SMTP_PORT"]))
+    async with mailbox, TestEngine(example.comments) as t, client_of(example) as client:
+        for text in ("hello", "are you there?"):
+            await client.post("/posts/7/comments", json={"author": "ann", "text": text})
+            await t.advance()
+        await t.advance(minutes=20)
+        links = [re.sub("[<>]", "", mail.message["List-Unsubscribe"]) for mail in mailbox.mails]
+        assert [mail.message["Subject"] for mail in mailbox.mails] == ["1 new comment"] * 2
+        assert {mail.recipient for mail in mailbox.mails} == {"bob@example.org"}
+        assert (await client.post(links[0].replace("bob", "eve"))).status_code == 403
+        assert (await client.post(links[0])).is_success
+        await client.post("/posts/7/comments", json={"author": "ann", "text": "goodbye"})
+        await t.advance(minutes=20)
+        assert len(mailbox.mails) == 2
+    assert re.findall(r"^slack.*: Post.*", capsys.readouterr().out, re.MULTILINE) == [
+        "slack:blog: Post 7: hello and 1 more",
+        "slack:blog: Post 7: goodbye",
+    ]
+
+
+@pytest.mark.parametrize("example", ["alerts"], indirect=True)
+async def test_alerts_of_a_team_are_one_message_by_severity_and_what_is_critical_comes_at_once(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fired(name: str, severity: str, status: str = "firing") -> dict[str, Any]:
+        labels = {"alertname": name, "team": "db", "severity": severity}
+        return {"fingerprint": name, "status": status, "labels": labels, "annotations": {"summary": f"{name} of db-1"}}
+
+    async with TestEngine(example.alerts) as t, client_of(example) as client:
+        sent = [fired("disk", "warning"), fired("load", "info"), fired("load", "info", "resolved")]
+        await client.post("/alerts", json={"alerts": sent})
+        await t.advance()
+        assert not t.delivered
+        await t.advance(seconds=10)
+        assert [digest.key for digest in t.delivered] == ["db"]
+        shown = re.findall(r"^  (?:\* )?(Warning|Info|Resolved|.*(?= of))", capsys.readouterr().out, re.MULTILINE)
+        assert shown == ["Warning", "disk", "Resolved", "load"]
+        await client.post("/alerts", json={"alerts": [fired("outage", "critical")]})
+        await t.advance()
+        assert len(t.delivered) == 2
+
+
+@pytest.mark.parametrize("example", ["log_watcher"], indirect=True)
+async def test_the_lines_of_a_day_are_one_mail_at_eight_and_a_critical_one_comes_at_once(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def lines(*written: str) -> AsyncIterator[str]:
+        for line in written:
+            yield line + "\n"
+
+    async with TestEngine(example.logs, start=datetime(2026, 6, 1, 21, tzinfo=UTC)) as t:
+        told = [f"ERROR disk of db-{number} is full" for number in range(3)]
+        await example.watch(lines("DEBUG nothing", *told, "WARNING it is late"), "ops@example.org")
+        await t.advance(hours=10, minutes=59)
+        assert not t.delivered
+        await t.advance(minutes=1)
+        assert [len(digest.records) for digest in t.delivered] == [4]
+        shown = capsys.readouterr().out
+        assert re.search(r"disk of db-. is full . 3", shown)
+        assert "ERROR (3)" in shown
+        await example.watch(lines("CRITICAL the shop is down"), "ops@example.org")
+        await t.advance()
+        assert "the shop is down" in capsys.readouterr().out
+
+
+def client_of(example: Any) -> httpx2.AsyncClient:
+    """A client of an app in this process."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(example.app), base_url="http://test")
