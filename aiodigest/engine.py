@@ -785,7 +785,7 @@ class DigestEngine(Generic[T]):
         """Return why a timeline is where it is, and until when: each reason with its instant, and all as a sentence.
 
         It reads as "waits until 14:07:30: last digest 14:02:00, cool-down 5 min until 14:07:00, pushed 30 s by 1 add;
-        at the latest 14:32:00; inside its hours". Times are by the server's clock, and are told in the zone ``tz``.
+        at the latest 14:32:00; inside its hours". Times are by the server's clock, and are shown in the zone ``tz``.
         While it is resharded, that of its digests is explained which is due first. An engine that was given no
         ``policy`` tells what is stored, and nothing of rules and hours.
         """

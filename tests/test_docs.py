@@ -25,6 +25,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import typer.main
 import yaml
@@ -33,6 +34,7 @@ from userland import DEADLINE, ROOT, environment
 
 from aiodigest import DigestEngine, Policy
 from aiodigest.cli.app import app
+from aiodigest.testing import TestEngine
 
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
@@ -93,12 +95,27 @@ def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda path: path.name)
-def test_the_quickstart_prints_what_the_page_says(document: Path, data: Path) -> None:
-    blocks = list(blocks_of(document))
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/howto/write-the-text.md"])
+def test_the_first_program_of_a_page_prints_what_the_page_says(name: str, data: Path) -> None:
+    blocks = list(blocks_of(ROOT / name))
     script = next(index for index, block in enumerate(blocks) if block.language == "python")
     done = run(sys.executable, "-c", blocks[script].text, data=data)
     assert (blocks[script + 1].language, done.stdout) == ("", blocks[script + 1].text)
+
+
+@pytest.mark.docs
+async def test_the_link_of_a_mail_unsubscribes_its_key_alone_and_a_forged_one_nobody() -> None:
+    page: dict[str, Any] = {}
+    exec(next(block.text for block in SCRIPTS if '"/unsubscribe"' in block.text), page)
+    key, mail, transport = "jürgen & co/50%", page["mail"], httpx2.ASGITransport(page["app"])
+    forged = page["link"](key).replace("co", "ann")
+    async with TestEngine(mail), httpx2.AsyncClient(transport=transport) as client:
+        await mail.add(key, "news")
+        assert (await client.post(forged)).status_code == 403
+        assert (await client.post(page["link"](key))).is_success
+        await mail.add(key, "more news")
+        assert [(one.key, one.size) async for one in mail.timelines()] == [(key, 0)]
+        assert [one.key async for one in mail.timelines("muted")] == [key]
 
 
 @pytest.mark.docs

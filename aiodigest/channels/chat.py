@@ -69,7 +69,7 @@ class Slack(_Chat):
     ``webhook``.
 
     Answers mean what they mean to ``Webhook``, except that 410 is tried again. What is more than a message may hold is
-    told as "and 12 more".
+    shown as "and 12 more".
 
     Parameters
     ----------

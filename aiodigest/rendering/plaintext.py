@@ -22,10 +22,10 @@ def plain(digest: Digest[Any], *, now: datetime | None = None) -> Message:
     Parameters
     ----------
     digest : Digest
-        What is told: its first 20 records, where those that differ in numbers, ids, addresses and times alone are told
-        once.
+        What is shown: its first 20 records, where those that differ in numbers, ids, addresses and times alone are
+        shown once.
     now : datetime, default None
-        When it is read (aware): times of that day are told without a date. None is the time of this call.
+        When it is read (aware): times of that day are shown without a date. None is the time of this call.
     """
     formats = Formats(now or datetime.now(UTC))
     try:

@@ -63,7 +63,7 @@ class Template:
     group_by : str | Callable | None, default None
         A heading for each value of a field, such as "issue.title", or of a function of the value.
     collapse : "similar" | "equal" | None, default "similar"
-        Which records of a group are told once, with how often they came: those that differ in numbers, ids, addresses
+        Which records of a group are shown once, with how often they came: those that differ in numbers, ids, addresses
         and times alone, only those that read the same, or none.
     top : int, default 20
         The most items that are shown, up to 100, fairly divided among groups; then "and 37 more".
