@@ -182,6 +182,7 @@ class MailServer:
         answer = asyncio.create_task(protocol.read_response())  # which may come in the middle
         answer.add_done_callback(retrieve)
         try:
+            await asyncio.sleep(0)  # it listens from now on: before that, the library drops what comes
             transport.write(re.sub(rb"(?m)^\.", b"..", data))
             while transport.get_write_buffer_size() and not answer.done():
                 await asyncio.wait([answer], timeout=TICK)
