@@ -106,10 +106,13 @@ def plain(shown: bytes) -> bytes:
 
 @contextmanager
 def on_terminal(
-    data: Path, *arguments: str, streams: Sequence[str] = STREAMS, columns: int = COLUMNS, **variables: str
-) -> Generator[OnTerminal, None, None]:
-    """``aiodigest`` on a terminal, gone when the test is over."""
+    data: Path, *arguments: str, streams: Sequence[str] = STREAMS, columns: int = COLUMNS, output: str = "",
+    **variables: str,
+) -> Generator[OnTerminal, None, None]:  # fmt: skip
+    """``aiodigest`` on a terminal, gone when the test is over; its standard output may be the file ``output``."""
     command = [sys.executable, "-m", "aiodigest", *arguments]
+    if output:
+        command = ["/bin/sh", "-c", f'exec "$0" "$@" > {output}', *command]
     running = OnTerminal(command, {**environment(data), "TERM": "xterm-256color", **variables}, data, streams, columns)
     try:
         yield running

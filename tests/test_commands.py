@@ -21,10 +21,11 @@ from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import duration
 from aiodigest.cli.output import JSONLines, PlainText, log_everything
 from aiodigest.cli.pipe.command import lock_path, locked
-from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, time_of
+from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, expression_of, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
-from aiodigest.cli.rendering import digest_json, digest_text, printable
+from aiodigest.cli.rendering import digest_json, digest_text, printable, without
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 DIGEST: Digest[JSON] = Digest("k", [Record("r", {"text": "é\u2028"}, EPOCH)], "d")
 
@@ -204,6 +205,11 @@ def test_the_folders_of_the_lock_of_a_pipe_are_for_its_user_alone(tmp_path: File
         (["pipe", "--group-by", "a", "--tz", "Europe/Paris"], "--tz needs --at or --hours"),
         (["pipe", "--group-by", "a", "--days", "mon"], "--days needs --hours"),
         (["pipe", "--group-by", "a", "--max-bytes", "0"], "--max-bytes"),
+        (["pipe", "--lines", "--group-by", "web"], "value for '--group-by': 'web' has no group"),
+        (["pipe", "--lines", "--group-by", "("], "value for '--group-by': '(' is not a regular expression"),
+        (["pipe", "--lines", "--group-by", "(a)", "--id", "id"], "has no group (?P<id>...)"),
+        (["pipe", "--lines", "--group-by", "(a)", "--fields", "id"], "--lines are plain text"),
+        (["pipe", "--group-by", "a", "--json", "--fields", "id"], "--fields is for text"),
         (["pipe", "--group-by", "a", "--follow"], "needs a file"),
         (["pipe", "--group-by", "a", "/no/such/file"], "/no/such/file: No such file"),
         (["pipe", "--group-by", "a", "/"], "/: Is a directory"),
@@ -260,14 +266,63 @@ def test_the_help_of_pipe_says_what_surprises(command: Command) -> None:
         "after another run of the same command, once --minimum-delay",
         "[default: 500; none with --capacity]",
         "'pipe-' is put before it",
+        "holds what was there",
         "DURATION is 250ms, 30s, 5m, 1h, 7d, or plain seconds.",
     ):
         assert words in told
 
 
-def test_a_digest_for_people_has_ids_only_if_they_mean_anything() -> None:
-    assert digest_text(DIGEST) == b"k: 1 record\n  1970-01-01 00:00:00  r  text=\xc3\xa9\\u2028\n"
-    assert digest_text(DIGEST, ids=False) == b"k: 1 record\n  1970-01-01 00:00:00  text=\xc3\xa9\\u2028\n"
+def test_a_digest_for_people_has_a_line_of_100_columns_for_each_record_or_for_several_that_are_alike() -> None:
+    when = "1 Jan 1970 00:00"
+    assert digest_text(DIGEST).decode() == f"k: 1 update, {when} UTC\n  {when}  é\n"
+    texts = [*(f"login {number} failed" for number in range(12)), "words " * 40, "disk full"]
+    values: list[JSON] = [{"text": text, "host": f"web{'x' * 80}", "level": 3} for text in texts]
+    many = Digest("k", [Record(str(number), value, EPOCH) for number, value in enumerate(values)], "d", dropped=2)
+    head, *lines = digest_text(many).decode().splitlines()
+    assert head == f"k: 14 updates, {when} UTC (2 older ones dropped)"
+    shown = [f"login 11 failed {TIMES} 12 · host: web", "words " * 9, "disk full · host: web"]
+    for line, begins in zip(lines, shown, strict=True):
+        assert line.startswith(f"  {when}  {begins}")
+    assert max(map(len, [head, *lines])) == 100
+    chosen = digest_text(many, fields=["level", "text"]).decode().splitlines()
+    assert chosen[-1] == f"  {when}  3 · text: disk full"
+
+
+def test_the_fields_of_a_group_are_taken_out_wherever_they_are() -> None:
+    value: JSON = {"repo": {"name": "web", "id": 1}, "event": "push", "user": {"login": "ann"}, "more": {}}
+    paths = Template.parse("{event}:{repo.name}:{user.login}:{gone.far}").paths
+    digest = without(Digest("k", [Record("1", value, EPOCH), Record("2", "text", EPOCH)], "d"), paths)
+    assert [record.value for record in digest.records] == [{"repo": {"id": 1}, "more": {}}, "text"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "line", "key"),
+    [
+        (r"^(\w+):", b"web: disk full", "web"),
+        (r"(\d+) (?P<key>\w+)", b"12 api", "api"),
+        (r"(\d+) (?P<n>\w+)", b"12 api", "12"),
+        (r"(x)?web|(api)", b"api", None),
+        (r"^(\w+):", b"no", None),
+        (r"(\S+)$", b"caf\xe9\r", "caf\\xe9"),
+    ],
+)
+def test_a_line_of_text_is_grouped_by_a_group_of_an_expression(expression: str, line: bytes, key: str | None) -> None:
+    shape = Shape.of_text(expression_of(expression), None, None)
+    if key is None:
+        with pytest.raises(Malformed, match="the expression of --group-by does not match"):
+            shape.entry(line)
+    else:
+        entry, _ = shape.entry(line)
+        assert (entry.key, entry.value) == (key, line.decode(errors="backslashreplace").rstrip())
+
+
+def test_groups_of_an_expression_are_ids_and_times_of_lines() -> None:
+    expression = expression_of(r"(?P<time>\S+) (?P<key>\w+) (?P<id>\d+)")
+    entry, no_time = Shape.of_text(expression, Template.parse("id"), Path("time")).entry(b"2024-01-02T03:04:05Z web 7")
+    assert (entry.key, entry.record_id, no_time) == ("web", "7", None)
+    assert entry.timestamp == datetime(2024, 1, 2, 3, 4, 5, tzinfo=UTC)
+    with pytest.raises(ValueError, match=r"has no group \(\?P<host>"):
+        Shape.of_text(expression, Template.parse("host"), None)
 
 
 def test_text_from_strangers_is_one_line_that_no_terminal_obeys() -> None:

@@ -137,10 +137,11 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
     assert result.returncode == 0
     assert sorted(ids(result.stdout)) == ["k1", "last"]
     errors = result.stderr.decode().splitlines()
-    places = [error.removeprefix(f"aiodigest: {file}:").partition(":")[0] for error in errors[:-1]]
+    places = [error.removeprefix(f"aiodigest: {file}:").partition(":")[0] for error in errors[:-3]]
     assert sorted(map(int, places)) == [2, 4, 5, 6, 7, 8]
     assert "not JSON" in errors[0]
-    assert errors[-1] == "aiodigest: 6 malformed lines: skipped"
+    told = "4 malformed lines", "1 line without a usable id", "1 line over a limit"
+    assert errors[-3:] == [f"aiodigest: {each}: skipped" for each in told]
     assert b"\x1b" not in result.stderr
 
 
@@ -159,9 +160,10 @@ def test_of_many_malformed_lines_the_first_are_shown_and_a_field_that_no_line_ha
     result = pipe(*BY_KEY, input=b"starting\n" + lines)
     assert (result.returncode, result.stdout) == (1, b"")  # nothing was usable
     errors = result.stderr.decode().splitlines()
-    assert len(errors) == 22
-    assert errors[-2:] == [
-        "aiodigest: 31 malformed lines: skipped (the first 20 are shown)",
+    assert len(errors) == 23
+    assert errors[-3:] == [
+        "aiodigest: 1 malformed line: skipped (the first 20 are shown)",
+        "aiodigest: 30 lines without a usable key: skipped (the first 20 are shown)",
         "aiodigest: no line had a usable key; the first has the fields: id, event",
     ]
 
@@ -277,11 +279,49 @@ def test_a_digest_has_no_more_bytes_than_asked_for_and_a_longer_line_is_told_of(
     result = pipe(*BY_KEY, "--max-bytes", "1000", "--initial-delay", "20m", input=ndjson(lines))
     told = result.stderr.decode().splitlines()
     assert told[0].startswith("aiodigest: <stdin>:4: a value may take at most 1,000 bytes (--max-bytes), not ")
-    assert (result.returncode, told[1:]) == (0, ["aiodigest: 1 malformed line: skipped"])
+    assert (result.returncode, told[1:]) == (0, ["aiodigest: 1 line over a limit: skipped"])
     assert sorted(ids(result.stdout)) == [f"k{number}" for number in range(8) if number != 3]
     for digest in digests(result.stdout):
         values = [json.dumps(record["value"], separators=(",", ":")) for record in digest["records"]]
         assert sum(map(len, values)) <= 1000
+
+
+def test_if_no_line_was_usable_that_is_a_failure(pipe: Pipe) -> None:
+    large = ndjson({**item(number), "text": "x" * 300} for number in range(3))
+    result = pipe(*BY_KEY, "--max-bytes", "100", input=large)
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert result.stderr.splitlines()[-1] == b"aiodigest: 3 lines over a limit: skipped"
+    result = pipe("--lines", "--group-by", "^(web):", input=b"api: slow\napi: full\n")
+    assert (result.returncode, result.stdout) == (1, b"")
+    told = b"aiodigest: no line had a usable key; the first has the text: api: slow"
+    assert result.stderr.splitlines()[-1] == told
+    assert b"malformed" not in result.stderr
+    assert pipe(*BY_KEY).returncode == 0  # nothing came
+
+
+def test_the_first_digest_of_a_group_holds_all_that_a_file_has_of_it(pipe: Pipe) -> None:
+    lines = [{**item(number, "ab"[number % 2]), "text": "x" * 3_000} for number in range(600)]  # more than one read
+    result = pipe(*BY_KEY, input=ndjson(lines))
+    assert {digest["key"]: len(digest["records"]) for digest in digests(result.stdout)} == {"a": 300, "b": 300}
+
+
+def test_lines_of_text_are_grouped_by_an_expression(pipe: Pipe) -> None:
+    text = b"web-1: disk 91 % full\nweb-2: slow\nweb-1: disk 93 % full\n-- mark --\nweb-1: up\n"
+    result = pipe("--lines", "--group-by", r"^(?P<key>[\w-]+):", input=text)
+    assert result.returncode == 0
+    assert result.stderr.endswith(b"aiodigest: 1 line without a usable key: skipped\n")
+    shown = [re.sub(r"\d\d:\d\d", "TIME", line) for line in result.stdout.decode().splitlines()]
+    first = ["web-1: 3 updates, TIME UTC", "  TIME  web-1: disk 93 % full × 2", "  TIME  web-1: up"]  # noqa: RUF001
+    second = ["web-2: 1 update, TIME UTC", "  TIME  web-2: slow"]
+    assert shown in (first + second, second + first)
+
+
+def test_fields_say_what_is_shown_of_a_line_and_the_field_of_its_group_is_not_repeated(pipe: Pipe) -> None:
+    given = ndjson([{"user": 7, "actor": {"login": "ann"}, "action": "push", "text": "hello"}])
+    [_, line] = pipe("--group-by", "user", input=given).stdout.decode().splitlines()
+    assert line.endswith("  hello · actor: login: ann, action: push") or "user" not in line
+    [_, line] = pipe("--group-by", "user", "--fields", "actor.login,user", input=given).stdout.decode().splitlines()
+    assert line.endswith("  ann · user: 7")
 
 
 async def leave(server: Server, namespace: str, records: int) -> None:
@@ -360,8 +400,8 @@ def test_readable_text_shows_keys_and_fields_and_no_control_characters(pipe: Pip
     lines = ndjson([{"key": "a\x1b[2J", "text": "hi\x07\u202e", "more": {"x": 1}, "list": [1, 2]}])
     result = pipe("--group-by", "key", input=lines)
     text = result.stdout.decode()
-    assert text.startswith("a\\x1b[2J: 1 record\n")
-    assert re.search(r"\n  [-0-9]+ [:0-9]+  key=a\\x1b\[2J text=hi\\x07\\u202e more={…} list=\[2]\n", text)
+    assert text.startswith("a\\x1b[2J: 1 update, ")
+    assert re.search(r"\n  [:0-9]+  hi · list: 1, 2\n", text)
     assert "\x1b" not in text
 
 

@@ -4,6 +4,7 @@ The list and not the clock is tested, so that the speed of the machine plays no 
 times.
 """
 
+import re
 import subprocess
 import sys
 
@@ -53,6 +54,13 @@ def test_importing_aiodigest_imports_no_client_no_schemas_and_no_worker() -> Non
     modules = imported("import sys, aiodigest")
     assert "aiodigest.engine" in modules
     assert not modules & (HEAVY | STORE | {"typer", "rich"})
+
+
+def test_help_imports_no_channel() -> None:
+    program = "import sys\nfrom aiodigest.cli.app import run\nsys.argv = ['aiodigest', 'pipe', '--help']\nrun()"
+    modules = imported(program)
+    assert "aiodigest.cli.destinations" in modules
+    assert not {name for name in modules if re.match(r"aiodigest\.(channels|rendering)|jinja2|aiosmtplib|httpx2", name)}
 
 
 def test_a_plain_message_needs_no_library_for_templates() -> None:

@@ -21,6 +21,8 @@ from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
+from aiodigest.cli.send import EXAMPLES as SEND_EXAMPLES
+from aiodigest.cli.send import send
 from aiodigest.cli.timelines import add, delete, explain, flush, mute, namespaces, show, stats, timelines, unmute
 from aiodigest.cli.top import top
 
@@ -34,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(epilog=EXAMPLES)(pipe)
+app.command(epilog=SEND_EXAMPLES)(send)
 app.command("run")(run_engines)
 ABOUT_TIMELINES = (namespaces, stats, timelines, show, explain, add, flush, mute, unmute, delete)
 for command in (*ABOUT_TIMELINES, top, reshard, doctor, bench):

@@ -7,7 +7,8 @@ import json
 import shutil
 import unicodedata
 from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
 
@@ -17,6 +18,7 @@ JOINERS = "\u200c\u200d\xad"  # within words of many scripts and within emoji; a
 VALUE_WIDTH = 200  # characters of a value in readable text
 FIELD_WIDTH = 60  # characters of one field of it
 LINE_WIDTH = 4_000  # characters of a line, whatever is in it
+TEXT_WIDTH = 100  # columns of a digest, where there is no terminal that has a width
 RAW_WIDTH = 100  # characters of a value that is not JSON
 
 
@@ -68,32 +70,64 @@ def record_rows(records: Sequence[Record[JSON | bytes]]) -> list[tuple[str, str,
     return [(record.id, readable_time(record.timestamp), readable_value(record.value)) for record in records]
 
 
-def digest_text(digest: Digest[JSON], *, ids: bool = True, on_terminal: bool = False) -> bytes:
-    """Return a digest for people: its key, then a line per record, with its id if ``ids`` mean anything.
+def digest_text(digest: Digest[JSON], *, fields: Sequence[str] | None = None, on_terminal: bool = False) -> bytes:
+    """Return a digest for people: its key, then a line for each record, or for several that are alike, of ``fields``.
 
     For a terminal it is in colours unless NO_COLOR is set, and no line is longer than the terminal is wide.
     """
     from rich.text import Text
 
+    from aiodigest.rendering.formats import Formats
+    from aiodigest.rendering.plaintext import more, summary, titled, zone_name
+    from aiodigest.rendering.texts import cut
+    from aiodigest.rendering.view import LOOKED_AT, view
+
+    formats = Formats(datetime.now(UTC))
+    width = shutil.get_terminal_size().columns if on_terminal else TEXT_WIDTH
+    seen = view(digest, formats, most=LOOKED_AT, chosen=fields)
     text = Text()
-    text.append(shortened(digest.key, LINE_WIDTH), "bold cyan").append(f": {count(len(digest.records), 'record')}")
+    text.append(shortened(digest.key, LINE_WIDTH), "bold cyan").append(
+        f": {summary(seen, formats)} {zone_name(formats)}"
+    )
     if digest.dropped:
         text.append(f" ({count(digest.dropped, 'older one')} dropped)", "red")
     if digest.attempt > 1:
         text.append(f" (attempt {digest.attempt})", "yellow")
-    for record in digest.records:
-        text.append(f"\n  {record.timestamp:%Y-%m-%d %H:%M:%S}  ", "dim")
-        if ids:
-            text.append(f"{shortened(record.id, FIELD_WIDTH)}  ", "dim")
-        text.append(readable_value(record.value))
+    items = [item for group in seen.groups for item in group.items]
+    times = [formats.when(item.time) for item in items]
+    column = max(map(len, times), default=0)
+    for item, time in zip(items, times, strict=True):
+        often = titled(replace(item, title=""), formats)
+        title = cut(item.title, max(20, width - column - 4 - len(often))) + often
+        details = "".join(f" · {line}" for line in item.details.splitlines())
+        text.append(f"\n  {time:{column}}  ", "dim").append(title)
+        if (room := width - column - 4 - len(title)) > len(" · …"):
+            text.append(cut(details, room), "dim")
+    if seen.more:
+        text.append(f"\n  {more(seen, formats)}")
     if not on_terminal:
         return f"{text.plain}\n".encode()
     from rich.console import Console
 
     file = StringIO()
-    console = Console(file=file, force_terminal=True, width=shutil.get_terminal_size().columns)
+    console = Console(file=file, force_terminal=True, width=width)
     console.print(text, no_wrap=True, overflow="ellipsis")
     return file.getvalue().encode()
+
+
+def without(digest: Digest[JSON], paths: Sequence[Sequence[str]]) -> Digest[JSON]:
+    """Return a digest whose values lack the fields at ``paths``, which its key tells already."""
+    records = [replace(record, value=_without(record.value, paths)) for record in digest.records]
+    return replace(digest, records=records)
+
+
+def _without(value: JSON, paths: Sequence[Sequence[str]]) -> JSON:
+    if not isinstance(value, dict):
+        return value
+    gone = {name for name, *rest in paths if not rest}
+    inner = {name: [rest for first, *rest in paths if first == name and rest] for name, *_ in paths}
+    left = {name: _without(field, inner[name]) if name in inner else field for name, field in value.items()}
+    return {name: field for name, field in left.items() if name not in gone and (field != {} or value[name] == {})}
 
 
 def as_json(value: object) -> str:

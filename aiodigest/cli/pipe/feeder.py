@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from math import inf
 from typing import TypeAlias, TypeVar
 
-from aiodigest import JSON, AiodigestError, BackendUnavailable, Delivery, Digest, DigestEngine, Entry, PartialAdd
+from aiodigest import (
+    JSON,
+    AiodigestError,
+    BackendUnavailable,
+    Delivery,
+    Digest,
+    DigestEngine,
+    Entry,
+    PartialAdd,
+    Reject,
+    Stats,
+)
 from aiodigest.cli.event_loop import freeze_garbage, run_until
 from aiodigest.cli.options import collect
 from aiodigest.cli.output import FAILED, log_warnings, progress_bar, say
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
-from aiodigest.cli.pipe.streams import Line, Reader, Render, Source, Writer
+from aiodigest.cli.pipe.streams import Line, Reader, Receiver, Sender, Source
 from aiodigest.cli.pipe.timing import in_options
 from aiodigest.cli.rendering import count
 
@@ -26,8 +38,8 @@ Entries: TypeAlias = list[tuple[Line, Entry[JSON]]]
 GIVE_UP = 60.0  # seconds without a server
 INTERVAL = 0.5  # seconds between calls meanwhile
 LOOK = 1.0  # seconds between looks at a full timeline: the end of a delivery may go unreported
-SHOWN = 20  # malformed lines; more are only counted
-NAMES = 20  # fields of a line
+SHOWN = 20  # lines that cannot be used; more are only counted
+AT_FIRST = 10_000  # lines of a file that are read before any is delivered
 POLL = 0.05  # seconds between looks at what is still held
 FLUSHES = 100  # at a time
 
@@ -48,21 +60,35 @@ async def retry(call: Callable[[], Awaitable[T]]) -> T:
 class Backpressure:
     """Counts the records each timeline holds, and has a full one delivered before more is added.
 
-    It passes the engine's deliveries on to the writer. A count may be too high (for ids that come again, or
-    records too old to be delivered), never too low. ``repeats`` is True if ids may come again.
+    It passes the engine's deliveries on to the receiver. A count may be too high (for ids that come again, or
+    records too old to be delivered), never too low. ``repeats`` is True if ids may come again. ``retrying`` are the
+    timelines whose last delivery has failed, which must be left to their backoff; ``succeeded`` is when, by the loop's
+    clock, one did not fail last.
     """
 
-    def __init__(self, engine: DigestEngine, writer: Writer, capacity: float, repeats: bool) -> None:
-        self._engine, self._writer, self._capacity, self._repeats = engine, writer, capacity, repeats
+    def __init__(
+        self, engine: DigestEngine, deliverer: DigestEngine, receiver: Receiver, capacity: float, repeats: bool
+    ) -> None:
+        self._engine, self._receiver, self._capacity, self._repeats = engine, receiver, capacity, repeats
+        self.retrying = set[str]()
+        self.succeeded = 0.0
         self._held: Counter[str] = Counter()
         self._awaited: str | None = None
         self._progress, self._counted = asyncio.Event(), asyncio.Event()
-        engine.observe(self._signal)
+        deliverer.observe(self._signal)
 
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Pass a digest on, once those of an earlier run are counted: the delivery callback."""
         await self._counted.wait()
-        await self._writer.deliver(digest)
+        self.retrying.discard(digest.key)
+        try:
+            await self._receiver.deliver(digest)
+        except Reject:
+            raise
+        except BaseException:
+            self.retrying.add(digest.key)
+            raise
+        self.succeeded = asyncio.get_running_loop().time()
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._held[digest.key] -= len(digest.records)
             if self._held[digest.key] <= 0:
@@ -98,7 +124,7 @@ class Backpressure:
         self._awaited = key
         while self._held[key] > self._capacity // 2:
             self._progress.clear()
-            if not await retry(lambda: self._engine.flush(key)):
+            if key not in self.retrying and not await retry(lambda: self._engine.flush(key)):
                 del self._held[key]
                 break
             with suppress(TimeoutError):
@@ -107,14 +133,33 @@ class Backpressure:
 
 
 class Feeder:
-    """Feeds lines to an engine, and at their end has it deliver all that waits; loses some if ``capacity`` is inf."""
+    """Feeds lines to ``engine``, and at their end has ``deliverer``, which is one of the same namespace, deliver all
+    that waits; loses some if ``capacity`` is inf. It begins to deliver once what was there at first is fed.
 
-    def __init__(self, engine: DigestEngine, shape: Shape, render: Render, *, capacity: float, strict: bool) -> None:
-        self._engine, self._shape, self._strict = engine, shape, strict
-        self._writer = Writer(render)
-        self._backpressure = Backpressure(engine, self._writer, capacity, repeats=shape.id is not None)
-        self._usable = False  # a line was
-        self._malformed = 0  # lines that were not added
+    What could not be delivered is then tried again until nothing could be for ``patience`` seconds.
+    """
+
+    def __init__(
+        self,
+        engine: DigestEngine,
+        deliverer: DigestEngine,
+        shape: Shape,
+        receiver: Receiver,
+        *,
+        capacity: float,
+        strict: bool,
+        patience: float = inf,
+    ) -> None:
+        self._engine, self._shape, self._strict, self._patience = engine, shape, strict, patience
+        self._receiver, self._deliverer = receiver, deliverer
+        self._backpressure = Backpressure(engine, deliverer, receiver, capacity, repeats=shape.id is not None)
+        self._loses = capacity == inf
+        self._delivering = AsyncExitStack()
+        self._delivers, self._is_whole = False, False  # since when there is more to deliver, and whether all is there
+        self._kept: Stats | None = None  # what was given up, for another run
+        self._added = 0  # lines
+        self._malformed, self._lacking, self._refused = 0, 0, 0  # lines that were not, for three reasons
+        self._left = 0  # lines of an earlier run
         self._timeless = 0  # lines that were added although their time is not understood
         self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
@@ -127,12 +172,18 @@ class Feeder:
         """
         sizes = [source.size for source in sources if source.size is not None]
         bar = progress_bar("reading", sum(sizes), lambda: sum(source.read for source in sources), in_bytes=True)
-        if follow or len(sizes) < len(sources) or os.isatty(1):  # no end is known, or digests are printed on a terminal
+        self._is_whole = not follow and len(sizes) == len(sources)
+        sends = isinstance(self._receiver, Sender)
+        # no end is known; or what is printed may come to the same terminal, perhaps through another program
+        if not self._is_whole or not stat.S_ISREG(os.fstat(1).st_mode):
             bar = nullcontext()
-        async with self._engine.delivering(self._backpressure.deliver):
+        channel = self._receiver.channel if isinstance(self._receiver, Sender) else nullcontext()
+        async with channel, self._engine:
             await self._engine.stats()  # a pipe without a server says so at once, in one line
-            if left := await self._backpressure.count_held():
-                say(f"{count(left, 'line')} left by an earlier run of this command: printed too")
+            self._left = await self._backpressure.count_held()
+            if self._left:
+                done = "delivered" if sends else "printed"
+                say(f"{count(self._left, 'line')} left by an earlier run of this command: {done} too")
             freeze_garbage()
             reader = Reader(sources, follow)
             try:
@@ -156,22 +207,34 @@ class Feeder:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal, number)
         try:
-            await run_until(self._writer.failed, work)
+            await run_until(self._receiver.failed, work)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
     async def _feed_and_flush(self, reader: Reader) -> None:
-        try:
-            async for lines in reader.batches():
-                await self._add(self._entries(lines))
-                if self._strict and self._malformed:
-                    reader.stop()
-                    break
-        except OSError:
+        async with self._delivering:
+            if self._left:
+                await self._deliver()
+            try:
+                async for lines in reader.batches():
+                    await self._add(self._entries(lines))
+                    # the first digest of a group holds what was there, and not the first line alone
+                    if (not self._is_whole and (self._loses or not reader.has_more)) or self._added > AT_FIRST:
+                        await self._deliver()
+                    if self._strict and self._unused:
+                        reader.stop()
+                        break
+            except OSError:
+                await self._flush_all()
+                raise
             await self._flush_all()
-            raise
-        await self._flush_all()
+
+    async def _deliver(self) -> None:
+        """Begin to deliver, if that has not begun."""
+        if not self._delivers:
+            self._delivers = True
+            await self._delivering.enter_async_context(self._deliverer.delivering(self._backpressure.deliver))
 
     def _entries(self, lines: Sequence[Line]) -> Entries:
         entries: Entries = []
@@ -193,12 +256,20 @@ class Feeder:
                     self._unusable = self._unusable or error
                 if self._strict:
                     break
-        self._usable = self._usable or bool(entries)
         return entries
 
+    @property
+    def _unused(self) -> int:
+        return self._malformed + self._lacking + self._refused
+
     def _complain(self, line: Line, reason: object) -> None:
-        self._malformed += 1
-        if self._malformed <= SHOWN:
+        if isinstance(reason, Unusable):
+            self._lacking += 1
+        elif isinstance(reason, Malformed):
+            self._malformed += 1
+        else:
+            self._refused += 1
+        if self._unused <= SHOWN:
             say(f"{line.place}: {reason}")
 
     async def _add(self, entries: Entries) -> None:
@@ -208,6 +279,7 @@ class Feeder:
             while not self._backpressure.reserve(entry.key):
                 await self._send(entries[start:index])
                 start = index
+                await self._deliver()
                 await self._backpressure.make_room(entry.key)
         await self._send(entries[start:])
 
@@ -219,13 +291,15 @@ class Feeder:
             nonlocal left
             try:
                 await self._engine.add_many([entry for _, entry in left])
+                self._added += len(left)
             except PartialAdd as error:
+                self._added += sum(isinstance(result, bool) for result in error.results)
                 again: Entries = []
                 for one, result in zip(left, error.results, strict=True):
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
                     elif isinstance(result, AiodigestError):
-                        self._complain(one[0], in_options(str(result)))
+                        self._complain(one[0], ValueError(in_options(str(result))))
                 left = again
                 for result in error.results:
                     if isinstance(result, BackendUnavailable):
@@ -237,9 +311,17 @@ class Feeder:
             raise BackendUnavailable(f"{error}; the lines from {left[0][0].place} on were not added") from error
 
     async def _flush_all(self) -> None:
-        """Flush all timelines, again and again, until none holds a record."""
+        """Flush all timelines but those that are tried again, until none holds a record, or patience is at its end."""
+        await self._deliver()
+        loop, backpressure = asyncio.get_running_loop(), self._backpressure
+        began = loop.time()
         while (stats := await retry(self._engine.stats)).waiting + stats.ready + stats.leased:
-            waiting = [timeline.key for timeline in await retry(lambda: collect(self._engine.timelines("waiting")))]
+            over = loop.time() - max(began, backpressure.succeeded) > self._patience
+            if over and backpressure.retrying and not stats.leased:
+                self._kept = stats
+                break
+            found = await retry(lambda: collect(self._engine.timelines("waiting")))
+            waiting = [timeline.key for timeline in found if timeline.key not in backpressure.retrying]
             for start in range(0, len(waiting), FLUSHES):
                 some = waiting[start : start + FLUSHES]
                 await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
@@ -247,23 +329,36 @@ class Feeder:
 
     def _report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""
-        dropped, error = sum(self._writer.drops.values()), self._writer.error
-        if self._malformed:
-            shown = f" (the first {SHOWN} are shown)" if self._malformed > SHOWN else ""
-            fate = "stopped at the first" if self._strict else "skipped"
-            say(f"{count(self._malformed, 'malformed line')}: {fate}{shown}")
+        dropped, error = sum(self._receiver.drops.values()), self._receiver.error
+        unusable = self._unusable
+        unused = {
+            count(self._malformed, "malformed line"): self._malformed,
+            f"{count(self._lacking, 'line')} without a usable {unusable.field if unusable else ''}": self._lacking,
+            f"{count(self._refused, 'line')} over a limit": self._refused,
+        }
+        shown = f" (the first {SHOWN} are shown)" if self._unused > SHOWN else ""
+        fate = "stopped at the first" if self._strict else "skipped"
+        for told in [told for told, number in unused.items() if number]:
+            say(f"{told}: {fate}{shown}")
         if self._timeless:
             say(f"{count(self._timeless, 'line')} without a time that is understood: kept, at the time of arrival")
-        if self._unusable is not None and not self._usable:
-            names = ", ".join(self._unusable.names[:NAMES]) + (", ..." if len(self._unusable.names) > NAMES else "")
-            say(f"no line had a usable {self._unusable.field}; the first has the fields: {names or '(none)'}")
+        if unusable is not None and not self._added:
+            say(f"no line had a usable {unusable.field}; the first has {unusable.has}")
         if dropped:
             lost = f"{count(dropped, 'record')} dropped because a timeline was full"
             say(f"{lost}: raise --capacity, or set --max-size")
+        namespace = f"namespace {self._engine.namespace}"
+        if self._receiver.rejected:
+            rejected = f"{count(self._receiver.rejected, 'digest')} rejected, and kept as dead letters"
+            say(f"{rejected}: see aiodigest dead list --namespace {self._engine.namespace}")
+        if self._kept is not None:
+            groups = count(self._kept.waiting + self._kept.ready, "group")
+            say(f"{groups} could not be delivered: run the same command again to try once more ({namespace})")
         if error is not None:
-            again = f"run the same command again to print the rest (namespace {self._engine.namespace})"
+            again = f"run the same command again to print the rest ({namespace})"
             say(f"standard output: {getattr(error, 'strerror', None) or error}; {again}")
             return FAILED
         if self._signal is not None:
             return 128 + self._signal
-        return FAILED if dropped or (self._malformed and (self._strict or not self._usable)) else 0
+        lost = dropped or self._receiver.rejected or self._kept is not None
+        return FAILED if lost or (self._unused and (self._strict or not self._added)) else 0

@@ -16,12 +16,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from aiodigest import JSON, Digest, RetryAfter
+from aiodigest import JSON, Digest, Reject, RetryAfter
 from aiodigest.cli.pipe.parser import LONGEST_LINE
+
+if TYPE_CHECKING:
+    from aiodigest.channels import Channel
 
 Render: TypeAlias = Callable[[Digest[JSON]], bytes]
 
@@ -141,6 +145,11 @@ class Reader:
                 self._room.release()
                 yield lines
 
+    @property
+    def has_more(self) -> bool:
+        """True if more has been read than was yielded."""
+        return not self._read.empty()
+
     def stop(self) -> None:
         """Stop reading: lines already read still come."""
         for _ in self._groups:
@@ -165,25 +174,59 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
     return [Source(None if path == Path("-") else path) for path in paths or [Path("-")]]
 
 
-class Writer:
-    """Writes each digest at once, whole, one after the other. The first write that fails is the last.
+class Receiver:
+    """What gets the digests.
 
-    ``failed`` is then set, and ``error`` says why. ``drops`` are the records that the written digests lost to
-    their timelines' capacity, by digest, since one may be delivered again.
+    ``drops`` are the records that those lost to their timelines' capacity, by digest, since one may be delivered again;
+    ``rejected`` counts those that became dead letters. ``failed`` is set if it takes no more, and ``error`` says why.
     """
 
+    def __init__(self) -> None:
+        self.drops: dict[str, int] = {}
+        self.rejected = 0
+        self.error: Exception | None = None
+        self.failed = asyncio.Event()
+
+    async def deliver(self, digest: Digest[JSON]) -> None:
+        """Deliver a digest: the delivery callback."""
+        raise NotImplementedError
+
+
+class Sender(Receiver):
+    """Sends each digest through a channel, and what fails is tried again by the engine.
+
+    If the input has an end, no digest tells when the next one comes.
+    """
+
+    def __init__(self, channel: Channel, has_end: bool) -> None:
+        super().__init__()
+        self.channel = channel
+        self._has_end = has_end
+
+    async def deliver(self, digest: Digest[JSON]) -> None:
+        """Send a digest."""
+        try:
+            await self.channel(replace(digest, next_due=None) if self._has_end else digest)
+        except Reject:
+            self.rejected += 1
+            raise
+        if digest.dropped:
+            self.drops[digest.id] = digest.dropped
+
+
+class Writer(Receiver):
+    """Writes each digest at once, whole, one after the other. The first write that fails is the last."""
+
     def __init__(self, render: Render, file: int = 1) -> None:
+        super().__init__()
         self._render = render
         self._file = file
         self._digests: SimpleQueue[tuple[Digest[JSON], Future[Exception | None]]] = SimpleQueue()
-        self.drops: dict[str, int] = {}
-        self.error: Exception | None = None
-        self.failed = asyncio.Event()
         # in a thread, since a slow reader must not delay the renewal of leases
         threading.Thread(target=self._write_all, daemon=True).start()
 
     async def deliver(self, digest: Digest[JSON]) -> None:
-        """Write a digest: the delivery callback. What could not be written is given back, and so is the attempt."""
+        """Write a digest. What could not be written is given back, and so is the attempt."""
         written: Future[Exception | None] = Future()
         self._digests.put((digest, written))
         if await asyncio.wrap_future(written) is not None:

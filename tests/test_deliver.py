@@ -1,0 +1,377 @@
+"""``pipe --deliver``, ``pipe --exec`` and ``send``: on real mail servers, with real commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from clusters import until
+from commandline import Command, environment, ndjson
+from mailservers import Mailbox, mail_server, one_after_another, script
+from servers import Server
+
+from aiodigest import ConfigurationError, Digest, DigestEngine
+from aiodigest.cli.destinations import KINDS, destination
+from aiodigest.cli.send import made_up
+
+PASSWORD = "s3cret-passw0rd"
+Pipe: TypeAlias = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def pipe(server: Server, namespace: str, tmp_path: Path) -> Pipe:
+    """Runs the command as a process, beside the mail server of the test."""
+
+    async def run(*arguments: str, input: bytes = b"", command: str = "pipe", **variables: str) -> tuple[int, str, str]:
+        place = ("--url", server.url, "--namespace", namespace) if command == "pipe" else ()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "aiodigest", command, *place, *arguments, cwd=tmp_path,
+            env={**environment(tmp_path), **variables},
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(60):
+                output, errors = await process.communicate(input)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode is not None
+        return process.returncode, output.decode(), errors.decode()
+
+    return run
+
+
+def to(mailbox: Mailbox, receiver: str = "?to=dev@example.org", user: str = "") -> str:
+    return f"smtp://{user}localhost:{mailbox.port}{receiver}"
+
+
+def lines(*keys: str) -> bytes:
+    return ndjson({"repo": key, "id": f"{key}-{number}", "title": f"{key} news"} for number, key in enumerate(keys))
+
+
+@asynccontextmanager
+async def left_in(server: Server, namespace: str) -> AsyncGenerator[DigestEngine]:
+    async with DigestEngine(server.url, namespace=f"pipe-{namespace}") as engine:
+        yield engine
+
+
+# --deliver
+
+
+@pytest.mark.processes
+async def test_each_group_is_a_mail_that_people_read(pipe: Pipe) -> None:
+    async with mail_server() as mailbox:
+        ended = await pipe("--group-by", "repo", "--deliver", to(mailbox), input=lines("web", "api", "web", "web"))
+    assert ended == (0, "", "")
+    mails = {mail.message["Subject"]: mail for mail in mailbox.mails}
+    assert sorted(mails) == ["api news", "web news \N{MULTIPLICATION SIGN} 3"]
+    for mail in mails.values():
+        assert (mail.recipient, mail.message["Auto-Submitted"]) == ("dev@example.org", "auto-generated")
+        parts = [part.get_content_type() for part in mail.message.walk()]
+        assert parts == ["multipart/alternative", "text/plain", "text/html"]
+        assert "repo:" not in mail.message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
+
+
+@pytest.mark.processes
+async def test_subject_template_and_fields_say_what_a_mail_says(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "mail.txt").write_text("{% for item in items %}- {{ item.title }}\n{% endfor %}")
+    options = ("--subject", "{{ count }} in {{ digest.key }}", "--template", "mail.txt", "--fields", "id,title")
+    async with mail_server() as mailbox:
+        source = f"{to(mailbox)}&from=Robot <robot@example.org>"
+        ended = await pipe("--group-by", "repo", "--deliver", source, *options, input=lines("web", "web"))
+    assert ended == (0, "", "")
+    [mail] = mailbox.mails
+    assert (mail.message["Subject"], mail.sender) == ("2 in web", "robot@example.org")
+    assert mail.message.get_content_type() == "text/plain"
+    assert mail.message.get_content().split() == ["-", "web-0", "-", "web-1"]
+
+
+@pytest.mark.processes
+async def test_no_answer_is_missed_on_any_event_loop(pipe: Pipe) -> None:
+    given = lines(*(f"group-{number}" for number in range(40)))
+    async with mail_server() as mailbox:
+        ended = await pipe("--group-by", "repo", "--deliver", to(mailbox), "--try-timeout", "10s", input=given)
+    assert ended == (0, "", "")
+    assert len(mailbox.mails) == 40
+
+
+@pytest.mark.processes
+async def test_what_fails_is_tried_again_after_a_wait_and_nobody_gets_it_twice(pipe: Pipe) -> None:
+    async with mail_server(one_after_another("RCPT", "451 later", "451 later")) as mailbox:
+        code, _, errors = await pipe("--group-by", "repo", "--deliver", to(mailbox), input=lines("web", "web"))
+    assert code == 0
+    assert len(mailbox.mails) == 1
+    assert errors.count("451 later") == 2
+
+
+@pytest.mark.processes
+async def test_a_wait_is_a_second_at_least_although_the_input_has_ended(pipe: Pipe) -> None:
+    began = time.monotonic()
+    async with mail_server(script(RCPT="451 later")) as mailbox:
+        options = ("--group-by", "repo", "--deliver", to(mailbox), "--retry-for", "3s")
+        code, _, _ = await pipe(*options, input=lines("web"))
+    assert code == 1
+    tries = sum(said.startswith("RCPT") for said in mailbox.said)
+    assert 1 <= tries <= time.monotonic() - began + 1
+
+
+@pytest.mark.processes
+async def test_what_could_not_be_delivered_is_kept_for_the_next_run(pipe: Pipe, server: Server, namespace: str) -> None:
+    async with mail_server(script(RCPT="451 later")) as mailbox:
+        options = ("--group-by", "repo", "--deliver", to(mailbox))
+        code, output, errors = await pipe(*options, "--retry-for", "1s", input=lines("web", "web"))
+        assert (code, output, mailbox.mails) == (1, "", [])
+        told = (
+            f"1 group could not be delivered: run the same command again to try once more (namespace pipe-{namespace})"
+        )
+        assert errors.splitlines()[-1] == f"aiodigest: {told}"
+        mailbox.script = script()
+        code, output, errors = await pipe(*options)
+        assert (code, errors) == (0, "aiodigest: 2 lines left by an earlier run of this command: delivered too\n")
+    assert len(mailbox.mails) == 1
+    async with left_in(server, namespace) as engine:
+        assert (await engine.stats()).dead == 0
+
+
+@pytest.mark.processes
+async def test_a_bad_address_is_a_dead_letter_and_the_others_get_theirs(
+    pipe: Pipe, server: Server, namespace: str
+) -> None:
+    def answer(stage: str, argument: str) -> str | None:
+        return "550 5.1.1 nobody" if stage == "RCPT" and "bad" in argument else None
+
+    async with mail_server(answer) as mailbox:
+        given = lines("good@example.org", "bad@example.org", "fine@example.org")
+        code, _, errors = await pipe("--group-by", "repo", "--deliver", to(mailbox, ""), input=given)
+    assert code == 1
+    assert Counter(mail.recipient for mail in mailbox.mails) == Counter(["good@example.org", "fine@example.org"])
+    assert errors.splitlines()[-1].startswith(
+        "aiodigest: 1 digest rejected, and kept as dead letters: see aiodigest dead"
+    )
+    async with left_in(server, namespace) as engine:
+        assert [letter.key async for letter in engine.dead_letters()] == ["bad@example.org"]
+
+
+# Secrets
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("place", ["variable", "file", "secret"])
+async def test_a_password_comes_from_the_environment_or_a_file_and_is_never_shown(
+    place: str, pipe: Pipe, tmp_path: Path
+) -> None:
+    async with mail_server(password=PASSWORD) as mailbox:
+        url = to(mailbox, user=f"ann:{PASSWORD}@")
+        (tmp_path / "url").write_text(f"{url}\n")
+        given, variables = {
+            "variable": ("env:MAIL_URL", {"MAIL_URL": url}),
+            "file": ("@url", {}),
+            "secret": (to(mailbox, user="ann@"), {"AIODIGEST_DELIVER_SECRET": PASSWORD}),
+        }[place]
+        ended = await pipe("--deliver", given, command="send", **variables)
+        assert ended == (0, f"delivered to smtp://localhost:{mailbox.port}\n", "")
+        assert len(mailbox.mails) == 1
+        mailbox.password = "another"
+        code, output, errors = await pipe("--deliver", given, command="send", **variables)
+    assert (code, output) == (69, "")
+    assert "535" in errors
+    assert PASSWORD not in errors
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (f"smtp://ann:{PASSWORD}@localhost?to=a@example.org", "a password is a secret"),
+        (f"slack://hooks.slack.com/services/{PASSWORD}", "the URL of slack: is a secret"),
+        (f"apprise:mastodon://{PASSWORD}@host", "the URL of apprise: is a secret"),
+        (f"ntfy://:{PASSWORD}@ntfy.sh/topic", "a password is a secret"),
+        ("smtp://ann@localhost?to=a@example.org", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
+        ("smtp://localhost?cc=a@example.org", "there is no ?cc=: there are to, from, tls"),
+        ("smtp://localhost/to?to=a@example.org", "may follow the host"),
+        ("smtp://localhost:port?to=a@example.org", "its port must be a number"),
+        ("smtp://?to=a@example.org", "needs a host"),
+        ("smtp://localhost?to=nobody", "to must be"),
+        (f"ftp://{PASSWORD}@localhost", "must be a URL of smtp:"),
+        ("", "must be a URL of smtp:"),
+        ("env:NO_SUCH_VARIABLE", "there is no variable NO_SUCH_VARIABLE"),
+        ("@/no/such/file", "/no/such/file: No such file"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_told_in_a_line_that_quotes_no_secret(
+    url: str, told: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AIODIGEST_DELIVER_SECRET", raising=False)
+    for names in (["send"], ["pipe", "--group-by", "repo"]):
+        code, output, errors = command(*names, "--deliver", url)
+        assert (code, output) == (2, "")
+        [line] = errors.splitlines()
+        assert told in line
+        assert PASSWORD not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--deliver", "smtp://localhost?to=a@example.org", "--exec", "true"], "choose one"),
+        (["--exec", "true", "--fields", "id"], "--exec gets JSON"),
+        (["--exec", " "], "--exec needs a command"),
+        (["--exec", "true", "--try-timeout", "1ms"], "--try-timeout must be at least 100ms"),
+        (["--deliver", "smtp://localhost?to=a@example.org", "--fields", "id,,"], "--fields must be names"),
+        (["--deliver", "smtp://localhost?to=a@example.org", "--template", "/no/file"], "No such file"),
+        (["--deliver", "smtp://localhost?to=a@example.org", "--subject", "{{ nothing }}"], "names 'nothing'"),
+        (["--deliver", "https://example.org/", "--subject", "news"], "webhooks get JSON"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(arguments: list[str], told: str, command: Command) -> None:
+    for names in (["send"], ["pipe", "--group-by", "repo"]):
+        code, output, errors = command(*names, *arguments)
+        assert (code, output) == (2, "")
+        [line] = errors.splitlines()
+        assert told in line
+    assert command("send")[0] == 2
+    assert command("pipe", "--group-by", "repo", "--exec", "true", "--json")[0] == 2
+    assert command("pipe", "--group-by", "repo", "--subject", "news")[0] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_installed_is_told_in_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import aiodigest.channels
+
+    if KINDS[kind].channel not in aiodigest.channels.__all__:
+        pytest.skip("there is no such channel")
+    for library in ("aiosmtplib", "httpx2", "standardwebhooks", "apprise"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for name in [name for name in sys.modules if name.startswith("aiodigest.channels._")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("THE_URL", f"{kind}://localhost/topic" if "smtp" not in kind else f"{kind}://localhost")
+    with pytest.raises(ConfigurationError, match=r"is not installed: pip install 'aiodigest\[\w+\]'"):
+        destination("env:THE_URL", None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheme", [scheme for scheme in KINDS if not scheme.startswith(("smtp", "https"))])
+async def test_services_of_the_web_are_posted_to(scheme: str, pipe: Pipe) -> None:
+    posted: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        [size] = re.findall(rb"(?i)content-length: (\d+)", head)
+        posted.append(head + await reader.readexactly(int(size)))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as web:
+        host = f"127.0.0.1:{web.sockets[0].getsockname()[1]}/topic"
+        url = {"http": f"http://{host}", "apprise": f"apprise:json://{host}"}.get(scheme, f"{scheme}:http://{host}")
+        ended = await pipe("--deliver", "env:THE_URL", command="send", THE_URL=url)
+    assert (ended[0], ended[2], ended[1][:13]) == (0, "", "delivered to ")
+    assert b"This is a test of aiodigest" in posted[0]
+
+
+# --exec
+
+
+@pytest.mark.processes
+async def test_a_command_gets_each_digest_as_the_json_of_pipe_and_its_output_passes(pipe: Pipe) -> None:
+    given = lines("web", "web", "api")
+    code, output, errors = await pipe("--group-by", "repo", "--id", "id", "--exec", "cat; echo seen >&2", input=given)
+    assert (code, errors) == (0, "seen\nseen\n")
+    found = {digest["key"]: digest for digest in map(json.loads, output.splitlines())}
+    assert {key: len(digest["records"]) for key, digest in found.items()} == {"web": 2, "api": 1}
+    assert list(found["api"]) == ["id", "key", "attempt", "dropped", "records"]
+
+
+@pytest.mark.processes
+async def test_exit_code_65_rejects_and_the_last_line_of_the_errors_is_the_reason(
+    pipe: Pipe, server: Server, namespace: str
+) -> None:
+    command = "echo before >&2; echo no such room >&2; exit 65"
+    code, _, errors = await pipe("--group-by", "repo", "--exec", command, input=lines("web"))
+    assert code == 1
+    assert errors.startswith(f"before\naiodigest: pipe-{namespace}: digest ")
+    async with left_in(server, namespace) as engine:
+        [letter] = [letter async for letter in engine.dead_letters()]
+    assert letter.reason == "the command ended with exit code 65: no such room"
+    assert errors.count("no such room") == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ["exit 1", "kill -9 $$", "exit 64"])
+async def test_any_other_ending_of_a_command_is_tried_again(ending: str, pipe: Pipe, tmp_path: Path) -> None:
+    command = f"cat >> got; test -e tried || {{ touch tried; {ending}; }}"
+    code, _, errors = await pipe("--group-by", "repo", "--exec", command, input=lines("web"))
+    assert code == 0
+    assert "attempt 1 to deliver 'web' failed" in errors
+    tried = [json.loads(line)["attempt"] for line in (tmp_path / "got").read_text().splitlines()]
+    assert tried == [1, 2]
+
+
+@pytest.mark.processes
+async def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_started(pipe: Pipe, tmp_path: Path) -> None:
+    command = "sleep 1000 & echo $! > child; wait"
+    code, output, errors = await pipe("--exec", command, "--try-timeout", "1s", command="send")
+    assert (code, output) == (69, "")
+    assert errors == "aiodigest: not delivered: the command took longer than 1 s, and was killed\n"
+    child = int((tmp_path / "child").read_text())
+
+    def is_gone() -> bool:
+        try:
+            return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    until(is_gone, "the child of the command is gone")
+
+
+@pytest.mark.processes
+async def test_a_command_need_not_read_what_it_is_given_and_may_leave_something_running(pipe: Pipe) -> None:
+    given = ndjson({"repo": "web", "text": "x" * 1000} for _ in range(400))
+    command = "sleep 20 >/dev/null & echo $! >&2; exec true"
+    code, output, errors = await pipe("--group-by", "repo", "--exec", command, input=given)
+    os.kill(int(errors), signal.SIGKILL)
+    assert (code, output) == (0, "")
+
+
+# send
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("replies", "code", "told"),
+    [
+        ({}, 0, "delivered to smtp://localhost:"),
+        ({"RCPT": "550 5.1.1 nobody"}, 1, "rejected, and not to be tried again: "),
+        ({"RCPT": "451 later"}, 69, "not delivered: "),
+        ({"end": "take and die"}, 69, "not delivered: "),
+    ],
+)
+async def test_send_says_in_one_line_what_became_of_a_digest(
+    replies: dict[str, str], code: int, told: str, pipe: Pipe
+) -> None:
+    async with mail_server(script(**replies)) as mailbox:
+        found, output, errors = await pipe("--deliver", to(mailbox), command="send")
+        [line] = (output + errors).splitlines()
+        assert (found, line.removeprefix("aiodigest: ").startswith(told)) == (code, True), line
+        assert bool(output) == (code == 0)
+        found, output, errors = await pipe("--deliver", to(mailbox), "--json", command="send")
+    assert (found, json.loads(output)["delivered"]) == (code, code == 0)
+
+
+def test_what_is_sent_for_trying_out_reads_like_a_digest() -> None:
+    made: Digest[Any] = made_up("key")
+    assert made.key == "key"
+    times = [record.timestamp for record in made.records]
+    assert times == sorted(times)
+    assert len(times) == 4
