@@ -8,7 +8,7 @@ from pathlib import Path
 
 from userland import ROOT
 
-PUBLIC = ("aiodigest.cli", "aiodigest.integrations", "aiodigest.testing")
+PUBLIC = ("aiodigest.channels", "aiodigest.cli", "aiodigest.integrations", "aiodigest.rendering", "aiodigest.testing")
 
 
 def imported(path: Path) -> Iterator[str]:
