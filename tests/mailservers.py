@@ -97,6 +97,13 @@ class Mailbox:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def is_left(self) -> None:
+        """Wait until nobody is connected."""
+        async with asyncio.timeout(60):
+            while self.open:
+                self._changed.clear()
+                await self._changed.wait()
+
     def answer(self, stage: str, argument: str) -> str | None:
         self._reached[stage] += 1
         self._changed.set()
@@ -142,6 +149,7 @@ class Dialogue(SMTP):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.mailbox.open.discard(self)
+        self.mailbox._changed.set()
         super().connection_lost(error)
 
     async def _handle_client(self) -> None:

@@ -369,6 +369,9 @@ async def test_equal_values_that_are_not_the_same_are_encoded_each() -> None:
 @virtual_time
 async def test_a_single_key_is_no_list_of_receivers_and_a_bad_key_fails_alone() -> None:
     async with adding() as (engine, _):
+        for nothing in (None, 5):
+            with pytest.raises(InvalidArgument, match="keys must be several"):
+                await fan_out(engine, nothing, 1)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match=r"engine\.add"):
             await fan_out(engine, "ann", 1)
         with pytest.raises(PartialAdd) as error:

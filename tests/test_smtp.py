@@ -7,6 +7,7 @@ import gc
 import logging
 import ssl
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -418,6 +419,15 @@ async def test_a_mail_that_is_larger_than_the_server_takes_is_not_sent() -> None
         assert not [said for said in server.said if said.startswith("MAIL")]
 
 
+async def test_a_size_of_so_many_digits_that_it_is_no_number_is_no_limit() -> None:
+    async with mailing() as (smtp, server):
+        await smtp(digest())
+        assert smtp._server is not None
+        smtp._server._client.esmtp_extensions["size"] = "9" * 5_000
+        await smtp(digest())
+        assert len(server.mails) == 2
+
+
 # One connection
 
 
@@ -511,6 +521,51 @@ def test_a_channel_may_be_used_in_one_event_loop_after_another() -> None:
 
     asyncio.run(send())
     asyncio.run(send())
+
+
+async def test_a_channel_that_two_event_loops_use_in_turn_keeps_one_connection_at_most() -> None:
+    async with mail_server() as server:
+        smtp, loop = channel(server), asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            for _ in range(3):
+                await smtp(digest())
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(smtp(digest()), loop))
+            assert len(server.mails) == 6
+            await smtp.aclose()  # in the loop that does not have it
+            await server.is_left()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            await asyncio.to_thread(thread.join)
+            loop.close()
+
+
+async def test_who_leaves_a_connection_lets_the_mail_that_is_under_way_end() -> None:
+    async with mail_server() as server:
+        smtp = channel(server)
+        sending = asyncio.create_task(smtp(digest()))
+        await server.reaches("RCPT")
+        assert smtp._server is not None
+        smtp._server.leave()
+        await sending
+        await server.is_left()
+        assert len(server.mails) == 1
+
+
+async def test_mails_that_wait_as_a_channel_is_closed_are_tried_again_and_no_connection_is_left() -> None:
+    async with mail_server(script(end=HANG)) as server:
+        smtp = channel(server)
+        ends = [asyncio.create_task(outcome(smtp)) for _ in range(3)]
+        await server.reaches("end")
+        server.script = lambda stage, argument: None
+        await smtp.aclose()
+        assert [type(await end) for end in ends] == [OutcomeUnknown, RetryAfter, RetryAfter]
+        assert (server.connections, len(server.mails)) == (1, 0)
+        await server.is_left()
+        await smtp(digest())
+        await smtp.aclose()
+        assert len(server.mails) == 1
 
 
 async def test_closing_says_goodbye() -> None:
@@ -620,6 +675,9 @@ def test_a_password_goes_to_another_machine_over_tls_alone() -> None:
         {"sender": "nobody"}, {"sender": "a@x.example\nBcc: b@x.example"}, {"to": "nobody"}, {"to": 7}, {"tls": "ssl"},
         {"username": "shop"}, {"password": PASSWORD}, {"one_click": True}, {"timeout": 0}, {"unsubscribe": "x"},
         {"unsubscribe": 7}, {"render": "x"}, {"render": Message},
+        {"hello": "a\r\nRSET"}, {"hello": "\u00fc"}, {"hello": ""}, {"hello": 5}, {"hello": "a b"},
+        {"username": "u", "password": f"{PASSWORD}\ud800"}, {"username": "u\0", "password": PASSWORD},
+        {"username": 5, "password": PASSWORD},
     ],
     ids=str,
 )  # fmt: skip

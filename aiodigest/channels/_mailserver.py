@@ -71,6 +71,7 @@ class MailServer:
         self._used = 0.0  # when the server answered last, by the loop's clock
         self._lost = -inf, ""  # when it could not be reached the last time, and why
         self._told: tuple[str, int] | None = None  # the set-up's fault that the log tells of
+        self._is_closed = False  # no mail begins any more
 
     async def send(self, mail: Mail) -> None:
         """Send a mail when it has its turn, in which no try of it is made; raise how that ended, as callbacks do."""
@@ -81,21 +82,37 @@ class MailServer:
         except TimeoutError:
             raise RetryAfter(SOON) from None
         try:
+            if self._is_closed:  # by then its channel has another
+                raise RetryAfter(SOON)
             when, why = self._lost
             if when >= began:  # whoever waited for the connection shares its end
                 raise ChannelError(why)
             await self._try(mail)
         finally:
             self._turn.release()
+            if self._is_closed:  # a mail that was under way may have connected since
+                self._drop()
 
     async def aclose(self) -> None:
-        """Say goodbye to the server."""
+        """Say goodbye to the server. Mails that wait for their turn are tried again without a charge."""
+        self._is_closed = True
         if self._client.is_connected and not self._turn.locked():
             with suppress(SMTPException, OSError):
                 async with asyncio.timeout(PROBE):
                     await self._client.quit()
         self._drop()
         await asyncio.sleep(0)  # until the socket is closed
+
+    def leave(self) -> None:
+        """Close the connection from another event loop, once the mail that is under way has ended."""
+
+        def close() -> None:
+            self._is_closed = True
+            if not self._turn.locked():
+                self._drop()
+
+        with suppress(RuntimeError):  # its loop is closed, and so is all that was in it
+            self.loop.call_soon_threadsafe(close)
 
     async def _try(self, mail: Mail) -> None:
         self._stage = CONNECT
@@ -157,7 +174,7 @@ class MailServer:
                 raise SMTPException(f"it takes no sender with such letters: {mail.sender} (no SMTPUTF8)")
             raise Reject(f"{self.options.name} takes no address with such letters: {mail.recipient} (no SMTPUTF8)")
         limit = client.esmtp_extensions.get("size", "")
-        if limit.isdecimal() and 0 < int(limit) < len(mail.data):
+        if limit.isdecimal() and len(limit) <= 20 and 0 < int(limit) < len(mail.data):
             raise Reject(f"{self.options.name} takes mails of {limit} bytes, and this one has {len(mail.data)}")
         self._is_clean = False
         await self._say(MAIL, f"<{mail.sender}>{' BODY=8BITMIME SMTPUTF8' * mail.utf8}")

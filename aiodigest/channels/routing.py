@@ -112,9 +112,9 @@ async def fan_out(
     are those of ``DigestEngine.add``. Returns the answer of ``add`` for each key, in order, and raises what
     ``engine.add_many`` raises; if some fail, call it again for those alone, with the ``record_id`` that you gave.
 
-    Raises InvalidArgument if ``keys`` is a single key.
+    Raises InvalidArgument if ``keys`` is a single key, or nothing that yields keys.
     """
-    if isinstance(keys, str | bytes):
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidArgument(f"keys must be several, not {shown(keys)}: engine.add adds to a single one")
     name = uuid4().hex if record_id is None else record_id
     return await engine.add_many(Entry(key, value, name, timestamp, urgent) for key in keys)

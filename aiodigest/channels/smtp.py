@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -64,7 +65,7 @@ class SMTP(Channel):
     tls_context : ssl.SSLContext or None, default None
         By default the certificates of the system are trusted.
     hello : str or None, default None (the full name of this machine)
-        The name that the server is told.
+        The name that the server is told: ASCII without spaces.
     render : function from a digest to a Message, or None, default None (``Template()``)
         Makes the subject, the text and the HTML.
     unsubscribe : str, or a function from a key to a str, or None, default None
@@ -101,6 +102,9 @@ class SMTP(Channel):
         require(_is_host(host), "host", "a name or an address, without a port (give port=)", host)
         require(tls is None or tls in get_args(TLS), "tls", "'starttls', 'implicit' or 'none'", tls)
         require((username is None) == (password is None), "username", "given with a password", username)
+        require(hello is None or _is_hello(hello), "hello", "1 to 255 characters of ASCII without spaces", hello)
+        _check_login(username, "username")
+        _check_login(password, "password")
         here = _is_loopback(host)
         if tls is None:
             tls = "implicit" if port == PORTS["implicit"] else "none" if here else "starttls"
@@ -138,6 +142,7 @@ class SMTP(Channel):
             link_of(link, "unsubscribe", one_click=one_click)
         server = self._server
         if server is None or server.loop is not asyncio.get_running_loop():
+            await self.aclose()
             server = self._server = self._connect(self._options)
         await server.send(write(digest, message, self._sender, recipient, link, one_click))
 
@@ -146,6 +151,8 @@ class SMTP(Channel):
         server, self._server = self._server, None
         if server is not None and server.loop is asyncio.get_running_loop():
             await server.aclose()
+        elif server is not None:
+            server.leave()
 
     async def _recipient(self, key: str, to: str | None) -> Any:
         """Return the address of a timeline; raise Reject if it has none, and InvalidArgument if it has several."""
@@ -170,6 +177,22 @@ def _is_host(host: object) -> bool:
     with suppress(ValueError):
         return bool(ip_address(host))
     return not any(char in host for char in ":/@[] ")
+
+
+def _is_hello(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch("[!-~]{1,255}", name) is not None
+
+
+def _check_login(text: object, what: str) -> None:
+    """Refuse what no login can tell a server; the error must not show a password."""
+    if text is None:
+        return
+    try:
+        fits = isinstance(text, str) and b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise InvalidArgument(f"{what} must be text that UTF-8 can hold, without NUL")
 
 
 def _is_loopback(host: str) -> bool:
