@@ -206,7 +206,8 @@ class Close(NamedTuple):
     ``counts`` is False for a digest left empty by ``max_age``: no iteration, no cool-down. ``letter_bytes`` is how much
     the dead letters of a shard may take. ``hours`` are those in which what came since may be due. What was delivered
     does not come again for ``dedupe_ms``: the records of the identities ``seen`` (None: all but those in dead letters,
-    and too old). ``mute``: from then on what is added to the timeline is dropped, and nothing of it is delivered.
+    and too old). ``mute``: from then on what is added to the timeline is dropped, and nothing of it is delivered; the
+    store itself counts those too old, among all that the dead letters are made from.
     """
 
     lease: Lease

@@ -789,7 +789,7 @@ class DigestEngine(Generic[T]):
         While it is resharded, that of its digests is explained which is due first. An engine that was given no
         ``policy`` tells what is stored, and nothing of rules and hours.
         """
-        from aiodigest.timing.explain import Explainer  # imports time zones
+        from aiodigest.timing.explain import Explainer, full_at_the_end, is_held_longer  # imports time zones
         from aiodigest.timing.zones import zone_of
 
         zone, backend = zone_of(tz), await self._timeline(key)
@@ -799,6 +799,9 @@ class DigestEngine(Generic[T]):
         if self._policies.fixed is not NO_POLICY:
             policy = await self._policies.of(key, self.timeout, now_ms)
             retry = await self._retries.of(key, self.timeout, now_ms)
+            if found and is_held_longer(found[0]):
+                entries = await backend.operations.entries(key)
+                found = [full_at_the_end(found[0], policy.terms, entries, sizes_of(self.codec))]
         unknown = (unknown_need(found[0].needs, FEATURES) or "") if found else ""
         explainer = Explainer(plain(key), now_ms, policy, retry, zone, unknown, self.throttle)
         return explainer.explain(next(iter(found), None), next(iter(cooling), None))

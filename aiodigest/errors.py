@@ -103,7 +103,7 @@ class Reject(DeliverySignal):
     """Never deliver this digest: it becomes a dead letter at once, with ``reason``.
 
     With ``mute`` its timeline is muted from then on, and drops what is added, as by ``mute(key, drop=True)``: for an
-    address that does not exist.
+    address that does not exist. Parts of the digest that were to come are in the same dead letter, and are not tried.
     """
 
     def __init__(self, reason: str = "rejected by the callback", mute: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from stores import DAY, LEASE, MINUTE, NOW, Store, ids
@@ -474,6 +475,34 @@ async def test_it_is_told_until_when_a_timeline_is_muted_and_when_it_will_be_due
         assert (told.due, str(told)) == (None, "is muted until it is unmuted: 1 record waits")
 
 
+@pytest.mark.parametrize(
+    ("full", "names", "is_full"),
+    [
+        ({"max_size": 3}, "abc", True), ({"max_size": 3}, "aaaa", False),
+        ({"max_bytes": 20}, "abc", True), ({"max_bytes": 99}, "abc", False),
+    ],
+    ids=["max_size", "less than max_size", "max_bytes", "less than max_bytes"],
+)  # fmt: skip
+async def test_the_instant_that_is_told_is_that_at_which_a_full_timeline_goes_out(
+    full: dict[str, Any], names: str, is_full: bool
+) -> None:
+    box = Time()
+    engine = engine_of(box, Policy(initial_delay=1_200, **full))
+    async with TestEngine(engine) as t:
+        end = t.now + timedelta(minutes=5)
+        await engine.mute("ann", end)
+        for name in names:
+            await engine.add("ann", "hello", record_id=name)
+        told = await engine.explain("ann")
+        assert told.due is not None
+        assert told.due == (end if is_full else t.now + timedelta(minutes=20))
+        assert f"due {told.due:%H:%M:%S}" in str(told)
+        await t.advance(told.due - t.now - timedelta(milliseconds=1))
+        assert not box.seen
+        await t.advance(timedelta(milliseconds=1))
+        assert box.seen
+
+
 @pytest.mark.parametrize("in_group", [False, True], ids=["raised", "in a group"])
 async def test_a_callback_that_rejects_for_good_gets_nothing_more(in_group: bool) -> None:
     reject: Exception = Reject("550 no such mailbox", mute=True)
@@ -494,6 +523,29 @@ async def test_a_callback_that_rejects_for_good_gets_nothing_more(in_group: bool
         await engine.add("ann", "hello")
         await t.advance()
         assert len(box.seen) == 2
+
+
+@pytest.mark.parametrize("server", [False, True], ids=["memory", "server"])
+async def test_a_part_that_is_rejected_for_good_takes_the_parts_to_come_into_its_dead_letter(server: bool) -> None:
+    box = Time(Reject("550 no such mailbox", mute=True))
+    engine = engine_of(box, Policy(initial_delay=60, increment_delay=0, max_size=2, max_age=600))
+    async with TestEngine(engine, server=server) as t:
+        await engine.mute("ann", timedelta(seconds=60))
+        old = t.now - timedelta(hours=1)
+        stamps = {"e": old, "f": old}  # of parts that nobody reads, and two that are too old
+        for name in "abcdefg":
+            await engine.add("ann", name, record_id=name, timestamp=stamps.get(name))
+        await engine.add("ann", "newest", record_id="a")  # a value that is replaced in a later part
+        await t.advance(days=1)
+        stats = await engine.stats()
+        assert (box.seen, len(t.attempts)) == ([["b", "c"]], 1), "nothing more is tried"
+        assert (stats.dead, stats.buried, stats.aged, stats.mutes) == (1, 5, 2, 1)
+        assert (stats.waiting, stats.ready, stats.leased) == (0, 0, 0)
+        [letter] = [await engine.dead_letter(each.id) async for each in engine.dead_letters()]
+        assert letter is not None
+        assert [(each.id, each.value) for each in letter.records] == [
+            ("b", "b"), ("c", "c"), ("d", "d"), ("g", "g"), ("a", "newest"),
+        ]  # fmt: skip
 
 
 async def test_a_plain_reject_mutes_nothing() -> None:
@@ -565,3 +617,27 @@ async def test_a_worker_that_knows_no_mutes_leaves_what_is_muted_to_others(store
     store.backend._features = "" if isinstance(store.backend._features, str) else frozenset()  # type: ignore[attr-defined]
     claims = await store.claims()
     assert [*claims.left] == [("k", "mute")]
+
+
+@pytest.mark.parametrize("by", ["an add", "an add under a rule", "a replay"])
+async def test_what_comes_under_a_mute_is_left_to_who_knows_mutes_before_any_claim_has_looked(
+    store: Store, by: str
+) -> None:
+    """An earlier version beside this one schedules what it adds there, and knows by this alone that it is muted."""
+    if by == "a replay":
+        await store.add("k", "a")
+        await store.close(await store.claim(), cool=0, letter="boo")
+    await mute(store, "k")
+    if by == "a replay":
+        [letter] = (await store.backend.operations.dead_letters(0, 10)).items
+        await store.backend.replay(letter, store.policy.terms, False)
+    else:
+        ruled = Policy(quiet_delay=10, maximum_delay=100)
+        await store.add("k", "a", policy=ruled if by == "an add under a rule" else store.policy)
+    found = await store.backend.operations.look("k")
+    assert found is not None
+    assert found.needs.split()[-1:] == ["mute"]
+    await unmute(store, "k")
+    found = await store.backend.operations.look("k")
+    assert found is not None
+    assert "mute" not in found.needs, "and not when that is over"

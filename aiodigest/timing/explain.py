@@ -6,11 +6,13 @@ far as it leads there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
 from aiodigest.models import Explanation, Reason
+from aiodigest.records.entries import distinct, value_in
 from aiodigest.records.validation import nearest
 from aiodigest.timing.formula import clamped, next_due, opened, within
 
@@ -44,6 +46,22 @@ def due_now(terms: Terms, key: str, now: int, cooling: Cooling | None) -> int:
     cool = cooling.until_ms
     due = cool + terms.increment_ms if terms.rule == "increment" else opened(terms, key, now, 0)
     return within(terms.hours, key, clamped(terms, due, cool, cooling.last_ms), 0, 0)
+
+
+def is_held_longer(found: StoredTimeline) -> bool:
+    """Return whether what gathers under a mute would be due after it, unless it is full by then."""
+    return found.state == "muted" and 0 < found.mute_ms < found.due_ms and not found.digest_id
+
+
+def full_at_the_end(
+    found: StoredTimeline, terms: Terms, entries: Sequence[bytes], size_of: Callable[[bytes], int]
+) -> StoredTimeline:
+    """Return a muted timeline as it is due if these are the ``entries`` of its log: when its mute ends, if it holds
+    ``max_size`` records or ``max_bytes`` by then, of which no store tells. ``size_of`` gives the bytes of a value."""
+    is_full = 0 < terms.limits.max_size <= distinct(entries)
+    if not is_full and terms.max_bytes:
+        is_full = sum(size_of(value_in(entry)) for entry in entries) >= terms.max_bytes
+    return found._replace(due_ms=found.mute_ms) if is_full else found
 
 
 @dataclass

@@ -493,10 +493,11 @@ class Dispatcher(Generic[T]):
         logger.error(line, one_line(lease.digest_id), lease.key, lease.attempt, reason, exc_info=error, extra=facts)
         contents = attempt.contents
         ids = [*(identity_of(record.id.encode()) for record in contents.records), *contents.undecodable]
-        letter = NewDeadLetter(reason, ids if contents.replaced else None)
-        if mute:
+        close = self._close(attempt, 0, [NewDeadLetter(reason, ids if contents.replaced else None)])
+        if mute:  # the parts to come go with it
             logger.warning("timeline %r is muted, and drops what is added", lease.key, extra=facts)
-        return Outcome(self._close(attempt, 0, [letter])._replace(mute=mute), result)
+            close = close._replace(mute=True, taken=lease.size, dead_letters=[NewDeadLetter(reason)])
+        return Outcome(close, result)
 
     def _deferred(self, attempt: Attempt[T], signal: RetryAfter) -> Outcome:
         try:

@@ -177,8 +177,8 @@ class ReferenceBackend(Backend, Operations):
                 held.log.append(stamp(add.entry, now - machine.shift_ms))
                 held.own = limits if add.own else None
                 held.touch(limits.ttl_ms, now)
-                if terms.needs:
-                    held.needs = merged_needs(held.needs, terms.needs)
+                if needs := f"{terms.needs} mute" if silence and not machine.placed(key) else terms.needs:
+                    held.needs = merged_needs(held.needs, needs)
                 if terms.max_bytes:
                     held.log_bytes, held.max_bytes = held.log_bytes + add.size, terms.max_bytes
                 ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)
@@ -316,7 +316,10 @@ class ReferenceBackend(Backend, Operations):
                     machine.bury(f"{name}-{index}", letter, close, delivery, now)
                     for index, letter in enumerate(close.dead_letters, 1)
                 )
-                machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=close.aged)
+                old = close.aged
+                if close.mute and close.dead_letters:  # who mutes has read but one part of what is set aside
+                    old = sum(aged(entry, delivery.cut_ms) for entry in latest(delivery.entries[: close.taken]))
+                machine.counts.update(digests=close.delivered > 0, delivered=close.delivered, aged=old)
                 lost = [each.ids for each in close.dead_letters]
                 machine.remember(key, _delivered(close, delivery, lost), close.dedupe_ms, now)
                 parted = delivery.parted or close.counts
@@ -578,8 +581,8 @@ class ReferenceBackend(Backend, Operations):
                 machine.seen.get(key, {}).pop(identity(entry), None)
             held.own = kept
             held.touch(limits.ttl_ms, now)
-            if terms.needs:
-                held.needs = merged_needs(held.needs, terms.needs)
+            if needs := f"{terms.needs} mute" if machine.is_muted(key, now) else terms.needs:
+                held.needs = merged_needs(held.needs, needs)
             held.max_bytes = terms.max_bytes or held.max_bytes
             terms = terms._replace(limits=limits)
             ready = machine.open_or_push(key, held, terms, now) or machine.fill(key, held, terms, now)

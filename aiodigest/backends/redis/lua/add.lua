@@ -22,7 +22,7 @@
 -- All that an add must know of its timeline: little if that is ready or leased, more to push a window, all to open one.
 local SETTLED = {'end', 'own'}
 local PUSHED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs'}
-local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening', 'due'}
+local OPENED = {'end', 'own', 'id', 'last', 'cool', 'counted', 'iteration', 'opening', 'needs', 'due'}
 local BY_RULE = {'end', 'own', 'id', 'last', 'cool', 'counted', 'needs', 'iteration', 'opening', 'next', 'due'}
 
 -- Fill in the time of arrival. Most entries come without what they begin with then, which is made once for all.
@@ -159,9 +159,12 @@ local function append(key, terms, first, last, is_muted)
     call('PEXPIRE', log, lifetime(held, terms.ttl))
   end
   local made_ready
+  need(held, terms.needs)
+  if is_muted and not (settled or due) then -- it is for earlier versions, which may schedule it before any claim looks
+    need(held, 'mute')
+  end
   local pushes = is_muted and 1 or number -- nothing pushes what has been opened under a mute
   if terms.rule then
-    need(held, terms.needs)
     local step = open_or_push_each(held, due, terms, settled, pushes, length - number + pushes)
     made_ready = step and not is_muted and first + step - 1
     if pushes < number then

@@ -26,10 +26,10 @@ call('PERSIST', layout)
 -- Needs     tick
 
 -- Make a dead letter of the records that each reason names (nil: all) of the part that was taken, unless they are aged.
--- Return how many older ones were let go.
+-- Return how many older ones were let go, and how many records are aged.
 local function set_aside(held, letters, taken)
   -- Needs    entries lists dead aging
-  local let_go = 0
+  local let_go, old = 0, 0
 
   -- The oldest make room for what is over the bound, and go when their time is over (a few for each new one).
   local function prune(most)
@@ -47,7 +47,9 @@ local function set_aside(held, letters, taken)
   local part = collect({}, {}, opens .. held.key, math.min(taken, held.opened)) -- newest first
   local places = {} -- looked up, not searched: there may be a letter for every record
   for index, entry in ipairs(part) do
-    places[identity(entry)] = index
+    local id = identity(entry)
+    places[id] = index
+    old = old + (is_aged(held, entry, id) and 1 or 0)
   end
   for number, letter in ipairs(letters) do
     local chosen, records, bytes = {}, {}, DEAD_LETTER_BASE + #held.key + #letter.reason
@@ -79,7 +81,7 @@ local function set_aside(held, letters, taken)
     end
   end
   count('letters_dropped', let_go)
-  return let_go
+  return let_go, old
 end
 
 -- Remember what was delivered of the part that was taken: the records `wanted`, or (nil) all that are in no dead letter,
@@ -139,25 +141,25 @@ local function close(
   if status ~= 'held' then
     return {status, next_id, left}
   end
-  local let_go = 0
+  local let_go, mutes_it, old = 0, tonumber(flags) >= 4, nil
   if #letters > 0 then
     local readable = try('ZCARD', tag .. 'dead')
     if type(readable) == 'table' then
       return readable.err
     end
-    let_go = set_aside(held, letters, taken)
+    let_go, old = set_aside(held, letters, taken)
   end
   if window and delivered > 0 then
     remember_part(held, letters, taken, window, wanted)
   end
-  if tonumber(flags) >= 4 then -- what came since is kept from the schedule
+  if mutes_it then -- what came since is kept from the schedule
     -- Needs   mutes
     note_mute(key, NEVER_MS, true)
     need_mutes(held, held.logged > 0 or held.opened > taken)
   end
   count('digests', delivered > 0 and 1 or 0)
   count('delivered', delivered)
-  count('aged', tonumber(aged))
+  count('aged', mutes_it and old or tonumber(aged)) -- who mutes has read but one part of what is set aside
   if held.opened > taken then
     status, next_id, left = 'part', new_name(), held.opened - taken
     call('LTRIM', opens .. key, taken, -1)

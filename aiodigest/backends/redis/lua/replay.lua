@@ -62,6 +62,9 @@ if held.logged == 0 and not held.touched then
   call('PEXPIRE', logs .. key, lifetime(held, terms.ttl))
 end
 need(held, terms.needs)
+if is_muted then
+  need(held, 'mute')
+end
 held.max_bytes = terms.max_bytes > 0 and terms.max_bytes or held.max_bytes
 if terms.rule then
   is_ready = open_or_push_each(held, due, terms, settled, 1, held.logged + #buried) and not is_muted
