@@ -186,7 +186,7 @@ class Policy:
         The hours in which digests are delivered: what is due outside waits for the opening, retries too.
     dedupe_window : seconds or None, default None
         From the delivery of a record: another one of its id is accepted, counted, and not delivered within it. Of a
-        timeline the latest 10,000 ids are known.
+        timeline the latest 10,000 ids are known. While a namespace gets another number of shards, it may come again.
     max_bytes : int or None, default None
         A timeline with this many bytes of JSON, before compression, is due at once, and no digest's values take more:
         what is over comes in parts. A single record above it is refused by ``add``. At most ``Bounds(digest=...)``.

@@ -1142,6 +1142,105 @@ async def test_a_change_that_is_killed_at_any_step_loses_no_mute(server: Server)
     assert moment > 10
 
 
+class Once(Driven):
+    """Drives a coroutine, and does something else, to its end, as soon as a namespace has gone over to a layout."""
+
+    def __init__(self, coroutine: Call, place: Place, layout: Layout, then: Work) -> None:
+        super().__init__(coroutine)
+        self._place, self._layout, self._then = place, layout, then
+        self.is_done = False
+
+    def suspended(self) -> Generator[Any, Any, object]:
+        current = self._place.server.ask("HGET", f"{{{self._place.namespace}}}:layout", "current")
+        if not self.is_done and current == self._layout.version.encode():
+            self.is_done = True
+            yield from self._then().__await__()
+
+
+async def test_what_a_killed_change_has_announced_holds_no_longer_than_it_is_said(server: Server) -> None:
+    """Neither is anything dropped that was unmuted since, nor delivered that is muted for longer."""
+    moment, was_cancelled, were_left = 0, True, 0
+    while was_cancelled:
+        moment += 1
+        async with new_place(server) as place:
+            killed, mutes = await some_mutes(place)
+            was_cancelled = (await at_awaits(killed.operations.reshard(3), moment, 1)).was_cancelled
+            await killed.aclose()
+            with server.client() as client:
+                were_left += any(client.exists(f"{tag}silences") for tag in place.tags(Layout(3, 2)))
+            second = await place.process()
+            assert await second.unmute("m4", LIMITS)
+            assert await second.mute("m3", Mute(), LIMITS)
+
+            async def use(place: Place = place) -> None:
+                backend = await place.process()
+                for key in ("m3", "m4"):
+                    await add(backend, key, "a")
+                    assert await held(backend, key) == ["a"]
+                place.now += MINUTE * 1_000
+                for shard in backend.shard_map.live:
+                    assert "m3" not in {lease.key for lease in await claim(backend, shard)}
+
+            await Once(second.operations.reshard(3), place, Layout(3, 2), use)
+            await finish(second)
+            assert await mutes_of(await place.process()) == {"m0": mutes["m0"], "m2": mutes["m2"], "m3": (0, False)}
+            assert not place.left_of(Layout(2))
+    assert were_left > 3
+
+
+async def test_two_processes_that_announce_mutes_at_once_take_none_of_the_other_away(server: Server) -> None:
+    @asynccontextmanager
+    async def scene(place: Place) -> AsyncGenerator[tuple[Call, Work]]:
+        backend, mutes = await some_mutes(place)
+        other = await place.process()
+
+        async def change_and_mute() -> None:
+            await other.operations.reshard(3)
+            assert await other.mute("new", Mute(), LIMITS)
+            assert await mutes_of(other) == {**mutes, "new": (0, False)}
+
+        yield backend.operations.reshard(3), change_and_mute
+        assert await mutes_of(backend) == {**mutes, "new": (0, False)}
+
+    await between_any_two_steps(server, scene)
+
+
+async def test_a_shard_in_which_mutes_were_announced_has_no_mark_after_the_change(place: Place) -> None:
+    backend, _ = await some_mutes(place)
+    assert await backend.operations.reshard(3)
+    versions = {place.server.ask("HGET", f"{tag}layout", "version") for tag in place.tags(Layout(3, 2))}
+    assert versions - {None} == {b"2:3:2"}
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unheard of"])
+@pytest.mark.parametrize("is_old", [True, False], ids=["old", "new"])
+async def test_a_close_that_mutes_does_so_in_both_layouts(place: Place, is_old: bool, is_known: bool) -> None:
+    """Also if nobody drains the old one again."""
+    worker, other = await place.process(1), await place.process()
+    shard = await add(worker, "k", "a")
+    leases = await claim(worker, shard)
+    assert await other.operations.reshard(3)
+    assert await other.operations.drain() == {"leased": 1}
+    if is_known or not is_old:
+        await worker.namespace.look_up()
+    await add(other, "k", "b")
+    if not is_old:
+        shard = worker.shard_map.shard_of("k")
+        await close(worker, 0, *leases)
+        leases = await claim(worker, shard)
+    [lease] = leases
+    mute = Close(lease, 1, 0, 0, LIMITS, LEASE, dead_letters=[NewDeadLetter("gone")], mute=True)
+    assert await worker.close(shard, [mute]) == [Closed("closed")]
+    for each in await other.operations.look_all("k"):
+        assert (each.mute_ms, each.drops) == (0, True)
+    await add(other, "k", "c")
+    place.now += MINUTE
+    for each_shard in other.shard_map.live:
+        with suppress(Retired):
+            assert await claim(other, each_shard) == []
+    assert (await other.operations.counts())["muted"] == 1
+
+
 async def test_records_that_wait_under_a_mute_keep_their_old_shard_until_they_are_delivered(place: Place) -> None:
     old, new = await place.process(1), await place.process()
     await add(old, "k", "a", policy=LATER)

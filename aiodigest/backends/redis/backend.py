@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import suppress
 from math import inf
 from operator import attrgetter
 from time import time_ns
@@ -231,9 +232,23 @@ class RedisBackend(Backend):
     async def close(self, shard: int, closes: Sequence[Close]) -> list[Closed | AiodigestError]:
         about = self._about()
         items = [scripts.pack_close(close, about) for close in closes]
-        return await self.namespace.call_each(
+        shards = self.shard_map
+        await self._mute_everywhere(closes)
+        closed = await self.namespace.call_each(
             "close", shard, [self._nonce()], items, scripts.unpack_closed, numbered=True
         )
+        if self.shard_map != shards:  # the call has told of others
+            await self._mute_everywhere(closes)
+        return closed
+
+    async def _mute_everywhere(self, closes: Sequence[Close]) -> None:
+        """Mute what closes are to mute also in its other shard, if it may have two; before the close, which is made
+        again if that fails."""
+        if self.shard_map.draining:
+            for close in closes:
+                if close.mute:
+                    with suppress(InvalidState):  # it is broken, as its close says
+                        await self.mute(close.lease.key, Mute(drop=True), close.limits)
 
     async def retry(self, shard: int, retries: Sequence[Retry]) -> list[bool | AiodigestError]:
         about = self._about()

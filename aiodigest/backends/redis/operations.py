@@ -26,7 +26,7 @@ from aiodigest.backend import (
     StoredTimeline,
 )
 from aiodigest.backends.redis import scripts
-from aiodigest.backends.redis.connections.calls import Connections, Moved
+from aiodigest.backends.redis.connections.calls import Connections, LayoutMismatch, Moved
 from aiodigest.backends.redis.connections.server import ServerConnections
 from aiodigest.backends.redis.layout import RETIRED, Layout
 from aiodigest.backends.redis.namespace import BATCH, Namespace
@@ -298,17 +298,50 @@ class RedisOperations(Operations):
     async def _announce_mutes(self, new: Layout) -> list[StoredTimeline]:
         """Mute in a layout, before it takes any adds, what is muted in the one that does; return these."""
         namespace, groups = self._namespace, dict[int, list[StoredTimeline]]()
+        keys = [f"{{{new.tag(namespace.name, place)}}}:layout" for place in range(new.shards)]
+        # before the mutes: so all that another process announces is among these
+        left = [await self._mutes_left(key, new) for key in keys]
         for shard in namespace.shard_map.current:
             for timeline in await self._mutes_of(shard):
                 groups.setdefault(crc32(timeline.key.encode()) % new.shards, []).append(timeline)
-        for place, group in groups.items():
-            key = f"{{{new.tag(namespace.name, place)}}}:layout"
-            await namespace.note(key, "version", new)
-            for start in range(0, len(group), BATCH):
-                items = [each for timeline in group[start : start + BATCH] for each in _mute_of(timeline)]
-                arguments = (new.version, namespace.time(), LIMITS, 1, *items)
-                await namespace.connections.run("mute", key, arguments, replicas=namespace.wait_replicas)
+        for place, key in enumerate(keys):
+            with suppress(LayoutMismatch):  # another process has begun the change
+                await self._announce(key, new, groups.get(place, []), left[place])
         return [timeline for group in groups.values() for timeline in group]
+
+    async def _mutes_left(self, key: str, new: Layout) -> list[StoredTimeline]:
+        """Return what is muted in a shard that was never used: a process that died has announced it."""
+        namespace, end, found = self._namespace, [*NO_BOOKMARK], list[StoredTimeline]()
+        with suppress(LayoutMismatch):  # it is used, or was until a failover forgot that
+            while True:
+                arguments = [new.draining, namespace.time(), "muted", BATCH, *end]
+                reply = await namespace.connections.run("look", key, arguments)
+                page, end = cast("tuple[list[Fields], list[str]]", reply)
+                found += map(unpack_timeline, page)
+                if not end:
+                    break
+        return found
+
+    async def _announce(
+        self, key: str, new: Layout, mutes: Sequence[StoredTimeline], left: Sequence[StoredTimeline]
+    ) -> None:
+        """Announce mutes in a shard instead of those that are left there.
+
+        Until it is used it has the mark of one that takes no adds any more, so that nothing is undone that somebody has
+        said after the change; the first who uses it takes the mark back.
+        """
+        run, replicas, time = self._namespace.connections.run, self._namespace.wait_replicas, self._namespace.time()
+        said = {*map(_said, mutes)}
+        for each in left:
+            if _said(each) not in said:
+                arguments = (new.draining, time, each.key, LIMITS, _said(each)[1], 0)
+                await run("unmute", key, arguments, replicas=replicas)
+        if mutes:
+            marked = await run("layout", key, ["version", "", new.draining])
+            version = text(cast("list[bytes]", marked)[1])
+            for start in range(0, len(mutes), BATCH):
+                items = [each for timeline in mutes[start : start + BATCH] for each in _mute_of(timeline)]
+                await run("mute", key, (version, time, LIMITS, 1, *items), replicas=replicas)
 
     async def _take_back(self, announced: Sequence[StoredTimeline]) -> None:
         """Unmute in the new layout what was unmuted in the old one, or muted otherwise, after it was announced."""
@@ -320,6 +353,8 @@ class RedisOperations(Operations):
             for timeline in announced:
                 if _said(timeline) not in said:
                     await self._forget_mute(namespace.shard_map.shard_of(timeline.key), timeline)
+            for shard in {*map(namespace.shard_map.shard_of, map(attrgetter("key"), announced))}:
+                await namespace.call("counts", shard)  # as any call, it takes the mark back
 
     async def _carry_mutes(self, shard: int) -> list[InvalidState]:
         """Mute in the new layout what is muted in an old shard, and let go there of those under which nothing waits.
