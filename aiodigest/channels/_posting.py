@@ -44,7 +44,7 @@ class Posting(Channel):
         *,
         redirects: bool = False,
     ) -> None:
-        with library("httpx2", "webhook"):
+        with library("httpx2", "webhook", "httpcore2"):
             from aiodigest.channels import _http as http
 
         self._http = http

@@ -46,12 +46,12 @@ class Channel:
 
 
 @contextmanager
-def library(name: str, extra: str) -> Generator[None]:
-    """Tell in one sentence of a library that is imported inside and not installed."""
+def library(name: str, extra: str, *its: str) -> Generator[None]:
+    """Tell in one sentence of a library that is imported inside and not installed, or one of its own."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != name:
+        if (error.name or "").partition(".")[0] not in (name, *its):
             raise
         raise ConfigurationError(f"{name} is not installed: pip install 'aiodigest[{extra}]'") from error
 
