@@ -86,7 +86,7 @@ async def mailing(*arguments: Any, channel_options: dict[str, Any] | None = None
 
 
 async def outcome(smtp: SMTP, *arguments: Any, **options: Any) -> Exception | None:
-    """How a delivery ends; None if well."""
+    """Return the error that ends a delivery; None if it went well."""
     try:
         await smtp(digest(*arguments, **options))
     except Exception as error:

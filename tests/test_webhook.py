@@ -79,7 +79,7 @@ def channel(server: Site, path: str = "/hook", **options: Any) -> Webhook:
 
 
 async def outcome(sending: Awaitable[None]) -> Exception | None:
-    """How a delivery ends; None if well."""
+    """Return the error that ends a delivery; None if it went well."""
     try:
         await sending
     except Exception as error:
@@ -88,7 +88,7 @@ async def outcome(sending: Awaitable[None]) -> Exception | None:
 
 
 async def of(script: Script, value: JSON = "news", **options: Any) -> Exception | None:
-    """How a delivery to a server ends."""
+    """Return the error that ends a delivery to a server."""
     async with web_server(script) as server, channel(server, **options) as webhook:
         return await outcome(webhook(digest(value)))
 

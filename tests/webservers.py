@@ -26,7 +26,7 @@ STAGES = ("connection", "head", "request")
 
 @dataclass
 class Request:
-    """What a client has sent."""
+    """Request of a client."""
 
     method: str = ""
     target: str = ""

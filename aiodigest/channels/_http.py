@@ -123,7 +123,7 @@ async def addresses_of(host: str, port: int) -> list[Address]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a receiver says: ``name`` is its own, ``text`` the beginning of what it says, without our secrets."""
+    """Answer of a receiver: ``name`` is its own, ``text`` the beginning of what it says, without our secrets."""
 
     name: str
     status: int

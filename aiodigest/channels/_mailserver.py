@@ -35,7 +35,7 @@ ENHANCED = re.compile(r"[245]\.\d{1,3}\.\d{1,3}\b")
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """How to reach a mail server; ``name`` is what is told of it."""
+    """Settings to reach a mail server; ``name`` is what is told of it."""
 
     host: str
     port: int

@@ -51,7 +51,7 @@ TryTimeout: TypeAlias = Annotated[float, parsed_option("--try-timeout", TRIES, d
 
 @dataclass(frozen=True)
 class Settings:
-    """What channels are made with: how digests are shown, the secret, and for one try the ``timeout`` in seconds."""
+    """Settings of channels: how digests are shown, the secret, and for one try the ``timeout`` in seconds."""
 
     render: Render
     secret: str | None
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True, repr=False)
 class Destination:
-    """Where digests go. ``name`` tells it, and ``identity`` tells it from others; neither holds a secret."""
+    """Destination of digests. ``name`` tells it, and ``identity`` tells it from others; neither holds a secret."""
 
     name: str
     identity: str
@@ -228,7 +228,7 @@ def _apprise(channel: Callable[..., Channel], parts: SplitResult, settings: Sett
 
 @dataclass(frozen=True)
 class Kind:
-    """How a channel is made from a URL: ``is_url`` if the scheme is the URL's own, ``is_secret`` if all of it is one,
+    """Recipe for a channel from a URL: ``is_url`` if the scheme is the URL's own, ``is_secret`` if all of it is one,
     and ``is_rendered`` if people read what is sent."""
 
     channel: str

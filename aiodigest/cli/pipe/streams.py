@@ -175,7 +175,7 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
 
 
 class Receiver:
-    """What gets the digests.
+    """Receives the digests.
 
     ``drops`` are the records that those lost to their timelines' capacity, by digest, since one may be delivered again;
     ``rejected`` counts those that became dead letters. ``failed`` is set if it takes no more, and ``error`` says why.
