@@ -10,6 +10,7 @@ from aiodigest import AiodigestError
 from aiodigest.backend import Add, Claims, Close, Closed, Lease, Postpone, Retry, StoredDeadLetter
 from aiodigest.backends.memory.timelines import Shard
 from aiodigest.policy import Terms
+from aiodigest.records.entries import identity_of
 from simulation.records import Records, serials_of
 from simulation.rules import Rules
 
@@ -131,7 +132,8 @@ class Ledger:
         lease, key, line = close.lease, close.lease.key, self._lines[shard, close.lease.key]
         if (line.token, line.digest) != (lease.token, lease.digest_id) or answer.status not in ("part", "closed"):
             return
-        self._remember(shard, key, lease.digest_id, now)
+        if close.counts:
+            self._remember(shard, key, lease.digest_id, [letter.ids for letter in close.dead_letters], now)
         line.parted = line.parted or close.counts
         if answer.status == "part":
             line.digest = answer.digest_id
@@ -155,7 +157,7 @@ class Ledger:
         delivery = machine.held[key].delivery
         assert delivery is not None
         if delivery.digest_id != lease.digest_id:  # it is smaller
-            self._remember(shard, key, lease.digest_id, now)
+            self._remember(shard, key, lease.digest_id, [retry.failed], now)
             line.digest, line.parted = delivery.digest_id, line.parted or retry.delivered > 0
         line.token, line.passes = "", line.passes or line.flushed
         line.due = now + retry.delay_ms
@@ -213,12 +215,21 @@ class Ledger:
         self._records.all[serial].excused = "a duplicate"
         return True
 
-    def _remember(self, shard: int, key: str, digest_id: str, now: int) -> None:
+    def _remember(self, shard: int, key: str, digest_id: str, lost: Sequence[Sequence[bytes] | None], now: int) -> None:
+        """What its latest callback delivered counts as delivered, unless it is ``lost`` (None: all of it).
+
+        An earlier callback may have returned without the store hearing of it; its records are then not delivered yet.
+        """
         window = self._rules.of(key).terms.dedupe_ms
-        for serial in self._records.contents.get(digest_id, ()) if window else ():
-            record = self._records.all[serial]
-            if any(receipt.digest_id == digest_id and receipt.delivered(serial) for receipt in record.receipts):
-                self._seen[shard, key][record.record_id] = now + window
+        records = [self._records.all[serial] for serial in self._records.contents.get(digest_id, ())]
+        receipts = [receipt for record in records for receipt in record.receipts if receipt.digest_id == digest_id]
+        if not window or not receipts or None in lost:
+            return
+        latest = max(receipts, key=lambda receipt: receipt.began)
+        left = {name for names in lost if names for name in names}
+        for record_id in (self._records.all[serial].record_id for serial in latest.serials if latest.delivered(serial)):
+            if identity_of(record_id.encode()) not in left:
+                self._seen[shard, key][record_id] = now + window
 
     # Callbacks
 
