@@ -35,13 +35,14 @@ settings.register_profile("patient", settings(deadline=None))  # a machine that 
 settings.register_profile(
     "unshrunk", settings(deadline=None, phases=set(Phase) - {Phase.shrink, Phase.explain})
 )  # for who asks only whether a test fails: the smallest example takes minutes to find
+settings.register_profile("quick", settings(deadline=None, max_examples=25))
 settings.load_profile("patient")
 
 _numbers = count(1)
 
 PLACES = {"redis": "one_server", "sentinel": "behind_sentinels", "cluster": "on_cluster"}  # and their fixtures
 EACH_PLACE = ("redis", *(pytest.param(name, marks=pytest.mark.cluster) for name in ("sentinel", "cluster")))
-SLOW = {"cluster", "processes", "server_faults", "docs", "worlds", "fuzz", "zones"}  # as pyproject.toml says
+SLOW = {"cluster", "processes", "server_faults", "docs", "worlds", "fuzz", "zones", "thorough"}  # see pyproject.toml
 STARTS = {  # fixtures that start what makes a test slow
     "cluster": "cluster", "sixteen": "cluster", "on_cluster": "cluster", "behind_sentinels": "cluster",
     "new_user": "processes",
@@ -53,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests whose marker says why they are slow")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
     try:
         server_version()
     except RuntimeError as error:

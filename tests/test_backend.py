@@ -91,6 +91,7 @@ async def test_what_an_engine_does_by_itself_runs_in_no_request_s_context() -> N
     assert backend.seen == ["the app"] * 3
 
 
+@pytest.mark.thorough
 async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(server: Server, namespace: str) -> None:
     big = [Entry("big", os.urandom(100_000).hex()) for _ in range(8)]  # a reply of which reading is paused
     engine = DigestEngine[JSON](server.url, namespace=namespace, policy=policy(), timeout=DEADLINE)

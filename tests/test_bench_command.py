@@ -91,6 +91,7 @@ def test_a_user_who_could_not_remove_what_was_written_is_refused_first(own: Serv
         assert client.keys() == []
 
 
+@pytest.mark.thorough
 def test_all_keys_of_the_server_are_looked_through_once_and_that_at_the_end(own: Server, command: Command) -> None:
     def scans() -> int:
         """How often the server was asked for a page of its keys."""

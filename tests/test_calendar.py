@@ -83,6 +83,7 @@ def test_with_a_star_each_time_that_the_clocks_show_counts(
     assert [each[11:] for each in coming(At(cron, tz=zone), after, 3)] == instants
 
 
+@pytest.mark.thorough
 def test_each_local_day_of_each_zone_has_one_delivery() -> None:
     for shift in shifts():
         at = At.daily("09:00", tz=shift.zone)

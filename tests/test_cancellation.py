@@ -494,6 +494,7 @@ STATES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ground", "name", "state", "way"), STATES, indirect=["ground"])
 async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(
     ground: Ground, name: str, state: str, way: Way, request: pytest.FixtureRequest
@@ -537,6 +538,7 @@ async def test_a_call_on_a_backend_may_be_cancelled_at_any_await(
     assert moments > (0 if way is at_awaits else 2) or name in ("aclose", "clock_ms")  # which may wait for nothing
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ground", "name", "state"),
     [

@@ -51,6 +51,7 @@ async def bury(data: Path, reason: str = "no such address", key: str = "user:1")
     await attempt(f"embedded://{data}", Entry(key, {"text": "hello"}, "one", 0), error=Reject(reason))
 
 
+@pytest.mark.thorough
 def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_path: Path, command: Command) -> None:
     asyncio.run(fill(tmp_path))
     code, listed, _ = command("timelines")
@@ -75,6 +76,7 @@ def test_a_timeline_with_a_hostile_name_is_listed_shown_flushed_and_deleted(tmp_
     assert no_process_is_left(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_timeline_is_muted_shown_listed_and_unmuted(tmp_path: Path, command: Command) -> None:
     assert command("mute", "ann", "--drop")[:2] == (0, "ann is muted until it is unmuted\n")
     shown = command("show", "ann")[1]
@@ -113,6 +115,7 @@ def test_explain_says_that_a_namespace_is_empty(command: Command) -> None:
     assert "is empty" not in command("explain", "bob")[2]
 
 
+@pytest.mark.thorough
 def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
     asyncio.run(bury(tmp_path))
     letter = json.loads(command("dead", "list", "--json")[1])
@@ -241,6 +244,7 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
         assert (top.end(), top.errors) == (1, b"")
 
 
+@pytest.mark.thorough
 def test_a_value_is_added_as_json_or_as_text_and_told_to_be_due_or_to_wait(tmp_path: Path, command: Command) -> None:
     asyncio.run(attempt(f"embedded://{tmp_path}", Entry("user:1", 1)))  # so that it waits
     given = ('{"a": [1]}', {"a": [1]}), ("plain", "plain"), ("NaN", "NaN")

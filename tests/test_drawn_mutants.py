@@ -46,6 +46,7 @@ def test_a_seed_draws_the_same_changes_half_of_them_to_scripts_and_of_more_the_s
     assert len(set(drawn)) == 40
 
 
+@pytest.mark.thorough
 def test_every_change_to_the_modules_compiles_and_is_one() -> None:
     possible = possible_changes(ROOT, MODULES)
     assert {"aiodigest/scheduler.py", "aiodigest/worker/shard.py"} <= {change.file for change in possible}

@@ -228,6 +228,7 @@ async def test_many_engines_of_one_process_share_one_server_in_all_its_threads(f
     assert len({pid for pids in found for pid in pids}) == 1
 
 
+@pytest.mark.thorough
 async def test_a_start_that_meets_the_stop_of_the_last_user_works(folder: Path) -> None:
     servers = [EmbeddedServer(folder), EmbeddedServer(folder)]
     await servers[0].start()
@@ -258,6 +259,7 @@ async def test_it_can_be_started_again_and_again_in_other_loops_and_is_gone_at_e
     await use()
 
 
+@pytest.mark.thorough
 async def test_a_cancelled_start_or_stop_leaves_nothing(folder: Path) -> None:
     server = EmbeddedServer(folder)
     for milliseconds in (0, 10, 30, 40, 50, 60):  # from before its first look to the server's first steps

@@ -97,6 +97,7 @@ def values(entries: list[bytes]) -> list[bytes]:
     return [unpack(entry).value for entry in entries]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_delete", [False, True], ids=["replaced", "deleted"])
 async def test_a_late_call_changes_nothing_of_what_came_after_it(own: Server, namespace: str, is_delete: bool) -> None:
     async with stalled(own, namespace) as (backend, other, stall):
@@ -110,6 +111,7 @@ async def test_a_late_call_changes_nothing_of_what_came_after_it(own: Server, na
         assert values(await other.operations.entries("key"))[-1] == b"newer"
 
 
+@pytest.mark.thorough
 async def test_late_calls_of_every_kind_change_nothing(own: Server, namespace: str) -> None:
     names = [name for name in VERBS if name not in ("look", "read", "counts", "letter", "letters", "retire")]
     for start in range(0, len(names), CONNECTIONS):  # as many as are sent at once
@@ -126,6 +128,7 @@ async def test_late_calls_of_every_kind_change_nothing(own: Server, namespace: s
                 assert dump(client, space) == before, some
 
 
+@pytest.mark.thorough
 async def test_a_late_erase_takes_nothing_of_what_came_after_it(
     own: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ async def test_a_long_burst_is_what_its_adds_are_one_by_one(
         clock.now += 1_000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "distinct"), [(5, 1), (5, 4), (100, 99), (1_000, 999)])
 async def test_an_add_reads_a_few_entries_on_average_however_often_ids_are_added_again(
     client: Any, backend: RedisBackend, namespace: str, size: int, distinct: int
@@ -742,6 +743,7 @@ def test_a_change_that_was_forgotten_has_no_shard_in_common_with_the_one_that_is
     assert len(set(tags)) == len(tags)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shards", [2, 3, 16, 1024])
 def test_each_shard_has_a_tag_in_its_own_part_of_the_slots(shards: int) -> None:
     for shard in range(shards):

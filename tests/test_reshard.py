@@ -476,6 +476,7 @@ async def test_a_broken_dead_letter_is_named_when_all_else_has_moved_and_once_di
     assert place.left_of(Layout(1)) == []
 
 
+@pytest.mark.thorough
 async def test_letters_of_more_than_a_slice_move_and_the_oldest_comes_first_as_before(place: Place) -> None:
     old, new = await place.process(), await place.process()
     keys = [f"k{number}" for number in range(SLICE + 50)]
@@ -545,6 +546,7 @@ async def is_carried_over(place: Place, backend: Backend, shards: int, facts: Fa
     assert {place.server.ask("HGET", f"{tag}layout", "version") for tag in place.tags(Layout(2))} == {b"retired"}
 
 
+@pytest.mark.thorough
 async def test_a_change_that_is_killed_at_any_step_is_ended_by_another_process(server: Server) -> None:
     moment, was_cancelled = 0, True
     while was_cancelled:
@@ -560,6 +562,7 @@ async def test_a_change_that_is_killed_at_any_step_is_ended_by_another_process(s
     assert moment > 10
 
 
+@pytest.mark.thorough
 async def test_two_processes_that_make_the_same_change_at_once_both_end_well(server: Server) -> None:
     @asynccontextmanager
     async def scene(place: Place) -> AsyncGenerator[tuple[Call, Work]]:
@@ -571,6 +574,7 @@ async def test_two_processes_that_make_the_same_change_at_once_both_end_well(ser
     await between_any_two_steps(server, scene)
 
 
+@pytest.mark.thorough
 async def test_a_reply_that_is_lost_during_a_change_makes_nothing_happen_twice(server: Server) -> None:
     number, was_lost = 0, True
     while was_lost:
@@ -908,6 +912,7 @@ async def test_another_number_than_there_is_is_refused_at_the_next_start(server:
             assert await all_looks(engine, 4) == []
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_presumed_one_shard_goes_over_to_four(server: Server, namespace: str) -> None:
     box = Inbox()
     async with engine_of(server, namespace, lease_timeout=15).delivering(box) as presuming:
@@ -1099,6 +1104,7 @@ async def test_nothing_that_is_muted_is_delivered_at_any_step_of_a_change(server
     await between_any_two_steps(server, scene)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unheard of"])
 async def test_who_is_unmuted_or_muted_at_any_step_of_a_change_is_so_after_it(server: Server, is_known: bool) -> None:
     @asynccontextmanager
@@ -1127,6 +1133,7 @@ async def test_who_is_unmuted_or_muted_at_any_step_of_a_change_is_so_after_it(se
     await between_any_two_steps(server, scene)
 
 
+@pytest.mark.thorough
 async def test_a_change_that_is_killed_at_any_step_loses_no_mute(server: Server) -> None:
     moment, was_cancelled = 0, True
     while was_cancelled:

@@ -43,6 +43,7 @@ def test_an_empty_namespace_has_its_new_number_at_once(place: Server, command: C
     assert (code, output) == (0, '{"shards":1,"waiting":0,"ready":0,"leased":0,"dead":0,"mutes":0,"done":true}\n')
 
 
+@pytest.mark.thorough
 def test_the_command_waits_for_replicas_where_it_is_told_to(place: Server, command: Command) -> None:
     manage(place, lambda engine: engine.delete("slow"))
     options = *OPTIONS, "--url", place.url, "--timeout", "3s"

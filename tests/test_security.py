@@ -274,6 +274,7 @@ def ask_nothing(*_: str) -> frozenset[str]:
 NO_ASKING = "aiodigest.backends.redis.namespace.commands_of", ask_nothing  # so that the server refuses
 
 
+@pytest.mark.thorough
 async def test_no_command_for_resharding_can_be_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiodigest.engine.PACE", 0.001)
     await reshard(server, *commands("resharder"))
@@ -289,6 +290,7 @@ async def test_no_command_for_resharding_can_be_left_out(server: Server, monkeyp
     assert needless == ["+cluster|nodes", "+cluster|slots", "+xadd", "+zremrangebyrank"]
 
 
+@pytest.mark.thorough
 @every_role
 async def test_no_command_of_a_rule_can_be_left_out(server: Server, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*NO_ASKING)
@@ -308,6 +310,7 @@ async def test_no_command_of_a_rule_can_be_left_out(server: Server, role: str, m
     assert set(needless) <= {"+hincrby", "+xrevrange"}
 
 
+@pytest.mark.thorough
 @every_role
 async def test_a_user_who_lacks_a_command_is_refused_before_anything_is_half_done(server: Server, role: str) -> None:
     by_name = 0
@@ -727,6 +730,7 @@ async def test_a_wrong_password_is_not_told_wherever_the_server_is(
     assert SECRET not in everything(caught.value) + logged(caplog)
 
 
+@pytest.mark.thorough
 @passwords
 async def test_a_password_that_is_no_longer_right_is_not_told(
     own: Server, password: str, namespace: str, caplog: pytest.LogCaptureFixture

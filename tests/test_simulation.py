@@ -19,7 +19,7 @@ from aiodigest.backends.memory import backend as memory
 from aiodigest.backends.memory import timelines
 from aiodigest.worker import shard
 
-SEEDS, QUICK_SEEDS = 100, 40
+SEEDS, QUICK_SEEDS = 100, 20
 TESTS = Path(__file__).parent
 
 

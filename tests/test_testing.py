@@ -634,6 +634,7 @@ async def test_what_another_program_has_leased_comes_when_its_lease_and_the_hold
     assert callback.came == [(0, [0]), (120, [1])]
 
 
+@pytest.mark.thorough
 async def test_a_server_that_does_not_answer_is_an_error_of_the_test() -> None:
     mail = engine(timeout=1)
     async with TestEngine(mail, server=True) as t:
@@ -727,6 +728,7 @@ async def play(scenario: Scenario, mail: DigestEngine[JSON], t: TestEngine[JSON]
     return recipient
 
 
+@pytest.mark.thorough
 def test_a_server_delivers_the_same_at_the_same_times_as_memory() -> None:
     current: list[Scenario] = []
 
