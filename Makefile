@@ -13,9 +13,9 @@ STORES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,store* edges redisb
 demo: $(VENV)/.standard
 	@$(BIN)/aiodigest demo
 
-# every behaviour that one server can show
+# what one server can show; of what is alike, a sample
 test: $(VENV)/.dev
-	@echo "This takes about a minute on two cores; make test-all runs the slow tests too."
+	@echo "This takes about a minute and a half on two cores; make test-all runs the slow tests too."
 	@$(PYTEST) --quick
 
 # everything: clusters, replicas, programs, faults of servers, documents; on both servers
