@@ -219,48 +219,65 @@ def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int = 0) -> t
     Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order, and
     those that are urgent stand apart.
     """
-    parts: list[tuple[Terms, int, dict[str, list[int]]]] = []
+    arguments: list[Argument] = []
+    order: list[int] = []
+    for terms, flags, singles, groups in _parts_of(adds, indices):
+        head, before = len(arguments) + 3, len(order)
+        arguments += (pack_delays(terms, now_ms), pack_limits(terms.limits), flags, 0, 0)
+        for key, index in singles.items():
+            entry = adds[index].entry
+            if entry[0] == ARRIVING and not terms.max_bytes:  # as most: the script knows the rest
+                arguments += (key, entry[ARRIVAL_END:])
+                order.append(index)
+            else:
+                groups[key] = [index]
+        arguments[head : head + 2] = (len(order) - before, len(groups))
+        for key, group in groups.items():
+            order += group
+            entries = [adds[index].entry for index in group]
+            if terms.max_bytes:
+                sizes = " ".join(str(adds[index].size) for index in group)
+                arguments += (key, len(group), sizes, *entries)
+                continue
+            short = [entry[ARRIVAL_END:] for entry in entries if entry[0] == ARRIVING]
+            arguments += (key, -len(short), *short) if len(short) == len(group) else (key, len(group), *entries)
+    return arguments, order
+
+
+Part = tuple[Terms, int, dict[str, int], dict[str, list[int]]]
+
+
+def _parts_of(adds: Sequence[Add], indices: Iterable[int]) -> list[Part]:
+    """Return the parts of a call: terms, flags, and by their timelines the indices of the adds under these: of those
+    that are the only one, and of the others."""
+    parts: list[Part] = []
     places: dict[tuple[Terms, int], int] = {}  # of terms: the last part that has them
     begun: dict[str, int] = {}  # of a timeline: the last part that has it, if that is not the first
-    seen, own, urgent, flags, place = None, False, False, 0, 0
-    groups: dict[str, list[int]] = {}  # those of the part at this place
+    seen, own, urgent, flags, place, last = None, False, False, 0, 0, -1
+    singles: dict[str, int] = {}  # those of the part at this place
+    groups: dict[str, list[int]] = {}
     for index in indices:
         add = adds[index]
-        key, terms = add.key, add.terms
-        if terms is not seen or add.own is not own or add.urgent is not urgent:  # most adds of a call have the same
-            seen, own, urgent = terms, add.own, add.urgent
+        key = add.key
+        if add.terms is not seen or add.own is not own or add.urgent is not urgent:  # most adds of a call have the same
+            seen, own, urgent = add.terms, add.own, add.urgent
             flags = own + 2 * urgent
-            place = places.get((terms, flags), len(parts))
-            groups = parts[place][2] if place < len(parts) else {}
-        if place == len(parts) or (begun and begun.get(key, 0) > place):  # not before what came to it earlier
-            place = places[terms, flags] = len(parts)
-            groups = {}
-            parts.append((terms, flags, groups))
+            place = places.get((seen, flags), len(parts))
+            if place < len(parts):
+                _, _, singles, groups = parts[place]
+        if place > last or (begun and begun.get(key, 0) > place):  # not before what came to it earlier
+            place = last = places[seen, flags] = len(parts)
+            singles, groups = {}, {}
+            parts.append((add.terms, flags, singles, groups))
         if place:
             begun[key] = place
         if key in groups:
             groups[key].append(index)
+        elif key in singles:
+            groups[key] = [singles.pop(key), index]
         else:
-            groups[key] = [index]
-    arguments: list[Argument] = []
-    order: list[int] = []
-    for terms, flags, groups in parts:
-        arguments += (pack_delays(terms, now_ms), pack_limits(terms.limits), flags, len(groups))
-        is_measured = terms.max_bytes > 0
-        for key, group in groups.items():
-            order += group
-            if is_measured:
-                sizes = " ".join(str(adds[index].size) for index in group)
-                arguments += (key, len(group), sizes, *(adds[index].entry for index in group))
-                continue
-            if len(group) == 1:  # as most have, where timelines are many: half the time
-                entry = adds[group[0]].entry
-                arguments += (key, -1, entry[ARRIVAL_END:]) if entry[0] == ARRIVING else (key, 1, entry)
-                continue
-            entries = [adds[index].entry for index in group]
-            short = [entry[ARRIVAL_END:] for entry in entries if entry[0] == ARRIVING]  # the script knows the rest
-            arguments += (key, -len(short), *short) if len(short) == len(group) else (key, len(group), *entries)
-    return arguments, order
+            singles[key] = index
+    return parts
 
 
 def pack_lease(lease: Lease) -> tuple[str, str, str]:

@@ -10,8 +10,9 @@
 -- ARGV[2]   now (clock)
 -- then      for each terms of a policy: delays "initial increment maximum", ms, or JSON of more; limits
 --           "capacity max_size max_age ttl", times in ms; 1 if these limits are the timeline's own, and 2 more if it is to
---           be flushed after each; how many groups follow. A group is what is added to one timeline: key; number of
---           entries, negative if each lacks what is filled in at its beginning; if the terms bound the bytes of a digest,
+--           be flushed after each; how many single entries follow, and how many groups after these. A single entry is its
+--           key and the entry, which lacks what is filled in at its beginning. A group is what is added to one timeline:
+--           key; number of entries, negative if each lacks what is filled in; if the terms bound the bytes of a digest,
 --           those of each, "bytes bytes ..."; the entries
 -- Returns   the number of entries that were looked at: less than all if much had to be compacted. Then, for each of them
 --           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error:
@@ -259,15 +260,20 @@ while cursor <= #ARGV and not is_spent do
   terms.fresh = now + terms.ttl
   local is_stale = are_stale(terms)
   stale = stale or is_stale and {}
-  local groups = tonumber(ARGV[cursor + 3])
-  cursor = cursor + 4
-  while groups > 0 and not is_spent do
-    local key, number, first = ARGV[cursor], tonumber(ARGV[cursor + 1]), cursor + 2
+  local singles, groups = tonumber(ARGV[cursor + 3]), tonumber(ARGV[cursor + 4])
+  cursor = cursor + 5
+  while singles + groups > 0 and not is_spent do
+    local key, number, first = ARGV[cursor], -1, cursor + 1
     local seen, sizes, is_muted
+    if singles > 0 then
+      singles = singles - 1
+    else
+      number, first, groups = tonumber(ARGV[first]), first + 1, groups - 1
+    end
     if is_measured then
       first = first + 1
     end
-    cursor, groups = first + math.abs(number), groups - 1
+    cursor = first + math.abs(number)
     if stale and (is_stale or stale[key]) then -- what comes to one timeline stays in order
       stale[key] = true
       refuse(first, cursor - 1, string.format('STALE %.0f', now - shift))
