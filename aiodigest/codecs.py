@@ -115,11 +115,12 @@ class JSONCodec(Generic[T]):
         data = _json_or_none(value) if self._any_json else None
         if data is None:
             data = self._checked_json(value)
-        if len(data) > self.max_size:
-            raise LimitExceeded(f"a value may take at most {self.max_size:,} bytes as JSON, not {len(data):,}")
-        if len(data) > self._compress_above:
+        size = len(data)
+        if size > self.max_size:
+            raise LimitExceeded(f"a value may take at most {self.max_size:,} bytes as JSON, not {size:,}")
+        if size > self._compress_above:
             packed = zstd.compress(data)
-            if len(packed) < len(data):
+            if len(packed) < size:
                 return _ZSTD + packed
         return _PLAIN + data
 

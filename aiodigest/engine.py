@@ -74,7 +74,7 @@ from aiodigest.policy import (
     Terms,
     milliseconds,
 )
-from aiodigest.records.entries import identity_of, unpack
+from aiodigest.records.entries import identity_of, pack, unpack
 from aiodigest.records.validation import (
     DEFAULT,
     TEN_YEARS,
@@ -82,11 +82,11 @@ from aiodigest.records.validation import (
     can_ask,
     can_call_back,
     can_observe,
+    check_encoded,
     duration,
     microseconds,
     name,
     nearest,
-    pack_entry,
     plain,
     require,
     taken,
@@ -542,9 +542,12 @@ class DigestEngine(Generic[T]):
         user may not add or the policy function took longer than ``timeout``, and BackendUnavailable within ``timeout``:
         only if its ``stored`` is "unknown" may anything be stored.
         """
-        session = self._entered()
-        began = (session.loop or asyncio.get_running_loop()).time()
-        name(key, "key", self.bounds.name)
+        session, loop = self._session, asyncio.get_running_loop()
+        if session is None or session.loop is not loop:  # else it is here, and no call is needed to know that
+            session = self._entered()
+        began = loop.time()
+        if type(key) is not str or not (key.isascii() and 0 < len(key) <= self.bounds.name):  # most are such
+            name(key, "key", self.bounds.name)
         record = None if record_id is None else name(record_id, "record_id", self.bounds.name)
         policy = self._policies.fixed or await self._policies.of(key, self.timeout)
         encoded = self.codec.encode(value)
@@ -589,46 +592,63 @@ class DigestEngine(Generic[T]):
         encode: Encoder[T],
     ) -> list[bool | AiodigestError]:
         """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for."""
-        results: list[bool | AiodigestError] = [False] * len(entries)
-        indices, adds = list[int](), list[Add]()
-        if (fixed := self._policies.fixed) is None:
+        if self._policies.fixed is None:
             keys = [plain(entry.key) for entry in entries if self._has_key(entry) and plain(entry.key) not in policies]
             policies |= await self._policies.of_all(keys, self.timeout)
+        adds, failed = list[Add](), dict[int, AiodigestError]()
+        answers = await session.add_many(self._make(entries, policies, encode, adds, failed))
+        if not failed and {bool}.issuperset(map(type, answers)):  # as nearly always
+            self._registered.added += len(answers)
+            return answers
+        results: list[bool | AiodigestError] = []
+        told = zip(adds, answers, strict=True)
+        for index in range(len(entries)):
+            if index in failed:
+                results.append(failed[index])
+                continue
+            add, answer = next(told)
+            if isinstance(answer, BackendUnavailable):
+                answer = session.explained(answer, unpack(add.entry).id)
+            results.append(answer)
+            self._registered.added += isinstance(answer, bool)
+        return results
+
+    def _make(
+        self,
+        entries: Sequence[Entry[T]],
+        policies: dict[str, Policy | BaseException],
+        encode: Encoder[T],
+        adds: list[Add],
+        failed: dict[int, AiodigestError],
+    ) -> Generator[Add]:
+        """Yield the adds of entries, which are put into ``adds`` too; and the errors of the others into ``failed``, by
+        their places."""
+        fixed, most = self._policies.fixed, self.bounds.name
         for index, entry in enumerate(entries):
-            if index % CHUNK == CHUNK - 1:
-                await asyncio.sleep(0)
             try:
                 if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InvalidArgument(f"add_many takes no {type(entry).__name__}: give Entry(key, value)")
-                record = self._identify(entry.key, entry.record_id)
-                policy = fixed or policies[plain(entry.key)]
+                key, record = entry.key, entry.record_id
+                if type(key) is not str or not (key.isascii() and 0 < len(key) <= most):  # most are such
+                    name(key, "key", most)
+                record = None if record is None else name(record, "record_id", most)
+                policy = fixed or policies[plain(key)]
                 if isinstance(policy, BaseException):
                     raise policy
-                encoded = encode(entry.value)
-                adds.append(self._pack(entry.key, record, encoded, entry.timestamp, policy, entry.urgent))
-                indices.append(index)
+                add = self._pack(key, record, encode(entry.value), entry.timestamp, policy, entry.urgent)
             except AiodigestError as error:
-                results[index] = error
+                failed[index] = error
             except Exception as error:  # of the policy function, or the codec
-                failed = results[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
-                failed.__cause__ = error
-        for index, add, answer in zip(indices, adds, await session.add_many(adds), strict=True):
-            if isinstance(answer, BackendUnavailable):
-                results[index] = session.explained(answer, unpack(add.entry).id)
+                failed[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
+                failed[index].__cause__ = error
             else:
-                results[index] = answer
-                self._registered.added += isinstance(answer, bool)
-        return results
+                adds.append(add)
+                yield add
 
     def _has_key(self, entry: Entry[T]) -> bool:
         with suppress(InvalidArgument):
             return isinstance(entry, Entry) and bool(name(entry.key, "key", self.bounds.name))  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
-
-    def _identify(self, key: str, record_id: str | None) -> bytes | None:
-        """Check the key of a record to add, and return its id, if it is given one."""
-        name(key, "key", self.bounds.name)
-        return None if record_id is None else name(record_id, "record_id", self.bounds.name)
 
     def _pack(
         self,
@@ -642,13 +662,15 @@ class DigestEngine(Generic[T]):
     ) -> Add:
         tracing = self._registered.tracing
         context = b"" if tracing is None else tracing.context()
-        entry = pack_entry(record_id, timestamp, encoded, self.bounds.value, context)
+        if type(encoded) is not bytes or len(encoded) > self.bounds.value:  # else the call is spared
+            check_encoded(encoded, self.bounds.value)
+        entry = pack(record_id, None if timestamp is None else microseconds(timestamp), encoded, context)
         terms = policy.terms
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:
             raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")
         if urgent is not False or terms.max_bytes:
             return self._special(key, entry, encoded, terms, urgent, until)
-        return Add(plain(key), entry, terms, self._policies.own, until)
+        return Add(key if type(key) is str else plain(key), entry, terms, self._policies.own, until)
 
     def _special(self, key: str, entry: bytes, encoded: bytes, terms: Terms, urgent: bool, until: float) -> Add:
         """Return an add that is urgent, or whose policy bounds the bytes of a digest, as few are."""

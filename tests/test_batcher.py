@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context, ContextVar
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from engines import now, settle
@@ -42,9 +44,11 @@ class Wire:
 
 
 @asynccontextmanager
-async def batching(pace: float = 0.0, *, held: bool = False) -> AsyncGenerator[tuple[Batcher[int, int], Wire]]:
+async def batching(
+    pace: float = 0.0, *, held: bool = False, queues: Literal[1, 2] = 1
+) -> AsyncGenerator[tuple[Batcher[int, int], Wire]]:
     wire = Wire(pace, held)
-    batcher = Batcher[int, int](wire, TIMEOUT)
+    batcher = Batcher[int, int](wire, TIMEOUT, queues)
     running = asyncio.create_task(batcher.run())
     try:
         yield batcher, wire
@@ -153,6 +157,77 @@ async def test_who_was_answered_can_add_to_the_next_call_beside_what_waits_for_i
         wire.gate.set()
         assert await asyncio.gather(*twice, *waiting) == [*range(0, 200, 4), 2, 6]
     assert wire.sent == [[*range(50)], [1, 3, *range(0, 100, 2)]]
+
+
+def put(batcher: Batcher[int, int], item: int, line: object) -> asyncio.Future[int]:
+    return asyncio.ensure_future(batcher.put(item, 0, line, asyncio.get_running_loop().time()))
+
+
+async def test_what_must_stay_in_order_waits_for_the_call_before_it_and_nothing_else_does() -> None:
+    async with batching(1, queues=2) as (batcher, wire):
+        first, given_up = put(batcher, 1, "a"), put(batcher, 2, "b")
+        await settle()
+        assert wire.sent == [[1, 2]]
+        given_up.cancel()  # which may arrive all the same
+        following = [put(batcher, 3, "a"), put(batcher, 4, "c"), put(batcher, 5, "b"), put(batcher, 6, "d")]
+        await settle()
+        assert wire.sent == [[1, 2], [4, 6]]
+        assert await asyncio.gather(first, *following) == [2, 6, 8, 10, 12]
+        assert wire.sent == [[1, 2], [4, 6], [3, 5]]
+        assert now() == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize(("items", "calls"), [(17, [17]), (18, [17, 1]), (200, [103, 97])])
+async def test_many_items_go_out_in_two_calls_of_one_size_and_few_in_one(items: int, calls: list[int]) -> None:
+    async def add_again(item: int) -> None:
+        for line in range(3):
+            await put(batcher, item, (item, line))
+
+    async with batching(1, queues=2) as (batcher, wire):
+        await asyncio.gather(*map(add_again, range(items)))
+    assert sorted(map(len, wire.sent)) == sorted(calls * 3)
+
+
+async def test_who_ends_the_program_keeps_nobody_from_an_answer_that_came_with_his() -> None:
+    loop, caught, told = asyncio.get_running_loop(), list[str](), list[int]()
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    def tell(job: asyncio.Future[int]) -> None:
+        told.append(job.result())
+
+    loop.set_exception_handler(lambda _, context: caught.append(repr(context["exception"])))
+    async with batching() as (batcher, _):
+        for item in range(3):
+            put(batcher, item, item).add_done_callback(fail if item == 1 else tell)
+        await settle()
+    assert (caught, told) == (["ZeroDivisionError()"], [0, 4])
+
+
+async def test_what_awaits_an_item_is_called_as_of_any_future() -> None:
+    seen, name = list[str](), ContextVar("name", default="empty")
+    name.set("set")
+
+    def caller(number: int) -> Callable[[asyncio.Future[int]], None]:
+        return lambda job: seen.append(f"{number} {name.get()}")
+
+    first, second, third, fourth = map(caller, range(1, 5))
+    async with batching() as (batcher, _):
+        job = put(batcher, 1, 1)
+        job.add_done_callback(first, context=Context())
+        job.add_done_callback(second)
+        assert [job.remove_done_callback(first) for _ in range(2)] == [1, 0]
+        job.add_done_callback(third, context=Context())
+        job.add_done_callback(fourth)
+        assert job.remove_done_callback(fourth) == 1
+        assert await asyncio.wait_for(job, 1) == 2
+        job.add_done_callback(first)
+        given_up = put(batcher, 2, 2)
+        given_up.add_done_callback(second, context=Context())
+        assert [given_up.cancel() for _ in range(2)] == [True, False]
+        await settle()
+    assert sorted(seen) == ["1 set", "2 empty", "2 set", "3 empty"]
 
 
 async def test_an_error_that_the_batcher_makes_is_told_once_an_item_and_not_for_what_was_cancelled() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -48,6 +49,8 @@ from aiodigest import (
     Reject,
     RetryPolicy,
 )
+from aiodigest.codecs import JSONCodec
+from aiodigest.records.entries import value_in
 
 pytestmark = pytest.mark.virtual_time
 
@@ -308,6 +311,24 @@ async def test_add_many_answers_as_add_would_in_order_and_in_few_calls() -> None
             await engine.add_many(cast("Any", 5))
     assert answers == [True] * 500 + [False] * 2000
     assert backend.count("add") < 2500 / 100
+
+
+async def test_add_many_sends_the_first_entries_while_it_encodes_the_others() -> None:
+    sent_before = list[int]()
+
+    class Noting(JSONCodec[JSON]):
+        def encode(self, value: JSON, /) -> bytes:
+            sent_before.append(backend.count("add"))
+            return super().encode(value)
+
+    async with adding(codec=Noting()) as (engine, backend):
+        keys = [f"key-{value % 7}" for value in range(1000)]
+        assert await engine.add_many(Entry(key, value) for value, key in enumerate(keys)) == [True] * 7 + [False] * 993
+        held = {
+            key: [json.loads(value_in(entry)[1:]) for entry in await backend.operations.entries(key)] for key in keys
+        }
+    assert (sent_before[0], sent_before[-1]) == (0, 2)
+    assert held == {f"key-{rest}": [*range(rest, 1000, 7)] for rest in range(7)}
 
 
 async def test_a_bad_entry_fails_alone_and_every_result_is_told() -> None:

@@ -12,13 +12,11 @@ from redis.crc import key_slot
 from stores import LEASE, NOW, Place, Store, ids
 from storestate import State, check_invariants, forget, redis_state
 
-from aiodigest.backend import Closed, Move, ShardMap
+from aiodigest.backend import Closed, Move
 from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.layout import Layout
 from aiodigest.policy import Policy
 from aiodigest.records.entries import identity_of
-from aiodigest.session.adder import CALLS
-from aiodigest.session.adder import place as queue_of
 
 SHARDS = 6
 LAYOUT = Layout(SHARDS)
@@ -194,13 +192,3 @@ async def test_a_dead_letter_of_any_shard_is_found_and_replayed_or_discarded(sha
         assert await shards.held(letter.key) == ([(f"of-{letter.key}", "v")] if way == "replay" else [])
         assert not await shards.backend.discard(name)
         assert (await operations.counts())["dead"] == shard
-
-
-@pytest.mark.parametrize("shards", [1, SHARDS])
-def test_the_adds_of_a_timeline_go_through_one_queue_of_its_shard(shards: int) -> None:
-    shard_map = ShardMap(shards, range(shards))
-    keys = [f"k{number}" for number in range(200)]
-    places = [queue_of(shard_map, key) for key in keys]
-    assert places == [queue_of(shard_map, key) for key in keys]
-    assert [shard for shard, _ in places] == [shard_map.shard_of(key) for key in keys]
-    assert len(set(places)) == max(shards, CALLS)

@@ -45,6 +45,7 @@ _unpack_exact = struct.Struct(">xq").unpack_from
 # of a named tuple, without the call of a lambda that takes a fifth of the time
 _new: Callable[..., RawRecord] = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _random = Random()
+_random_bits = _random.getrandbits
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_random.seed)  # or both processes would make up the same
 
@@ -66,7 +67,7 @@ class RawRecord(NamedTuple):
 def made_up() -> bytes:
     """Return the identity of a new id: random, and by the time different in the copies of a frozen process. To ask the
     system for random bytes each time takes four times as long."""
-    return _MADE_UP + (_random.getrandbits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big")
+    return _MADE_UP + (_random_bits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big")
 
 
 def identity_of(record_id: bytes) -> bytes:

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import TypeVar
 
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
-from aiodigest.records.entries import MADE_UP, pack
+from aiodigest.records.entries import MADE_UP
 
 Item = TypeVar("Item")
 
@@ -144,19 +144,12 @@ def nearest(ms: int) -> datetime:
     return moment(max(FIRST_MS, min(ms, LAST_MS)) * 1000)
 
 
-def pack_entry(
-    record_id: bytes | None,
-    timestamp: datetime | float | None,
-    value: bytes,
-    most: int = DEFAULT.value,
-    context: bytes = b"",
-) -> bytes:
-    """Pack a record as a log entry, its id made up if it has none; its encoded value may take up to ``most`` bytes."""
+def check_encoded(value: bytes, most: int = DEFAULT.value) -> None:
+    """Refuse an encoded value that is none, or takes more than ``most`` bytes."""
     if not isinstance(value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  (a codec may be the user's)
         raise CodecError(f"a codec must encode values as bytes, not as {type(value).__name__}")
     if len(value) > most:
         raise LimitExceeded(f"a value may take at most {most:,} bytes when encoded, not {len(value):,}")
-    return pack(record_id, None if timestamp is None else microseconds(timestamp), value, context)
 
 
 def taken(entries: Iterable[Item], most: int) -> list[Item]:

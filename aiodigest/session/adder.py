@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 from aiodigest.backend import Add, Backend, ShardMap
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
-from aiodigest.worker.batcher import Batcher, batches
+from aiodigest.worker.batcher import BATCH_ITEMS, Batcher, batches
 
 if TYPE_CHECKING:
     from aiodigest.session.background import BackgroundSession
@@ -19,16 +20,12 @@ ADDS = "adds"  # the kind of calls, for the state of the server
 MISSED = (BackendUnavailable, ConfigurationError)  # what a server answers to every add
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
 
+AHEAD = 512  # adds of an `add_many` that are made before what is made so far is sent
+
 
 def weight(add: Add) -> int:
     """Estimate an add's share of the bytes that a call may carry."""
     return len(add.entry) + len(add.key)
-
-
-def place(shard_map: ShardMap, key: str) -> tuple[int, int]:
-    """Return a timeline's shard, and the queue of its adds there: always the same, so that they stay in order."""
-    shards, hashed = shard_map.current, crc32(key.encode())
-    return (shards[0], hashed % CALLS) if len(shards) == 1 else (shards[hashed % len(shards)], 0)
 
 
 class Adder:
@@ -39,27 +36,34 @@ class Adder:
         self._is_over = False
         self._session = session
         self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
+        self._sole: Batcher[Add, bool] | None = None  # of the only shard
+        self._sole_map: ShardMap | None = None  # where it is the only one
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def add(self, add: Add, began: float) -> Awaitable[bool]:
         """Queue an add, timed from ``began``, to be sent with the others of this turn; return what to await for its
         answer: True if it made its timeline ready."""
+        key = add.key
+        if self._sole is not None and self._session.store.shard_map is self._sole_map:  # most have a single shard
+            return self._sole.put(add, len(add.entry) + len(key), key, began)
         if self._session.is_connected:
-            shard, queue = place(self._session.store.shard_map, add.key)
-            if (batcher := self._batchers.get(shard)) is not None:
-                return batcher.put(add, len(add.entry) + len(add.key), queue, began)
+            shard_map = self._session.store.shard_map
+            if (batcher := self._batchers.get(shard_map.shard_of(key))) is not None:
+                if shard_map.adding == 1:
+                    self._sole, self._sole_map = batcher, shard_map
+                return batcher.put(add, weight(add), key, began)
         return self._begin(add, began)
 
     async def _begin(self, add: Add, began: float) -> bool:
         """Add with a connection and a batcher that need not be there yet."""
         try:
             backend = await self._session.backend(began)
-            shard, queue = place(backend.shard_map, add.key)
+            shard = backend.shard_map.shard_of(add.key)
             batcher = self._batchers.get(shard) or self._new_batcher(backend, shard)
         except BackendUnavailable as error:
             self._missed(error)
             raise
-        return await batcher.put(add, weight(add), queue, began)
+        return await batcher.put(add, weight(add), add.key, began)
 
     async def _send(self, backend: Backend, shard: int, adds: Sequence[Add]) -> Sequence[bool | AiodigestError]:
         """Send adds in one call; note whether they arrive, and wake the workers of timelines that are ready."""
@@ -79,43 +83,47 @@ class Adder:
                 self._session.poke(each)
         return answers
 
-    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-        """Send adds past the queue; those of a timeline in order."""
+    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
+        """Send adds past the queue, those of a timeline in order: the first while the others are still made."""
         try:
             backend = await self._session.backend(None)
-        except BackendUnavailable as error:
-            self._missed(error)
-            return [error] * len(adds)
         except AiodigestError as error:
-            return [error] * len(adds)
-        places: dict[tuple[int, int], list[int]] = {}
-        shard_map = backend.shard_map
-        for index, add in enumerate(adds):
-            places.setdefault(place(shard_map, add.key), []).append(index)
+            if isinstance(error, BackendUnavailable):
+                self._missed(error)
+            return [error for _ in adds]
+        shards, made = backend.shard_map.current, list[Add]()
+        answers: list[bool | AiodigestError] = []
+        # numbers of adds that are to be sent: those of a timeline are in one line, which sends a call at a time
+        lines: list[list[int]] = [[] for _ in range(len(shards) if len(shards) > 1 else CALLS)]
+        down: dict[int, AiodigestError] = {}
 
-        async def send(shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
-            answers: list[bool | AiodigestError] = []
-            down: AiodigestError | None = None
-            for some in batches(adds, weight):
-                if down is not None:
-                    answers += [down] * len(some)
-                    continue
+        async def send(number: int) -> None:
+            line = lines[number]
+            while line:
+                some = next(batches([made[index] for index in line[:BATCH_ITEMS]], weight))
+                sent = line[: len(some)]
+                del line[: len(some)]
                 try:
-                    answers += await self._send(backend, shard, some)
+                    if number in down:
+                        raise down[number]
+                    told = await self._send(backend, shards[number % len(shards)], some)
                 except AiodigestError as error:
-                    answers += [error] * len(some)
-                    down = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
-            return answers
+                    told = [error] * len(some)
+                    down[number] = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
+                for index, answer in zip(sent, told, strict=True):
+                    answers[index] = answer
 
+        making, senders = iter(adds), dict[int, asyncio.Task[None]]()
         async with asyncio.TaskGroup() as group:
-            sending = [
-                group.create_task(send(shard, [adds[index] for index in indices]))
-                for (shard, _), indices in places.items()
-            ]
-        answers: list[bool | AiodigestError] = [False] * len(adds)
-        for indices, sent in zip(places.values(), sending, strict=True):
-            for index, answer in zip(indices, sent.result(), strict=True):
-                answers[index] = answer
+            while some := list(islice(making, AHEAD)):
+                for index, add in enumerate(some, len(made)):
+                    lines[crc32(add.key.encode()) % len(lines)].append(index)
+                made += some
+                answers += [False] * len(some)
+                for number, line in enumerate(lines):
+                    if line and (number not in senders or senders[number].done()):
+                        senders[number] = group.create_task(send(number))
+                await asyncio.sleep(0)  # they begin, and the server too
         return answers
 
     async def drain(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from itertools import groupby
@@ -88,7 +88,7 @@ class Session:
             raise ready
         return ready
 
-    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
         """Send adds, those of a timeline in order; return the answer to each."""
         answers: list[bool | AiodigestError] = []
         async with self._turn:
@@ -220,7 +220,7 @@ class BackgroundSession(Session):
 
     # Adding
 
-    async def add_many(self, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
         return await self._adder.add_many(adds)
 
     def poke(self, shard: int) -> None:

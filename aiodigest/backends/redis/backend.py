@@ -160,12 +160,13 @@ class RedisBackend(Backend):
         while left:
             arguments, order = scripts.pack_adds(adds, left[:BATCH], about)
             reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
-            keys = [adds[index].key for index in order]
             given = scripts.unpack_added(reply)
-            told = await namespace.answers_of(shard, given, keys, bool)
+            kinds, told = set(map(type, given)), cast("list[bool | AiodigestError]", given)
+            if kinds != {bool} or len(given) > len(order):
+                told = await namespace.answers_of(shard, given, [adds[index].key for index in order], bool)
             answers.update(zip(order, told, strict=False))
             left = [*order[len(told) :], *left[BATCH:]]
-            if bytes in set(map(type, given)):  # some may have come under terms of another time
+            if bytes in kinds:  # some may have come under terms of another time
                 stale = {index: at for index, answer in zip(order, given, strict=False) if (at := stale_at(answer))}
                 about, tries = max(stale.values(), default=about), tries + 1
                 for index in stale:
