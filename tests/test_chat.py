@@ -76,9 +76,13 @@ def channel(kind: Chat, server: Site, **options: Any) -> Any:
 
 def made(kind: Chat, message: Message, name: str = "d-1") -> Any:
     """What a service gets."""
-    service: Any = kind("https://chat.example/topic")
+    service: Any = kind("https://chat.example/topic", render=plain)
     _, contents = service._contents(service._url, *_read(message), name)
-    body = as_body(contents)
+    return read(kind, as_body(contents))
+
+
+def read(kind: Chat, body: bytes) -> Any:
+    """Read what a service gets as the service does."""
     assert len(body) < 28_000 or kind is not Teams
     return json.loads(body.decode())
 
@@ -92,7 +96,8 @@ def several(count: int, text: str = "item", details: str = "") -> Message:
 
 def check_slack(message: dict[str, Any]) -> list[str]:
     """Return the texts of a message for Slack, whose limits it keeps."""
-    assert set(message) == {"text", "blocks"}
+    assert set(message) == {"text", "mrkdwn", "blocks"}
+    assert message["mrkdwn"] is False  # what is shown where blocks are not has no markup either
     assert 1 <= len(message["text"]) <= 4_000
     assert len(message["blocks"]) <= 50
     texts: list[tuple[str, int]] = []
@@ -137,6 +142,7 @@ def check_teams(message: dict[str, Any]) -> list[str]:
         [run] = row["inlines"]
         assert run["type"] == "TextRun"
         assert "\n" not in run["text"]
+        assert "{{DATE" not in run["text"]  # which would become a date
         found.append(run["text"])
     assert all(each.strip() for each in found)
     assert len(json.dumps(message, ensure_ascii=False).encode("utf-16-le")) < 28_000 * 1.3  # with our own spaces
@@ -159,7 +165,11 @@ CHECKS: dict[Chat, Callable[[dict[str, Any]], list[str]]] = {
 
 def check(kind: Chat, message: Message) -> str:
     """Return all that a service shows of a message: well-formed, bounded and inert."""
-    texts = CHECKS[kind](made(kind, message))
+    return inspected(kind, made(kind, message))
+
+
+def inspected(kind: Chat, contents: dict[str, Any]) -> str:
+    texts = CHECKS[kind](contents)
     shown = "\n".join(texts)
     assert not re.search("[\0-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", shown)
     return shown

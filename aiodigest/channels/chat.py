@@ -32,6 +32,7 @@ DISCORD = re.compile(  # what must be escaped where, and what is one token
     | (?P<letter>[][\\*_~`|<]|@(?=everyone|here)|:(?=\w+:)) | .""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
+DATES = re.compile(r"\{\{(?=\s*(?:DATE|TIME)\b)")  # what a card would replace
 TOPIC = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -87,7 +88,8 @@ class Slack(_Chat):
 
     def _contents(self, url: URL, subject: str, blocks: list[Block], name: str) -> tuple[URL, dict[str, Any]]:
         made = fitting(blocks, self._form, lambda block: units(_compact(block)), 15_000, 50)
-        return url, {"text": escaped(subject, _slack, 2 * SUBJECT), "blocks": made}
+        # the text is shown in notifications, where asterisks and the like would be markup
+        return url, {"text": escaped(subject, _slack, 2 * SUBJECT), "mrkdwn": False, "blocks": made}
 
     def _form(self, block: Block) -> list[dict[str, Any]]:
         def text(said: str, most: int) -> dict[str, Any]:
@@ -153,9 +155,9 @@ class Teams(_Chat):
         return url, {"type": "message", "attachments": [{"contentType": kind, "contentUrl": None, "content": card}]}
 
     def _form(self, block: Block) -> list[dict[str, Any]]:
-        # This kind of text knows no markup, so that there is nothing to escape; and it has one line.
+        # This kind of text knows no markup but that of dates, and has one line.
         def rows(text: str, **style: Any) -> list[dict[str, Any]]:
-            lines = [each for each in escaped(text, iter, 1_500).split("\n") if each.strip()][:20]
+            lines = [each for each in escaped(text, _teams, 1_500).split("\n") if each.strip()][:20]
             runs = [{"type": "TextRun", "text": each, **style} for each in lines]
             return [{"type": "RichTextBlock", "inlines": [run]} for run in runs]
 
@@ -319,6 +321,10 @@ def escaped(text: str, tokens: Callable[[str], Iterator[str]], most: int, measur
 def _slack(text: str) -> Iterator[str]:
     names = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
     return (names.get(char, char) for char in text)
+
+
+def _teams(text: str) -> Iterator[str]:
+    return iter(DATES.sub("{\u200b{", text))  # there is no way to escape it
 
 
 def _discord(text: str) -> Iterator[str]:

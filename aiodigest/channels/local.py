@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import sys
+from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from pydantic_core import to_jsonable_python
 
@@ -15,6 +16,8 @@ from aiodigest import Digest, OutcomeUnknown
 from aiodigest.channels.common import Channel, rendered_by
 from aiodigest.errors import printable
 from aiodigest.rendering import Message, Render
+
+LONGEST = 10_000  # bits of a number: of longer ones Python prints and reads no digits
 
 
 class Console(Channel):
@@ -92,6 +95,27 @@ def as_json(digest: Digest[Any]) -> bytes:
         "id": digest.id, "key": digest.key, "attempt": digest.attempt, "iteration": digest.iteration,
         "dropped": digest.dropped, "records": records,
     }  # fmt: skip
-    plain = to_jsonable_python(whole, bytes_mode="base64", fallback=str)
-    finite = json.loads(json.dumps(plain), parse_constant=str)  # nan and infinity, which only Python reads
-    return json.dumps(finite, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(_plain(whole), separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, with texts for numbers that not everybody reads: nan, infinity, very long ones."""
+    match value:
+        case str():
+            return str.__str__(value)  # with lone surrogates too, at which pydantic ends
+        case dict():
+            return {_name(name): _plain(each) for name, each in cast("dict[Any, Any]", value).items()}
+        case list() | tuple():
+            return [_plain(each) for each in cast("list[Any]", value)]
+        case float() if not isfinite(value):
+            return json.dumps(value)
+        case int() if value.bit_length() > LONGEST:
+            return hex(value)
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return _plain(to_jsonable_python(value, bytes_mode="base64", fallback=str))
+
+
+def _name(name: object) -> str:
+    return str.__str__(name) if isinstance(name, str) else next(iter(to_jsonable_python({name: None}, fallback=str)))
