@@ -1,4 +1,5 @@
-"""The log: each line of an engine names its namespace, as there may be several engines in a process."""
+"""The log: each line of an engine names its namespace, as there may be several engines in a process. Channels and
+callbacks may log like this too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import Any
+
+__all__ = ["current_namespace", "logger_of"]
 
 # Set in the context in which an engine runs its tasks: whatever they log is about it.
 NAMESPACE: ContextVar[str] = ContextVar("NAMESPACE", default="")
@@ -23,5 +26,11 @@ class EngineLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger_of(module: str) -> EngineLogger:
-    """Return the logger of a module."""
+    """Return the logger of a module, for callbacks and channels too: its lines name the engine whose digest is being
+    delivered, in the text and as the field ``namespace``."""
     return EngineLogger(logging.getLogger(module))
+
+
+def current_namespace() -> str:
+    """Return the namespace of the engine that has called, as in its callback; ``""`` elsewhere."""
+    return NAMESPACE.get()

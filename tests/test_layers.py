@@ -6,9 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from userland import ROOT
 
 PUBLIC = ("aiodigest.channels", "aiodigest.cli", "aiodigest.integrations", "aiodigest.rendering", "aiodigest.testing")
+SENDING = ("aiodigest.channels", "aiodigest.errors", "aiodigest.logs", "aiodigest.rendering")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -24,11 +26,17 @@ def imported(path: Path) -> Iterator[str]:
                 pass
 
 
-def test_the_command_line_knows_only_the_public_names() -> None:
-    files = sorted((ROOT / "aiodigest" / "cli").rglob("*.py"))
-    assert len(files) > 20
+@pytest.mark.parametrize(
+    ("room", "least", "others"),
+    [("cli", 20, PUBLIC), ("channels", 10, SENDING), ("rendering", 5, ("aiodigest.rendering", *SENDING[1:]))],
+)
+def test_rooms_that_users_could_have_written_know_only_the_public_names(
+    room: str, least: int, others: tuple[str, ...]
+) -> None:
+    files = sorted((ROOT / "aiodigest" / room).rglob("*.py"))
+    assert len(files) > least
     for path in files:
         for module in imported(path):
             ours = module.partition(".")[0] in ("aiodigest", "redis")
-            allowed = module in ("aiodigest", "aiodigest.__version__") or module.startswith(PUBLIC)
+            allowed = module in ("aiodigest", "aiodigest.__version__") or module.startswith(others)
             assert allowed or not ours, f"{path.name} imports {module}"

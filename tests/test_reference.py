@@ -26,7 +26,7 @@ from aiodigest.cli.output import EXIT_CODES
 
 REFERENCE = ROOT / "docs" / "reference"
 INTEGRATIONS = [name for _, name, _ in pkgutil.iter_modules(aiodigest.integrations.__path__) if name[0] != "_"]
-ROOMS = ["aiodigest", "aiodigest.testing", "aiodigest.rendering", "aiodigest.channels"]
+ROOMS = ["aiodigest", "aiodigest.testing", "aiodigest.rendering", "aiodigest.channels", "aiodigest.logs"]
 MODULES = [*ROOMS, *map("aiodigest.integrations.{}".format, INTEGRATIONS)]
 REFERS = re.compile(r"^``[\w.]+``, with the same arguments|arguments are those of ``\w+``")  # explained elsewhere
 QUOTED = re.compile(r"``(\w+)(?:=[^`]*)?``")  # ``name``, or ``name=value``

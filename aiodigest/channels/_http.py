@@ -20,7 +20,7 @@ from httpx2 import URL, InvalidURL
 
 from aiodigest import ChannelError, InvalidArgument, OutcomeUnknown
 from aiodigest import __version__ as version
-from aiodigest.worker.reasons import one_line
+from aiodigest.channels.common import one_line
 
 MOST = 16_384  # bytes of an answer that are looked at
 EXCERPT = 200  # characters of it in an error

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from aiodigest import Digest, InvalidArgument
 from aiodigest.errors import JOINERS, shown
-from aiodigest.logs import NAMESPACE
+from aiodigest.logs import current_namespace
 from aiodigest.rendering import Message
 
 LONGEST_ADDRESS = 1000  # characters, with a name before it
@@ -133,7 +133,7 @@ def write(
     mail = EmailMessage((SMTPUTF8 if utf8 else SMTP).clone(cte_type="7bit"))
     name = digest.id if PLAIN_NAME.fullmatch(digest.id) and len(digest.id) <= LONGEST_LOCAL else _hashed(digest.id)
     # All mails of a timeline refer to one that was never sent, so that readers see them as a thread.
-    root = _hashed("\n".join((NAMESPACE.get(), sender.spec, digest.key)))
+    root = _hashed("\n".join((current_namespace(), sender.spec, digest.key)))
     headers = {
         "From": str(sender), "To": str(recipient), "Subject": _unstructured(subject_line(message.subject)),
         "Date": format_datetime(datetime.now(UTC)), "Message-ID": f"<{name}@{sender.domain}>",

@@ -14,9 +14,8 @@ from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPResponseException
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
+from aiodigest.channels.common import one_line
 from aiodigest.logs import logger_of
-from aiodigest.worker.reasons import one_line
-from aiodigest.worker.tasks import retrieve
 
 logger = logger_of(__name__)
 
@@ -197,7 +196,7 @@ class MailServer:
         if started.code != 354 or protocol is None or transport is None:
             raise SMTPDataError(started.code, started.message)
         answer = asyncio.create_task(protocol.read_response())  # which may come in the middle
-        answer.add_done_callback(retrieve)
+        answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # which nobody may ask for
         try:
             await asyncio.sleep(0)  # it listens from now on: before that, the library drops what comes
             transport.write(re.sub(rb"(?m)^\.", b"..", data))

@@ -13,9 +13,8 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from aiodigest import ChannelError, Digest, InvalidArgument, Reject, RetryAfter
-from aiodigest.channels.common import Channel, library
+from aiodigest.channels.common import Channel, library, seconds
 from aiodigest.errors import shown
-from aiodigest.records.validation import duration
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -49,7 +48,7 @@ class Posting(Channel):
 
         self._http = http
         self._rules = http.Rules.of(allow_private)
-        self._settings = http.headers_of(headers), duration(timeout, "timeout", 0.001), tls_context, redirects
+        self._settings = http.headers_of(headers), seconds(timeout, "timeout"), tls_context, redirects
         self._url = url if callable(url) else self._url_of(url, "url")
         self._client: Client | None = None
 
@@ -63,8 +62,8 @@ class Posting(Channel):
         url, headers, body = await self._request(url, digest)
         client = self._client
         if client is None or client.loop is not asyncio.get_running_loop():
-            given, seconds, context, redirects = self._settings
-            client = self._client = self._http.Client(self._rules, given, seconds, context, redirects)
+            given, limit, context, redirects = self._settings
+            client = self._client = self._http.Client(self._rules, given, limit, context, redirects)
         answer = await client.post(url, headers, body)
         if not 200 <= answer.status < 300:
             # A receiver among many says nothing of the others.

@@ -14,11 +14,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
-from aiodigest.channels.common import Channel, library, rendered_by
+from aiodigest.channels.common import Channel, library, one_line, rendered_by, seconds
 from aiodigest.errors import shown
-from aiodigest.records.validation import duration
 from aiodigest.rendering import Message, Render
-from aiodigest.worker.reasons import one_line
 
 TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
 SHORT = 4  # characters: what is shorter is no secret
@@ -56,7 +54,7 @@ class Apprise(Channel):
         self._library: Any = apprise
         self._url = url
         self._render = rendered_by(render)
-        self._timeout = duration(timeout, "timeout", 0.001)
+        self._timeout = seconds(timeout, "timeout")
         if not callable(url):
             self._service(url)
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiodigest import Digest, InvalidArgument
 from aiodigest.channels._posting import Posting, as_body
-from aiodigest.channels.common import rendered_by
-from aiodigest.records.validation import require, whole
+from aiodigest.channels.common import rendered_by, require, whole
 from aiodigest.rendering import Block, Message, Render
 from aiodigest.rendering.texts import clean, line
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Self
+from datetime import timedelta
+from typing import Any, Self, cast
 
-from aiodigest import ConfigurationError, Digest
-from aiodigest.records.validation import can_ask, require
+from aiodigest import ConfigurationError, Digest, InvalidArgument
+from aiodigest.errors import printable, shown
 from aiodigest.rendering import Render, plain
+
+TEN_YEARS = 315_360_000  # seconds
 
 
 class Channel:
@@ -66,3 +69,38 @@ def rendered_by(render: Render | None) -> Render:
     except ConfigurationError:
         return plain
     return Template()
+
+
+def one_line(text: str) -> str:
+    """Return what somebody says as one printable line of bounded length, in UTF-8."""
+    return printable(" ".join(text.encode(errors="replace").decode().split()))[:500]
+
+
+# Arguments, checked when a channel is made
+
+
+def require(fits: bool, what: str, allowed: str, given: object) -> None:
+    """Refuse an argument that does not fit."""
+    if not fits:
+        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
+
+
+def whole(value: object, what: str, least: int, most: int) -> int:
+    """Return a whole number, which a bool is not."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    require(fits, what, f"a whole number from {least} to {most:,}", value)
+    return cast("int", value)
+
+
+def seconds(value: float | timedelta, what: str) -> float:
+    """Return a duration in seconds."""
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    allowed = f"0.001 to {TEN_YEARS} seconds (ten years), or such a timedelta"
+    require(is_number and 0.001 <= number <= TEN_YEARS, what, allowed, value)
+    return float(number)
+
+
+def can_ask(function: object) -> bool:
+    """True if it may be a function that is asked for an answer; a class is none: its parentheses were forgotten."""
+    return callable(function) and not isinstance(function, type)

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
 from aiodigest import Digest, DigestEngine, Entry, InvalidArgument, Reject
-from aiodigest.channels.common import Channel
+from aiodigest.channels.common import Channel, can_ask, require
 from aiodigest.errors import shown
-from aiodigest.records.validation import can_ask, require
 
 T = TypeVar("T")
 

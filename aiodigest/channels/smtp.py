@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from aiodigest import ConfigurationError, Digest, InvalidArgument, Reject
 from aiodigest.channels._mail import ONE, address_of, link_of, write
-from aiodigest.channels.common import Channel, library, rendered_by
+from aiodigest.channels.common import Channel, can_ask, library, rendered_by, require, seconds, whole
 from aiodigest.errors import shown
-from aiodigest.records.validation import can_ask, duration, require, whole
 from aiodigest.rendering import Render
 
 if TYPE_CHECKING:
@@ -124,8 +123,7 @@ class SMTP(Channel):
         elif one_click:
             raise InvalidArgument("one_click must come with unsubscribe, the link that is posted to")
         self._render = rendered_by(render)
-        seconds = duration(timeout, "timeout", 0.001)
-        self._options = Options(host, port, tls, tls_context, username, password, hello, seconds, mute)
+        self._options = Options(host, port, tls, tls_context, username, password, hello, seconds(timeout, "timeout"), mute)
         self._connect = MailServer
         self._server: MailServer | None = None
 
