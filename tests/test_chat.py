@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
+from eventloops import Clock, clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_webhook import Clock, clock, outcome
+from test_webhook import outcome
 from webservers import DIE, HANG, Reply, Script, Site, at, status, web_server
 
 from aiodigest import (
@@ -336,6 +337,16 @@ async def test_answers_mean_what_they_mean_to_a_webhook(kind: Chat, script: Scri
         found = await outcome(chat(digest()))
     assert type(found) is expected
     assert TOKEN not in f"{found}{chat!r}"
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+async def test_a_chat_that_is_gone_is_one_error(kind: Chat, caplog: pytest.LogCaptureFixture) -> None:
+    async with web_server(status(410)) as server, channel(kind, server) as chat:
+        for _ in range(2):
+            await outcome(chat(digest()))
+    [line] = [line for line in caplog.records if line.name.startswith("aiodigest")]
+    assert (line.levelname, TOKEN in line.getMessage()) == ("ERROR", False)
+    assert "has nothing at this url: check it" in line.getMessage()
 
 
 @pytest.mark.parametrize("kind", SERVICES)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import ssl
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import trustme
 from engines import engine_on, holding
+from eventloops import Clock, clock, nothing_is_left
 from mailservers import DIE, HANG, TAKE_AND_DIE, TAKE_AND_HANG, Mailbox, mail_server, one_after_another, script
 
 from aiodigest import (
@@ -37,6 +37,8 @@ from aiodigest.channels import SMTP
 from aiodigest.channels._mailserver import IDLE
 from aiodigest.rendering import Message
 from aiodigest.testing import TestEngine
+
+__all__ = ["clock", "nothing_is_left"]
 
 SENDER = "Shop <news@shop.example>"
 PASSWORD = "s3cret-passw0rd"
@@ -92,34 +94,6 @@ async def outcome(smtp: SMTP, *arguments: Any, **options: Any) -> Exception | No
     except Exception as error:
         return error
     return None
-
-
-class Clock:
-    """The event loop's clock, which a test may set forward: nothing waits for it, and no machine is too slow for it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._time, self.ahead = loop.time, 0.0
-
-    def time(self) -> float:
-        return self._time() + self.ahead
-
-
-@pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    loop = asyncio.get_running_loop()
-    clock = Clock(loop)
-    monkeypatch.setattr(loop, "time", clock.time)
-    return clock
-
-
-@pytest.fixture(autouse=True)
-async def _nothing_is_left() -> AsyncIterator[None]:
-    """Let no error go by that nobody looked at."""
-    unseen: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    yield
-    gc.collect(1)
-    assert not unseen, unseen
 
 
 # What a mail is

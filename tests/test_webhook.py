@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import gzip
 import logging
 import socket
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from ipaddress import ip_address
 from typing import Any
 
 import pytest
+from eventloops import Clock, clock, nothing_is_left
 from httpx2 import ASGITransport, AsyncClient
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +59,8 @@ from aiodigest.channels._http import MOST, is_public
 from aiodigest.channels._posting import LONGEST, retry_after
 from aiodigest.testing import TestEngine
 
+__all__ = ["clock", "nothing_is_left"]
+
 SECRET = "whsec_" + b64encode(bytes(range(24))).decode()
 NEWER = "whsec_" + b64encode(bytes(range(64))).decode()
 LARGE = "x" * 16_000_000  # more than any buffer between a client and a server
@@ -91,34 +93,6 @@ async def of(script: Script, value: JSON = "news", **options: Any) -> Exception 
     """Return the error that ends a delivery to a server."""
     async with web_server(script) as server, channel(server, **options) as webhook:
         return await outcome(webhook(digest(value)))
-
-
-class Clock:
-    """The event loop's clock, which a test may set forward: nothing waits for it, and no machine is too slow for it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._time, self.ahead = loop.time, 0.0
-
-    def time(self) -> float:
-        return self._time() + self.ahead
-
-
-@pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    loop = asyncio.get_running_loop()
-    clock = Clock(loop)
-    monkeypatch.setattr(loop, "time", clock.time)
-    return clock
-
-
-@pytest.fixture(autouse=True)
-async def _nothing_is_left() -> AsyncIterator[None]:
-    """Let no error go by that nobody looked at, and no connection stay open."""
-    unseen: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    yield
-    gc.collect(1)
-    assert not unseen, unseen
 
 
 # What is posted
@@ -800,3 +774,96 @@ def test_a_library_that_is_missing_is_named_with_the_extra(
     options: dict[str, Any] = {"secrets": None} if kind is Webhook else {}
     with pytest.raises(ConfigurationError, match=rf"{name} is not installed: pip install 'aiodigest\[webhook\]'"):
         kind("https://hooks.example/", **options)
+
+
+# A set-up that is wrong
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the errors in the log since the last time, none of which holds what is secret."""
+    lines = [line for line in caplog.records if line.name.startswith("aiodigest")]
+    found = [line.getMessage() for line in lines]
+    assert not found or {line.levelname for line in lines} == {"ERROR"}
+    assert not any("/hook" in each or SECRET in each for each in found)
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (401, "lets nobody in with these settings: check url and what authenticates"),
+        (403, "lets nobody in with these settings: check url and what authenticates"),
+        (404, "has nothing at this url: check it"),
+        (301, "leads elsewhere: check url"),
+    ],
+)
+async def test_an_answer_that_only_another_set_up_changes_is_one_error_until_something_is_delivered(
+    number: int, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, right = Reply(number, b"no"), Reply(204)
+    script = replying(wrong, wrong, Reply(500), wrong, Reply(407, b"no"), wrong, right, wrong)
+    async with web_server(script) as server, channel(server) as webhook:
+        await outcome(webhook(digest()))
+        name = f"localhost:{server.port}"
+        assert told(caplog) == [f"{name} {advice}: {name}: {number} no"]
+        for _ in range(3):
+            await outcome(webhook(digest()))
+        assert told(caplog) == []
+        for _ in range(4):
+            await outcome(webhook(digest()))
+        lines = told(caplog)
+        assert [line.split()[-2] for line in lines] == ["407", f"{number}", f"{number}"]
+        assert len(server.requests) == 8
+
+
+async def test_a_name_that_nobody_has_is_one_error_and_one_that_nobody_could_be_asked_for_is_none(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter([socket.EAI_AGAIN, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NONAME])
+
+    async def unknown(*arguments: Any, **options: Any) -> None:
+        raise socket.gaierror(next(codes), "who?")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    async with Webhook("https://hooks.example/hook", secrets=None) as webhook:
+        for _ in range(4):
+            assert type(await outcome(webhook(digest()))) is ChannelError
+    [line] = told(caplog)
+    assert line.startswith("hooks.example is not to be found: check url: hooks.example: its name leads nowhere")
+
+
+async def test_a_certificate_that_is_not_trusted_and_an_address_that_is_not_allowed_are_errors(
+    caplog: pytest.LogCaptureFixture, lookup: Any
+) -> None:
+    right, _, _ = certificates()
+    lookup(["127.0.0.1"], ["127.0.0.1"], ["127.0.0.1"])
+    async with web_server(tls=right) as server:
+        for allow_private in (HERE, "10.0.0.0/8"):
+            url = f"https://localhost:{server.port}/hook"
+            async with Webhook(url, secrets=None, allow_private=allow_private) as webhook:
+                for _ in range(2 if allow_private == HERE else 1):
+                    await outcome(webhook(digest()))
+    untrusted, private = told(caplog)
+    assert "has no TLS that is trusted: check url and tls_context: " in untrusted
+    assert "may not be reached: check url and allow_private: " in private
+
+
+async def test_a_connection_that_is_lost_or_refused_says_nothing_of_the_set_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    right, _, trusting = certificates()
+    async with web_server(at("connection", DIE), tls=right) as server, channel(server, tls_context=trusting) as webhook:
+        await outcome(webhook(digest()))
+    await outcome(webhook(digest()))
+    await webhook.aclose()
+    assert told(caplog) == []
+
+
+async def test_a_receiver_among_many_says_nothing_of_the_set_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with web_server(status(404)) as server, channel(server) as webhook:
+        await outcome(webhook(digest(), to=server.url))
+        async with Webhook(lambda key: server.url, secrets=None, allow_private=True) as for_each:
+            await outcome(for_each(digest()))
+        assert len(server.requests) == 2
+    assert told(caplog) == []

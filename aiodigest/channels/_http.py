@@ -20,7 +20,7 @@ from httpx2 import URL, InvalidURL
 
 from aiodigest import ChannelError, InvalidArgument, OutcomeUnknown
 from aiodigest import __version__ as version
-from aiodigest.channels.common import one_line
+from aiodigest.channels.common import is_wrong_tls, one_line
 
 MOST = 16_384  # bytes of an answer that are looked at
 EXCERPT = 200  # characters of it in an error
@@ -35,6 +35,8 @@ Address = IPv4Address | IPv6Address
 # Public by their numbers, and yet inside: metadata and other services of clouds (192.0.0.192, 168.63.129.16).
 INSIDE = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
 GLOBAL, SIX_TO_FOUR, NAT64 = map(IPv6Network, ("2000::/3", "2002::/16", "64:ff9b::/96"))
+NOWHERE, UNTRUSTED = "is not to be found: check url", "has no TLS that is trusted: check url and tls_context"
+UNKNOWN = socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)  # of a name that nobody has
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 OURS = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding", "content-type")
@@ -48,6 +50,22 @@ def is_public(address: Address) -> bool:
         return address.is_global and address in GLOBAL and address not in SIX_TO_FOUR
     inside = address.is_multicast or address.is_reserved or any(address in network for network in INSIDE)
     return address.is_global and not inside
+
+
+class WrongSetUp(Exception):
+    """No time mends why there is no connection; ``advice`` says of the receiver what to check."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
+
+
+class Misled(httpcore2.ConnectError):
+    """A host's name leads nowhere, or to where it may not."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,8 @@ class Guarded(httpcore2.AsyncNetworkBackend):
         found = await addresses_of(host, port)
         allowed = [str(address) for address in found if self._rules.allow(address)]
         if not allowed:
-            raise httpcore2.ConnectError(f"{host} is at {found[0]}, which is not public, and not in allow_private")
+            reason = f"{host} is at {found[0]}, which is not public, and not in allow_private"
+            raise Misled(reason, "may not be reached: check url and allow_private")
         for address in allowed[:-1]:
             with suppress(httpcore2.ConnectError, httpcore2.ConnectTimeout):
                 return await self._network.connect_tcp(address, port, ANOTHER, local_address, socket_options)
@@ -106,7 +125,7 @@ class Guarded(httpcore2.AsyncNetworkBackend):
 
 
 async def addresses_of(host: str, port: int) -> list[Address]:
-    """Return the addresses of a host, of which there is at least one. Raises ConnectError."""
+    """Return the addresses of a host, of which there is at least one. Raises ConnectError, or Misled if it has none."""
     try:
         return [ip_address(host)]
     except ValueError:
@@ -115,9 +134,12 @@ async def addresses_of(host: str, port: int) -> list[Address]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [ip_address(sockaddr[0]) for *_, sockaddr in found]
     except (OSError, ValueError) as error:
-        raise httpcore2.ConnectError(f"its name leads nowhere: {error}") from None
+        reason = f"its name leads nowhere: {error}"
+        if isinstance(error, OSError) and error.errno not in UNKNOWN:  # nobody could be asked
+            raise httpcore2.ConnectError(reason) from None
+        raise Misled(reason, NOWHERE) from None
     if not addresses:
-        raise httpcore2.ConnectError("its name leads nowhere")
+        raise Misled("its name leads nowhere", NOWHERE)
     return list(dict.fromkeys(addresses))
 
 
@@ -186,8 +208,8 @@ class Client:
             await self._pool.aclose()
 
     async def post(self, url: URL, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Return the answer to a request. Raises ChannelError if there is none and the receiver cannot have the whole
-        request, else OutcomeUnknown."""
+        """Return the answer to a request. Raises ChannelError or WrongSetUp if there is none and the receiver cannot
+        have the whole request, else OutcomeUnknown."""
         target, secrets = url, secrets_of(url, self.headers)
         end = self.loop.time() + self.timeout
         for _ in range(HOPS + 1):
@@ -234,8 +256,14 @@ class Client:
                 said = f"no answer within {self.timeout:g} s"
             else:
                 said = one_line(hidden(str(error) or type(error).__name__, secrets))
-            failed = OutcomeUnknown if body.is_sent else ChannelError
-            raise failed(f"{name}: {said}") from None
+            reason = f"{name}: {said}"
+            if body.is_sent:
+                raise OutcomeUnknown(reason) from None
+            if isinstance(error, Misled):
+                raise WrongSetUp(reason, error.advice) from None
+            if isinstance(error, httpcore2.ConnectError) and is_wrong_tls(error.__context__):
+                raise WrongSetUp(reason, UNTRUSTED) from None
+            raise ChannelError(reason) from None
         text = await self._beginning(response)
         found = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in response.headers}
         is_plain = found.get("content-encoding", "identity").strip().lower() == "identity"

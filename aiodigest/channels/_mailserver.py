@@ -14,10 +14,7 @@ from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPResponseException
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
-from aiodigest.channels.common import one_line
-from aiodigest.logs import logger_of
-
-logger = logger_of(__name__)
+from aiodigest.channels.common import SetUp, is_wrong_tls, one_line
 
 SOON = 5.0  # seconds after which a mail that did not get its turn is tried again
 IDLE = 20.0  # seconds after which a connection is asked whether it still lives: routers forget
@@ -29,6 +26,7 @@ SET_UP = {500, 501, 502, 503, 504, 530, 534, 535, 538}  # the server does not ta
 OURS = ("5.1.7", "5.1.8")  # said of the sender's address
 FULL = "5.2.2"
 NOBODY = "5.1.1"
+ADVICE = "rejects these settings: check host, port, tls, username, password and sender"
 ENHANCED = re.compile(r"[245]\.\d{1,3}\.\d{1,3}\b")
 
 
@@ -69,7 +67,7 @@ class MailServer:
         self._is_clean = True  # no mail is half said
         self._used = 0.0  # when the server answered last, by the loop's clock
         self._lost = -inf, ""  # when it could not be reached the last time, and why
-        self._told: tuple[str, int] | None = None  # the set-up's fault that the log tells of
+        self._set_up = SetUp(of.name)
         self._is_closed = False  # no mail begins any more
 
     async def send(self, mail: Mail) -> None:
@@ -128,7 +126,8 @@ class MailServer:
             self._drop()
             raise
         else:
-            self._told, self._used = None, self.loop.time()
+            self._set_up.works()
+            self._used = self.loop.time()
             return
         if self._stage == CONNECT:
             self._lost = self.loop.time(), str(outcome)
@@ -257,15 +256,9 @@ class MailServer:
 
     def _tell(self, code: int, reason: str) -> None:
         """Log that no mail goes out as things are, once until one does."""
-        if self._told != (self._stage, code):
-            self._told = self._stage, code
-            line = "%s rejects these settings: check host, port, tls, username, password and sender: %s"
-            logger.error(line, self.options.name, reason, extra={"reason": reason})
+        self._set_up.is_wrong((self._stage, code), ADVICE, reason)
 
 
 def _is_set_up(error: BaseException | None) -> bool:
     """True if only another set-up could help: TLS or a login that the server does not have, or a wrong certificate."""
-    passing = ssl.SSLEOFError, ssl.SSLZeroReturnError
-    if type(error) is SMTPException or (isinstance(error, ssl.SSLError) and not isinstance(error, passing)):
-        return True
-    return error is not None and error.__cause__ is not None and _is_set_up(error.__cause__)
+    return type(error) is SMTPException or is_wrong_tls(error) or (error is not None and _is_set_up(error.__cause__))

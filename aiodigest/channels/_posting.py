@@ -13,7 +13,7 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from aiodigest import ChannelError, Digest, InvalidArgument, Reject, RetryAfter
-from aiodigest.channels.common import Channel, library, seconds
+from aiodigest.channels.common import Channel, SetUp, library, seconds
 from aiodigest.errors import shown
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ LONGEST = 3600.0  # seconds that a receiver may ask for at once
 LIMITED = 429, 503  # a receiver that has too much to do, and may say for how long
 PASSING = 401, 403, 404, 407, 408, 421, 423, 425, 429  # of 4xx: somebody may mend it, or time
 GONE = 410
+WRONG = {  # and what to check, if there is one URL
+    **dict.fromkeys((401, 403, 407), "lets nobody in with these settings: check url and what authenticates"),
+    **dict.fromkeys((404, GONE), "has nothing at this url: check it"),
+    **dict.fromkeys((301, 302, 303, 307, 308), "leads elsewhere: check url"),
+}  # fmt: skip
 SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
@@ -51,6 +56,7 @@ class Posting(Channel):
         self._settings = http.headers_of(headers), seconds(timeout, "timeout"), tls_context, redirects
         self._url = url if callable(url) else self._url_of(url, "url")
         self._client: Client | None = None
+        self._set_up = None if callable(self._url) else SetUp(self._http.name_of(self._url))
 
     def __repr__(self) -> str:
         name = "..." if callable(self._url) else repr(self._http.name_of(self._url))
@@ -64,10 +70,21 @@ class Posting(Channel):
         if client is None or client.loop is not asyncio.get_running_loop():
             given, limit, context, redirects = self._settings
             client = self._client = self._http.Client(self._rules, given, limit, context, redirects)
-        answer = await client.post(url, headers, body)
-        if not 200 <= answer.status < 300:
-            # A receiver among many says nothing of the others.
-            raise self._meaning(answer, is_only=to is None and not callable(self._url))
+        set_up = self._set_up if to is None else None  # a receiver among many says nothing of the others
+        try:
+            answer = await client.post(url, headers, body)
+        except self._http.WrongSetUp as error:
+            if set_up is not None:
+                set_up.is_wrong(error.advice, error.advice, str(error))
+            raise ChannelError(str(error)) from None
+        if 200 <= answer.status < 300:
+            if set_up is not None:
+                set_up.works()
+            return
+        meaning = self._meaning(answer, is_only=set_up is not None)
+        if set_up is not None and answer.status in WRONG and isinstance(meaning, ChannelError):
+            set_up.is_wrong(answer.status, WRONG[answer.status], answer.reason)
+        raise meaning
 
     async def aclose(self) -> None:
         """Close the connections, and raise nothing. They open again when they are used."""

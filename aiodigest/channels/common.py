@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,9 +10,13 @@ from typing import Any, Self, cast
 
 from aiodigest import ConfigurationError, Digest, InvalidArgument
 from aiodigest.errors import printable, shown
+from aiodigest.logs import logger_of
 from aiodigest.rendering import Render, plain
 
+logger = logger_of(__name__)
+
 TEN_YEARS = 315_360_000  # seconds
+PASSING = ssl.SSLEOFError, ssl.SSLZeroReturnError  # of TLS: the connection was lost
 
 
 class Channel:
@@ -69,6 +74,31 @@ def rendered_by(render: Render | None) -> Render:
     except ConfigurationError:
         return plain
     return Template()
+
+
+class SetUp:
+    """Settings by which a channel reaches the receiver ``name``: if they are wrong, one line of the log says so, once
+    for each kind of fault in a row, until something goes out."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told: object = None
+
+    def is_wrong(self, kind: object, advice: str, reason: str) -> None:
+        """Tell what is wrong, and what to check."""
+        if self._told != kind:
+            self._told = kind
+            logger.error("%s %s: %s", self._name, advice, reason, extra={"reason": reason})
+
+    def works(self) -> None:
+        self._told = None
+
+
+def is_wrong_tls(error: BaseException | None) -> bool:
+    """True if an error comes of TLS that the other end does not speak, or of a certificate that is not trusted."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, PASSING):
+        return True
+    return error is not None and is_wrong_tls(error.__cause__)
 
 
 def one_line(text: str) -> str:

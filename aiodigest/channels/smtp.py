@@ -123,7 +123,8 @@ class SMTP(Channel):
         elif one_click:
             raise InvalidArgument("one_click must come with unsubscribe, the link that is posted to")
         self._render = rendered_by(render)
-        self._options = Options(host, port, tls, tls_context, username, password, hello, seconds(timeout, "timeout"), mute)
+        limit = seconds(timeout, "timeout")
+        self._options = Options(host, port, tls, tls_context, username, password, hello, limit, mute)
         self._connect = MailServer
         self._server: MailServer | None = None
 
