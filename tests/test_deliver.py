@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import sys
 import time
 from collections import Counter
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import trustme
 from clusters import until
 from commandline import Command, environment, ndjson
 from mailservers import Mailbox, mail_server, one_after_another, script
 from servers import Server
+from webservers import web_server
 
 from aiodigest import ConfigurationError, Digest, DigestEngine
 from aiodigest.cli.destinations import KINDS, destination
@@ -275,6 +278,55 @@ async def test_services_of_the_web_are_posted_to(scheme: str, pipe: Pipe) -> Non
         ended = await pipe("--deliver", "env:THE_URL", command="send", THE_URL=url)
     assert (ended[0], ended[2], ended[1][:13]) == (0, "", "delivered to ")
     assert b"This is a test of aiodigest" in posted[0]
+
+
+# TLS
+
+
+@asynccontextmanager
+async def served(scheme: str, folder: Path) -> AsyncGenerator[tuple[str, Callable[[], int]]]:
+    """Serve a scheme by TLS, for the authority in ``ca.pem``; yield a URL, and what counts the digests that came."""
+    authority: Any = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    if scheme == "https":
+        async with web_server(tls=context) as site:
+            yield f"{site.url}/hook", lambda: len(site.requests)
+    else:
+        async with mail_server(tls=context, implicit=scheme == "smtps") as mailbox:
+            query = "?to=dev@example.org" + "&tls=starttls" * (scheme == "smtp")
+            yield f"{scheme}://localhost:{mailbox.port}{query}", lambda: len(mailbox.mails)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheme", ["smtp", "smtps", "https"])
+async def test_digests_go_over_tls_that_an_authority_of_ones_own_vouches_for(
+    scheme: str, pipe: Pipe, tmp_path: Path
+) -> None:
+    async with served(scheme, tmp_path) as (url, count):
+        options = ("--group-by", "repo", "--deliver", url)
+        ended = await pipe(*options, input=lines("web", "api", "web"), SSL_CERT_FILE="ca.pem")
+        assert ended == (0, "", "")
+        assert count() == 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheme", ["smtp", "smtps", "https"])
+async def test_a_certificate_that_is_not_trusted_is_told_once_and_nothing_is_sent(
+    scheme: str, pipe: Pipe, tmp_path: Path
+) -> None:
+    async with served(scheme, tmp_path) as (url, count):
+        code, output, errors = await pipe("--deliver", url, command="send")
+        [line] = errors.splitlines()
+        assert (code, output) == (69, "")
+        assert line.startswith("aiodigest: not delivered: localhost:")
+        assert "CERTIFICATE_VERIFY_FAILED" in line
+        options = ("--group-by", "repo", "--deliver", url, "--retry-for", "3s")
+        code, output, errors = await pipe(*options, input=lines("web", "api"))
+        assert (code, output, count()) == (1, "", 0)
+    assert errors.count(": check ") == 1
+    assert "2 groups could not be delivered" in errors.splitlines()[-1]
 
 
 # --exec

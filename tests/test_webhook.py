@@ -845,7 +845,7 @@ async def test_a_certificate_that_is_not_trusted_and_an_address_that_is_not_allo
                 for _ in range(2 if allow_private == HERE else 1):
                     await outcome(webhook(digest()))
     untrusted, private = told(caplog)
-    assert "has no TLS that is trusted: check url and tls_context: " in untrusted
+    assert "has no TLS that is trusted: check url and tls_context, or SSL_CERT_FILE: " in untrusted
     assert "may not be reached: check url and allow_private: " in private
 
 

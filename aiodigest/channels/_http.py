@@ -35,7 +35,8 @@ Address = IPv4Address | IPv6Address
 # Public by their numbers, and yet inside: metadata and other services of clouds (192.0.0.192, 168.63.129.16).
 INSIDE = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
 GLOBAL, SIX_TO_FOUR, NAT64 = map(IPv6Network, ("2000::/3", "2002::/16", "64:ff9b::/96"))
-NOWHERE, UNTRUSTED = "is not to be found: check url", "has no TLS that is trusted: check url and tls_context"
+NOWHERE = "is not to be found: check url"
+UNTRUSTED = "has no TLS that is trusted: check url and tls_context, or SSL_CERT_FILE"
 UNKNOWN = socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)  # of a name that nobody has
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
