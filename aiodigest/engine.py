@@ -677,7 +677,8 @@ class DigestEngine(Generic[T]):
         require(isinstance(urgent, bool), "urgent", "True or False", urgent)  # pyright: ignore[reportUnnecessaryIsInstance]
         size = sizes_of(self.codec)(encoded) if terms.max_bytes else 0
         if size > terms.max_bytes:
-            raise LimitExceeded(f"a value may take at most {terms.max_bytes:,} bytes (max_bytes), not {size:,}")
+            told = f"a value may take at most {terms.max_bytes:,} bytes (max_bytes), not {size:,}"
+            raise LimitExceeded(told, field="max_bytes", given=size, most=terms.max_bytes)
         return Add(plain(key), entry, terms, self._policies.own, until, urgent, size)
 
     # Looking at timelines and dead letters, and moving them by hand

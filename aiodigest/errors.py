@@ -31,8 +31,34 @@ class ConfigurationError(AiodigestError):
     """The engine is set up or used in a way that cannot work; the message names the fix."""
 
 
-class InvalidArgument(AiodigestError, ValueError):
-    """An argument is not allowed; the message says which values are, and quotes the argument. Nothing was stored."""
+class _AboutField(AiodigestError):
+    """An error that tells programs, too, what it is about."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field: str = "",
+        given: object = None,
+        least: float | None = None,
+        most: float | None = None,
+        other: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.field = field
+        self.given = given
+        self.least = least
+        self.most = most
+        self.other = other
+
+
+class InvalidArgument(_AboutField, ValueError):
+    """An argument is not allowed; ``message`` says which values are, and quotes the argument. Nothing was stored.
+
+    Of a number or a duration (in seconds) ``field`` is the argument's name, and ``given`` what it was; ``least`` or
+    ``most`` is its bound, which ``other`` names if it is another argument; without a bound, the two exclude each other.
+    Where nothing is told so, ``field`` and ``other`` are empty, and the others None.
+    """
 
 
 class InvalidState(AiodigestError):
@@ -43,8 +69,12 @@ class LeaseLost(AiodigestError):
     """Another worker holds the timeline now, or it was delivered: this worker's outcome changed nothing."""
 
 
-class LimitExceeded(AiodigestError):
-    """A value, a call or a timeline would exceed its limit. Nothing was stored."""
+class LimitExceeded(_AboutField):
+    """A value, a call or a timeline would exceed its limit. Nothing was stored.
+
+    Its arguments are those of ``InvalidArgument``: if the limit is a field of the policy, ``field`` is its name,
+    ``most`` what it allows, and ``given`` what there was.
+    """
 
 
 class CodecError(AiodigestError):

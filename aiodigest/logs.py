@@ -26,7 +26,7 @@ class EngineLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger_of(module: str) -> EngineLogger:
-    """Return the logger of a module, for callbacks and channels too: its lines name the engine whose digest is being
+    """Return the logger of ``module``, for callbacks and channels too: its lines name the engine whose digest is being
     delivered, in the text and as the field ``namespace``."""
     return EngineLogger(logging.getLogger(module))
 

@@ -241,7 +241,8 @@ class Policy:
         ):  # fmt: skip
             if delay > maximum and self.at is None:
                 above = f"{name} ({delay:.15g} s) must not be above maximum_delay ({maximum:.15g} s)"
-                raise InvalidArgument(f"{above}: give maximum_delay={delay:.15g} or more")
+                told = f"{above}: give maximum_delay={delay:.15g} or more"
+                raise InvalidArgument(told, field=name, given=delay, most=maximum, other="maximum_delay")
         if self.max_age is not None:
             duration(self.max_age, "max_age", SHORTEST)
         if self.dedupe_window is not None:
@@ -251,7 +252,8 @@ class Policy:
             whole(self.max_size, "max_size", 1, MAX_CAPACITY)
             if self.max_size > self.capacity:
                 above = f"max_size ({self.max_size}) must not be above capacity ({self.capacity})"
-                raise InvalidArgument(f"{above}: give capacity={self.max_size} or more")
+                told = f"{above}: give capacity={self.max_size} or more"
+                raise InvalidArgument(told, field="max_size", given=self.max_size, most=self.capacity, other="capacity")
         if self.max_bytes is not None:
             whole(self.max_bytes, "max_bytes", 1, 2**30)
         if not _given(self.ttl):
@@ -265,9 +267,11 @@ class Policy:
         """Refuse fields that exclude each other, or that need another."""
         rules = [name for name in RULES if _given(getattr(self, name))]
         if len(rules) > 1:
-            raise InvalidArgument(f"only one of {', '.join(RULES)} may be given, not {' and '.join(rules)}")
+            told = f"only one of {', '.join(RULES)} may be given, not {' and '.join(rules)}"
+            raise InvalidArgument(told, field=rules[0], other=rules[1])
         if self.initial_delay and self.rule != "increment":
-            raise InvalidArgument(f"initial_delay goes with increment_delay alone, not with {rules[0]}")
+            told = f"initial_delay goes with increment_delay alone, not with {rules[0]}"
+            raise InvalidArgument(told, field="initial_delay", other=rules[0])
         for name in ("randomised", "first_at_once"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, "True or False", value)
@@ -347,7 +351,8 @@ class Policy:
     def _ttl_above(self, bound: float, what: str) -> None:
         ttl = duration(self.ttl, "ttl", SHORTEST)
         if ttl <= bound:
-            raise InvalidArgument(f"ttl must be longer than {what} ({bound:.15g} s); it is {ttl:.15g} s")
+            told = f"ttl must be longer than {what} ({bound:.15g} s); it is {ttl:.15g} s"
+            raise InvalidArgument(told, field="ttl", given=ttl, least=bound, other=what)
 
     def cool_ms(self, iteration: int) -> int:
         """Return the cool-down after digest number ``iteration``, in milliseconds, clamped to ``maximum_delay``."""

@@ -188,14 +188,18 @@ def test_the_folders_of_the_lock_of_a_pipe_are_for_its_user_alone(tmp_path: File
             "--quiet-delay (1.5s) must not be above --maximum-delay (1s): give --maximum-delay 1.5s or more",
         ),
         (["pipe", "--group-by", "a", "--ttl", "60"], "--ttl must be longer than --maximum-delay (30m); it is 1m "),
-        (["pipe", "--group-by", "a", "--quiet-delay", "0"], "--quiet-delay must be at least 0.001 and at most "),
+        (
+            ["pipe", "--group-by", "a", "--ttl", "2h", "--exec", "true"],
+            "--ttl must be longer than the whole retry span (298563s); it is 2h ",
+        ),
+        (["pipe", "--group-by", "a", "--quiet-delay", "0"], "--quiet-delay must be 0.001s to 3650d, not 0s"),
         (
             ["pipe", "--group-by", "a", "--price", "5", "--at", "0 9 * * *"],
-            "only one of --increment-delay, --quiet-delay, --price, --at may be given, not --price and --at",
+            "--price and --at exclude each other: give one of them",
         ),
         (
             ["pipe", "--group-by", "a", "--price", "5", "--initial-delay", "1"],
-            "--initial-delay goes with --increment-delay alone, not with --price",
+            "--initial-delay and --price exclude each other: give one of them",
         ),
         (["pipe", "--group-by", "a", "--at", "09:00"], "value for '--at': cron must have five fields"),
         (["pipe", "--group-by", "a", "--at", "0 9 30 2 *"], "value for '--at': cron must name a day that comes"),

@@ -125,13 +125,20 @@ def size(value: Any) -> int:
     return len(value) if isinstance(value, str) else 6_000
 
 
+def joined(text: str) -> str:
+    """Return a text as JSON has it: of two surrogates that stand side by side it makes a character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
 def told(value: Any) -> Any:
     """Return a value as JSON has it; None for what it has no form for, which may be told in any way."""
     if isinstance(value, dict):
-        return {name: told(each) for name, each in cast("dict[str, Any]", value).items()}
+        return {joined(name): told(each) for name, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
         return [told(each) for each in cast("list[Any]", value)]
-    is_plain = isinstance(value, str | bool) or (isinstance(value, int | float) and abs(value) < 1e301)
+    if isinstance(value, str):
+        return joined(value)
+    is_plain = isinstance(value, bool) or (isinstance(value, int | float) and abs(value) < 1e301)
     return value if is_plain else None
 
 
@@ -153,8 +160,8 @@ def check_json(body: bytes, digest: Digest[Any]) -> None:
     assert body.isascii()
     assert body.decode().isprintable()
     found = json.loads(body, parse_constant=refuse)
-    assert (found["id"], found["key"], found["dropped"]) == (digest.id, digest.key, digest.dropped)
-    assert [each["id"] for each in found["records"]] == [each.id for each in digest.records]
+    assert (found["id"], found["key"], found["dropped"]) == (joined(digest.id), joined(digest.key), digest.dropped)
+    assert [each["id"] for each in found["records"]] == [joined(each.id) for each in digest.records]
     for record, each in zip(digest.records, found["records"], strict=True):
         assert resembles(each["value"], told(record.value))
     assert len(body) <= 6 * (2 * sum(size(record.value) + 1_100 for record in digest.records) + 4_000)

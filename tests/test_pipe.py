@@ -278,7 +278,7 @@ def test_a_digest_has_no_more_bytes_than_asked_for_and_a_longer_line_is_told_of(
     lines = [{**item(number), "text": "x" * (2_000 if number == 3 else 300)} for number in range(8)]
     result = pipe(*BY_KEY, "--max-bytes", "1000", "--initial-delay", "20m", input=ndjson(lines))
     told = result.stderr.decode().splitlines()
-    assert told[0].startswith("aiodigest: <stdin>:4: a value may take at most 1,000 bytes (--max-bytes), not ")
+    assert told[0].startswith("aiodigest: <stdin>:4: a line may take at most 1,000 bytes (--max-bytes), not ")
     assert (result.returncode, told[1:]) == (0, ["aiodigest: 1 line over a limit: skipped"])
     assert sorted(ids(result.stdout)) == [f"k{number}" for number in range(8) if number != 3]
     for digest in digests(result.stdout):

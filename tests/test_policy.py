@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -264,3 +265,25 @@ async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raise
     with pytest.raises(TimeoutError, match="theirs"):
         await policies.of("own", timeout=5)
     assert await policies.of("key", timeout=11) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("fields", "about"),
+    [
+        ({"quiet_delay": 0}, ("quiet_delay", 0, 0.001, 315_360_000, "")),
+        ({"capacity": True}, ("capacity", True, 1, 10_000, "")),
+        ({"minimum_delay": timedelta(0, 90), "maximum_delay": 60}, ("minimum_delay", 90, None, 60, "maximum_delay")),
+        ({"capacity": 10, "max_size": 11}, ("max_size", 11, None, 10, "capacity")),
+        ({"maximum_delay": 500, "ttl": 400}, ("ttl", 400, 500, None, "maximum_delay")),
+        ({"price": 1, "quiet_delay": 2}, ("quiet_delay", None, None, None, "price")),
+        ({"price": 1, "initial_delay": 2}, ("initial_delay", None, None, None, "price")),
+    ],
+)
+def test_what_is_refused_tells_programs_which_field_it_is_and_what_bounds_it(
+    fields: dict[str, Any], about: tuple[object, ...]
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Policy(**fields)
+    for error in (refused.value, pickle.loads(pickle.dumps(refused.value))):
+        assert (error.field, error.given, error.least, error.most, error.other) == about
+        assert str(error) == str(refused.value)

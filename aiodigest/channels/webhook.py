@@ -38,8 +38,8 @@ class Webhook(Posting):
     401, 403, 404, 407, 408, 421, 423, 425, 429, any 3xx and any 5xx. 429 and 503 with ``Retry-After`` are a
     ``RetryAfter`` of at most an hour; if the channel has one URL, with ``pause``. 410 is a ``Reject`` that mutes the
     timeline, any other 4xx a ``Reject``. If the connection is lost, or the time is over, after the request was sent, it
-    is an ``OutcomeUnknown``. If the channel has one URL, and 401, 403, 404, 407, a redirect, the DNS or TLS says that it
-    is wrong, the log has one ERROR for each of these, until a digest is delivered.
+    is an ``OutcomeUnknown``. If the channel has one URL, and 401, 403, 404, 407, a redirect, the DNS or TLS says that
+    it is wrong, the log has one ERROR for each of these, until a digest is delivered.
 
     Connections go to public addresses alone, whatever the DNS says or a redirect: who may choose a URL must not reach
     what is inside your network. The environment's proxies are not used. Errors and logs name the host of a URL, and no

@@ -38,7 +38,8 @@ def whole(value: object, what: str, least: int, most: int | None = None) -> int:
     # bool is an int to Python, and no number of anything to a reader
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        raise InvalidArgument(f"{what} must be a whole number {allowed}, not {shown(value)}")
+        told = f"{what} must be a whole number {allowed}, not {shown(value)}"
+        raise InvalidArgument(told, field=what, given=value, least=least, most=most)
     return value
 
 
@@ -49,7 +50,8 @@ def duration(value: float | timedelta, what: str, least: float = 0.0, *, positiv
     if not is_number or not least <= number <= TEN_YEARS or (positive and not number):
         allowed = "more than 0" if positive else f"at least {least:g}"
         allowed += f" and at most {TEN_YEARS} seconds (ten years), or such a timedelta"
-        raise InvalidArgument(f"{what} must be {allowed}, not {shown(value)}")
+        told = f"{what} must be {allowed}, not {shown(value)}"
+        raise InvalidArgument(told, field=what, given=number, least=least, most=TEN_YEARS)
     return float(number)
 
 

@@ -25,6 +25,7 @@ from aiodigest import (
     DecorrelatedJitter,
     Digest,
     DigestEngine,
+    InvalidArgument,
     RetryPolicy,
     data_folder,
 )
@@ -45,7 +46,7 @@ from aiodigest.cli.output import USAGE, say
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.streams import Sender, Writer, open_sources, prepare
-from aiodigest.cli.pipe.timing import cron_of, days_of, policy_of, spans_of, zone_of
+from aiodigest.cli.pipe.timing import cron_of, days_of, in_options, policy_of, spans_of, zone_of
 from aiodigest.cli.rendering import digest_json, digest_text, without
 
 MAX_SIZE = 500
@@ -221,7 +222,10 @@ def pipe(
         drain_timeout=1 if goal is None else DRAIN,
         timeout=timeout,
     )
-    engine = make()
+    try:
+        engine = make()
+    except InvalidArgument as error:  # of a policy that does not go with the retries of a delivery
+        raise typer.BadParameter(in_options(error)) from None
     chosen = None if fields is None else names_of(fields)
 
     def as_text(digest: Digest[JSON]) -> bytes:

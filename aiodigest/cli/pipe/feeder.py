@@ -20,6 +20,7 @@ from aiodigest import (
     Digest,
     DigestEngine,
     Entry,
+    LimitExceeded,
     PartialAdd,
     Reject,
     Stats,
@@ -299,7 +300,8 @@ class Feeder:
                     if isinstance(result, BackendUnavailable):
                         again.append(one)
                     elif isinstance(result, AiodigestError):
-                        self._complain(one[0], ValueError(in_options(str(result))))
+                        told = in_options(result) if isinstance(result, LimitExceeded) else str(result)
+                        self._complain(one[0], ValueError(told))
                 left = again
                 for result in error.results:
                     if isinstance(result, BackendUnavailable):

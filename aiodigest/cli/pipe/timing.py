@@ -1,20 +1,18 @@
-"""The policy of a pipe: its options one by one, and together; what is refused is told in their words."""
+"""The policy of a pipe: its options one by one, and together; what is refused is told in words of its own."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from typing import Any
 
 import typer
 
-from aiodigest import InvalidArgument, Policy
+from aiodigest import InvalidArgument, LimitExceeded, Policy
 
 ALL_DAY, ALL_DAYS = "00:00-24:00", "mon-sun"
 UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
-# in messages; "at" is a word of theirs, too
-FIELD = re.compile(rf"\b(?:{'|'.join(field.name for field in fields(Policy))})\b(?! most| least)")
-SECONDS = re.compile(r"=([0-9.]+)|\b([0-9.]+) s\b")
+FIELDS = {field.name for field in fields(Policy)}
+COUNTS = "max_size", "capacity", "max_bytes"  # which are no durations
 
 
 def cron_of(text: str) -> str:
@@ -55,7 +53,7 @@ def policy_of(at: str | None, hours: str | None, days: str | None, tz: str | Non
     try:
         return Policy(**values)
     except InvalidArgument as error:
-        raise typer.BadParameter(in_options(str(error))) from None
+        raise typer.BadParameter(in_options(error)) from None
 
 
 def _hours(spans: str, days: str, tz: str) -> Any:
@@ -64,14 +62,31 @@ def _hours(spans: str, days: str, tz: str) -> Any:
     return Hours(spans, days, tz)
 
 
-def in_options(text: str) -> str:
-    """Return what a policy says of its fields, said of options: ``--ttl 2h`` for ``ttl=7200``."""
-    text = FIELD.sub(lambda field: f"--{field[0].replace('_', '-')}", text.replace(", or such a timedelta", ""))
-    text = text.replace("--capacity=", "--capacity ")  # which is no duration
-    return SECONDS.sub(lambda found: f" {_short(found[1])}" if found[1] else _short(found[2]), text)
+def in_options(error: InvalidArgument | LimitExceeded) -> str:
+    """Return what an error says of a policy, said of options: ``--ttl 2h`` for ``ttl=7200``."""
+    if error.field not in FIELDS:
+        return str(error)
+    name, other = _option(error.field), _option(error.other)
+    given, least, most = (_amount(error.field, each) for each in (error.given, error.least, error.most))
+    if isinstance(error, LimitExceeded):
+        return f"a line may take at most {most} bytes ({name}), not {given}"
+    if not other:
+        return f"{name} must be {least} to {most}, not {given}"
+    if error.most is not None:
+        return f"{name} ({given}) must not be above {other} ({most}): give {other} {given} or more"
+    if error.least is not None:
+        return f"{name} must be longer than {other} ({least}); it is {given}"
+    return f"{name} and {other} exclude each other: give one of them"
 
 
-def _short(text: str) -> str:
-    seconds = float(text)
-    name, size = next(((name, size) for name, size in UNITS if seconds >= size and not seconds % size), ("s", 1))
-    return f"{seconds / size:.15g}{name}"
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name in FIELDS else name
+
+
+def _amount(field: str, number: object) -> str:
+    if not isinstance(number, int | float):
+        return ""
+    if field in COUNTS:
+        return f"{number:,}"
+    name, size = next(((name, size) for name, size in UNITS if number >= size and not number % size), ("s", 1))
+    return f"{number / size:.15g}{name}"
