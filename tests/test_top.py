@@ -99,6 +99,13 @@ def test_a_look_takes_no_more_lines_and_columns_than_there_are() -> None:
         assert " ready" in lines[-1]
 
 
+def test_an_empty_namespace_is_told_in_a_line_and_not_in_zeros() -> None:
+    title, told = drawn(look()).splitlines()
+    assert title.startswith("mail on here")
+    assert told == "nothing was ever added here, or it has another name: see aiodigest namespaces"
+    assert "0 waiting, 0 ready" in drawn(look(digests=1))
+
+
 def test_keys_and_errors_of_strangers_are_shown_as_text() -> None:
     text = drawn(look(timelines=(timeline(HOSTILE, "ready", -1, last_error=HOSTILE),)))
     assert text.count(ESCAPED) == 2

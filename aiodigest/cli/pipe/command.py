@@ -93,7 +93,7 @@ TTL = _delay("--ttl", FORGOTTEN)
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
 BYTES = "No digest has more bytes of lines: what is over comes in one more. A longer line is left out."
 TRIMS = "A group keeps its newest lines; exit 1 if any is dropped. [default: none is dropped, reading waits]"
-OUTDATED = _delay("--max-age", "Leave out lines that are older when they are due.")
+OUTDATED = _delay("--max-age", "Leave out lines that are older when they are due, and say how many.")
 NAMES = (
     "Where lines wait: 'pipe-' is put before it, so that it is never an engine's. "
     "[default: derived from the other arguments]"

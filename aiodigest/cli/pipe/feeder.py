@@ -161,6 +161,7 @@ class Feeder:
         self._added = 0  # lines
         self._malformed, self._lacking, self._refused = 0, 0, 0  # lines that were not, for three reasons
         self._left = 0  # lines of an earlier run
+        self._aged = 0  # lines that this run has left out as too old; before its end, less those of earlier ones
         self._timeless = 0  # lines that were added although their time is not understood
         self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
@@ -180,7 +181,7 @@ class Feeder:
             bar = nullcontext()
         channel = self._receiver.channel if isinstance(self._receiver, Sender) else nullcontext()
         async with channel, self._engine:
-            await self._engine.stats()  # a pipe without a server says so at once, in one line
+            self._aged = -(await self._engine.stats()).aged  # a pipe without a server says so at once, in one line
             self._left = await self._backpressure.count_held()
             if self._left:
                 done = "delivered" if sends else "printed"
@@ -328,6 +329,7 @@ class Feeder:
                 some = waiting[start : start + FLUSHES]
                 await retry(lambda some=some: asyncio.gather(*map(self._engine.flush, some)))
             await asyncio.sleep(POLL)
+        self._aged += stats.aged
 
     def _report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""
@@ -344,6 +346,8 @@ class Feeder:
             say(f"{told}: {fate}{shown}")
         if self._timeless:
             say(f"{count(self._timeless, 'line')} without a time that is understood: kept, at the time of arrival")
+        if self._aged > 0:
+            say(f"{count(self._aged, 'line')} left out as too old, by --max-age")
         if unusable is not None and not self._added:
             say(f"no line had a usable {unusable.field}; the first has {unusable.has}")
         if dropped:
