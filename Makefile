@@ -74,9 +74,10 @@ coverage: $(VENV)/.dev
 simulation: $(VENV)/.dev
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(PLANTED),--planted)
 
-# SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan; CLUSTER=1: on a cluster
+# SECONDS=120 RECORDS=1000000 FAULTS=200 SEED=7: how long, how much, and which plan; CLUSTER=1: on a cluster;
+# SMTP=1: callbacks send mails, through a mail server that fails as well
 chaos: $(VENV)/.dev
-	@PYTHONPATH=tests $(BIN)/python -m chaos $(if $(CLUSTER),--cluster) $(if $(SECONDS),--seconds $(SECONDS)) \
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(if $(CLUSTER),--cluster) $(if $(SMTP),--smtp) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(RECORDS),--records $(RECORDS)) $(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
 # until Ctrl-C, or for SECONDS=600; ONLY="cluster fuzz" some of it

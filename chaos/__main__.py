@@ -16,7 +16,7 @@ from pathlib import Path
 from chaos.cluster import Cluster
 from chaos.clusterfaults import ClusterFaults
 from chaos.evidence import load
-from chaos.plan import plan
+from chaos.plan import AWAY, MINUTE, Planned, plan, with_mails
 from chaos.report import Run, markdown, text
 from chaos.serverfaults import ServerFaults
 from chaos.verdict import judge
@@ -49,6 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cluster", action="store_true", help="on a cluster, instead of one server and an embedded one"
     )
+    parser.add_argument(
+        "--smtp", action="store_true", help="callbacks send mails; in two minutes or more their server is away for one"
+    )
     parser.add_argument("--report", type=Path, help="also write the report to this file, as Markdown")
     return parser.parse_args()
 
@@ -72,9 +75,14 @@ async def play(world: Servers | Cluster, goal: Goal, seed: int) -> None:
         )
 
     async def inflict() -> None:
-        for planned in plan(seed, world.kinds):
+        kinds = with_mails(world.kinds) if world.mail is not None else world.kinds
+        is_long = world.mail is not None and goal.seconds >= 2 * MINUTE
+        for planned in plan(seed, kinds):
             await asyncio.sleep(planned.gap)
             await faults.begin(planned)
+            if is_long and time.monotonic() - began > goal.seconds / 4:
+                is_long = False
+                await faults.begin(Planned(0, AWAY, 0.0, MINUTE, 0.0))
 
     async with world:
         inflicting = asyncio.create_task(inflict())
@@ -99,7 +107,7 @@ def main() -> int:
     seconds = given.seconds if given.seconds is not None else 0 if given.records or given.faults else SECONDS
     seed = given.seed if given.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}", flush=True)
-    world, began, start = Cluster() if given.cluster else Servers(), datetime.now(UTC), time.monotonic()
+    world, began, start = (Cluster if given.cluster else Servers)(mails=given.smtp), datetime.now(UTC), time.monotonic()
     is_good = False
     try:
         asyncio.run(play(world, Goal(seconds, given.records, given.faults), seed))

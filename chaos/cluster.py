@@ -95,8 +95,8 @@ async def until(condition: Callable[[], object]) -> None:
 class Cluster(World):
     """Three primaries, and a replica of each."""
 
-    def __init__(self) -> None:
-        super().__init__(CLUSTER)
+    def __init__(self, *, mails: bool) -> None:
+        super().__init__(CLUSTER, mails=mails)
         self.nodes: list[Node] = []
         self.kinds = CLUSTER_KINDS
         self._cluster = clusters.Cluster()

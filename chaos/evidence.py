@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from chaos.journal import Line, read
+from chaos.mailserver import MAILS
 from chaos.plan import BLOCK
 from chaos.process import shard_of
 
@@ -40,16 +42,18 @@ class Call:
     """A call of the delivery callback. ``told`` is what the store knew of its outcome, as far as it was told."""
 
     process: Process
+    number: int
     key: str
     digest: str
     attempt: int
     records: tuple[int, ...]
     begun: float
     ended: float = inf
-    how: str = ""  # "returned", "partial", "raised", "rejected", "cut"
+    how: str = ""  # "returned", "partial", "raised", "unknown", "rejected", "cut"
     failed: frozenset[int] = frozenset()
     told: str = ""
     told_at: float = inf
+    accepted: int | None = None  # so many mails of it, whatever it knew of that; None if it sends none
 
     @property
     def shard(self) -> int | None:
@@ -68,6 +72,8 @@ class Call:
     @property
     def completed(self) -> Iterable[int]:
         """The records that were delivered by it, as far as the receiver is concerned."""
+        if self.accepted is not None:
+            return self.records if self.accepted else ()
         if self.how == "returned":
             return self.records
         return [record for record in self.records if record not in self.failed] if self.how == "partial" else ()
@@ -137,6 +143,16 @@ class Audit:
     given_up: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """A mail that the mail server has accepted, and the call that sent it, as it says; None if there was none."""
+
+    call: Call | None
+    recipient: str
+    id: str
+    records: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Evidence:
     processes: dict[int, Process] = field(default_factory=dict[int, Process])
@@ -145,6 +161,8 @@ class Evidence:
     again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # a record, and what replaced it
     faults: list[Fault] = field(default_factory=list[Fault])
     audits: list[Audit] = field(default_factory=list[Audit])
+    mails: list[Mail] | None = None  # None if there was no mail server
+    answered: Counter[int] = field(default_factory=Counter[int])  # instead of accepting a mail, by the code
     doubted: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # when, and which digest
     twice: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # the same, where nothing was wrong
     wall: float = 0.0  # how far this machine's clock is ahead of the journals'
@@ -161,6 +179,8 @@ def load(folder: Path) -> Evidence:
         if path.exists():  # else it was killed before it wrote
             of_process(evidence, incarnation, read(path))
     evidence.calls.sort(key=lambda call: call.begun)
+    if paths := [*folder.glob(MAILS.format("*"))]:
+        of_mails(evidence, chain.from_iterable(map(read, paths)))
     return evidence
 
 
@@ -226,7 +246,7 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
                 pairs += zip(facts[1], count(facts[0]))
             case "begin":
                 number, key, digest, attempt, records = facts
-                call = calls[number] = Call(process, key, digest, attempt, tuple(records), at)
+                call = calls[number] = Call(process, number, key, digest, attempt, tuple(records), at)
                 untold[digest, attempt] = call
                 evidence.calls.append(call)
             case "end":
@@ -246,3 +266,21 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
                 evidence.wrong.append(f"{process.role} {process.incarnation}: {facts[0]}")
             case _:
                 pass
+
+
+def of_mails(evidence: Evidence, lines: Iterable[Line]) -> None:
+    """What the mail server wrote, one process after another. All calls are there by now."""
+    calls = {(call.process.incarnation, call.number): call for call in evidence.calls}
+    evidence.mails = []
+    for call in evidence.calls:
+        call.accepted = 0
+    line: Facts
+    for line in lines:
+        if line[0] == "answered":
+            evidence.answered[line[2]] += 1
+            continue
+        recipient, name, incarnation, number, records = line[2:]
+        call = calls.get((incarnation, number))
+        evidence.mails.append(Mail(call, recipient, name, tuple(records)))
+        if call is not None:
+            call.accepted = (call.accepted or 0) + 1

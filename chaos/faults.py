@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from chaos.board import Mood
-from chaos.plan import BLOCK, Planned
+from chaos.plan import AWAY, BLOCK, Planned
+from chaos.server import MailServer
 from chaos.world import Kind, Slot, World
 
+MAIL = "mail server"  # what its faults need
 PATIENCE = 30.0  # for a fault to be over once its time has passed
 NO_EFFECT = 3.0  # without the error that it is for within so long, a fault has had no effect
 
@@ -73,6 +75,8 @@ class Faults(ABC):
                 slot = self._chosen("worker", planned)
                 scope = (slot.store, slot.path, "worker", slot.number)
                 return f"worker {slot.number}", scope, lambda: self._block(slot)
+            case "mail server":
+                return self._of_mails(planned, how)
             case _:
                 return self._of_servers(planned, where, how)
 
@@ -134,3 +138,53 @@ class Faults(ABC):
             await asyncio.sleep(0.02)
         board.order(incarnation, "well")
         return "no callback came"
+
+    # The mail server
+
+    def _of_mails(self, planned: Planned, how: str) -> tuple[str, Scope, Inflict]:
+        mail = self._world.mail
+        assert mail is not None
+        scope = (None, None, "worker", None)  # it keeps nobody from telling the store
+        if planned.kind == AWAY:  # which the plan does not wait for
+            return AWAY, scope, lambda: self._leave(mail, planned.lasts)
+        inflict: dict[str, Inflict] = {
+            "kill -9": lambda: self._kill_mail(mail, planned.lasts),
+            "slow": lambda: self._slow_mail(mail, planned.lasts),
+            "dies in the middle": lambda: self._let_die(mail, how, planned.lasts),
+            "dies after the end": lambda: self._let_die(mail, how, planned.lasts),
+        }
+
+        async def unless_away() -> str:
+            return "it was away" if mail.is_away else await inflict[how]()
+
+        return MAIL, scope, unless_away
+
+    async def _leave(self, mail: MailServer, lasts: float) -> str:
+        async with self._locks[MAIL]:
+            mail.is_away = True
+        await self._kill_mail(mail, lasts)
+        mail.is_away = False
+        return ""
+
+    async def _kill_mail(self, mail: MailServer, down: float) -> str:
+        if not mail.is_up:
+            raise RuntimeError("it has crashed")
+        await mail.kill()
+        await asyncio.sleep(down)
+        await mail.start()
+        return ""
+
+    async def _let_die(self, mail: MailServer, how: str, down: float) -> str:
+        """The next mail ends it, if one comes in time."""
+        mail.behave(how)
+        has_died = await mail.dies(NO_EFFECT)
+        await mail.kill()
+        await asyncio.sleep(down)
+        await mail.start()
+        return "" if has_died else "no mail came"
+
+    async def _slow_mail(self, mail: MailServer, lasts: float) -> str:
+        mail.behave("slow")
+        await asyncio.sleep(lasts)
+        mail.behave("well")
+        return ""

@@ -9,11 +9,13 @@ from random import Random
 
 LEASE = 2.0  # seconds; of every worker
 TIMEOUT = 2.0  # of every call
+TRY = 0.45 * LEASE  # of a mail, and as long before it for its turn; both are less than its delivery may take
 BLOCK = 1.3 * LEASE  # for how long a callback blocks the loop
 SHORTEST_GAP, LONGEST_GAP = 0.2, 1.1
 
 STEP_BACK = "server: clock an hour back"  # for which its programs must be told another time: libfaketime
 AT_ONCE = "slot: at once and back"  # which only Valkey 9 and newer can
+AWAY, MINUTE = "mail server: away for a minute", 60.0  # once, in a run that is long enough
 
 # how long each kind lasts, in seconds
 PROCESSES: dict[str, tuple[float, float]] = {
@@ -46,6 +48,14 @@ KINDS: dict[str, tuple[float, float]] = {
     "embedded: server kill -9": (0.0, 0.0),
     "embedded: keeper kill -9": (0.0, 0.0),
 }
+# of a run whose callbacks send mails; two kinds have no place there, as what goes wrong is what the mail server does
+MOODS = "callbacks raise", "callbacks hang"
+MAIL_KINDS: dict[str, tuple[float, float]] = {
+    "mail server: kill -9": (0.1, 3.0),
+    "mail server: dies in the middle": (0.1, 1.0),
+    "mail server: dies after the end": (0.1, 1.0),
+    "mail server: slow": (0.5, 2.0),
+}
 # on a cluster; of a kill or a stop it is what comes after the replica's promotion, of a slot how long it is away
 CLUSTER_KINDS: dict[str, tuple[float, float]] = {
     **PROCESSES,
@@ -58,6 +68,11 @@ CLUSTER_KINDS: dict[str, tuple[float, float]] = {
     "slot: key by key and back": (0.2, 1.5),
     AT_ONCE: (0.2, 1.5),
 }
+
+
+def with_mails(kinds: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the kinds of a run whose callbacks send mails."""
+    return {kind: lasts for kind, lasts in kinds.items() if kind not in MOODS} | MAIL_KINDS
 
 
 @dataclass(frozen=True, slots=True)

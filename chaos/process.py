@@ -27,21 +27,22 @@ SPAN = 10**10  # record ids are numbers: those of producer 7 are 70000000000 and
 
 @dataclass(frozen=True)
 class Role:
-    """A process of the run, as its command line says: store, URL, folder of the run, and its own number."""
+    """A process of the run, as its command line says: store, URL, folder of the run, its own number, and a port."""
 
     store: str
     url: str
     folder: Path
     incarnation: int
+    mail: int  # the port of the mail server; 0 if there is none
 
     @classmethod
     def given(cls) -> Role:
-        store, url, folder, incarnation = sys.argv[1:]
-        return cls(store, url, Path(folder), int(incarnation))
+        store, url, folder, incarnation, mail = sys.argv[1:]
+        return cls(store, url, Path(folder), int(incarnation), int(mail))
 
     @property
     def arguments(self) -> list[str]:
-        return [self.store, self.url, str(self.folder), str(self.incarnation)]
+        return [self.store, self.url, str(self.folder), str(self.incarnation), str(self.mail)]
 
     def board(self) -> Board:
         return Board(self.folder / f"{self.store}.board")
@@ -60,8 +61,8 @@ def retry_of(key: str) -> RetryPolicy:
     return RetryPolicy(max_attempts=200, backoff=DecorrelatedJitter(base=0.1, cap=0.5 + len(key) % 2))
 
 
-def engine(store: str, url: str) -> DigestEngine:
-    """The engine of all of them, producers and workers."""
+def engine(store: str, url: str, *, mails: bool = False) -> DigestEngine:
+    """The engine of all of them, producers and workers. Mails wait for each other, as they share a connection."""
     on_cluster = store == CLUSTER
     return DigestEngine(
         url,
@@ -69,14 +70,18 @@ def engine(store: str, url: str) -> DigestEngine:
         policy=policy_of,
         retry=retry_of,
         backoff_mode=BackoffMode(maximum=0.5),
-        concurrency=16,
+        concurrency=6 if mails else 16,
         lease_timeout=LEASE,
-        delivery_timeout=0.75 * LEASE,
+        delivery_timeout=LEASE if mails else 0.75 * LEASE,
         drain_timeout=1,
         timeout=TIMEOUT,
         shards=SHARDS if on_cluster else None,
         wait_replicas=1 if on_cluster else 0,
     )
+
+
+# of aiodigest, or of a mail server's set-up, which is in order
+FAULTS = "fault of aiodigest", "cannot be read", "outlived its ttl", "rejects these settings"
 
 
 class Faults(logging.Handler):
@@ -91,7 +96,7 @@ class Faults(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "fault of aiodigest" in message or "cannot be read" in message or "outlived its ttl" in message:
+        if any(fault in message for fault in FAULTS):
             self._journal.write("wrong", message)
         elif "before it reported (" in message:
             self._journal.write("doubted", vars(record)["digest_id"])

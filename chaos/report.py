@@ -30,6 +30,7 @@ def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         ("records acknowledged", f"{verdict.acknowledged:,}"),
         ("records delivered", f"{verdict.delivered:,} in {verdict.digests:,} digests, {verdict.calls:,} callbacks"),
         ("records in dead letters, which callbacks rejected", f"{verdict.in_letters:,}"),
+        *mails(verdict),
         ("**lost**", f"**{len(verdict.lost):,}**"),
         ("records delivered or rejected more than once", f"{verdict.duplicated:,}"),
         ("**of these unexplained**", f"**{verdict.unexplained:,}**"),
@@ -38,6 +39,17 @@ def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         ("longest add", f"{verdict.longest_add:.1f} s"),
         ("longest time without a callback", during(verdict.silence, verdict.silence_during)),
         *([("the same of a shard", during(verdict.shard_silence, verdict.shard_silence_during))] if sharded else []),
+    ]
+
+
+def mails(verdict: Verdict) -> list[tuple[str, str]]:
+    if verdict.mails is None:
+        return []
+    answers = f"{verdict.deferred:,} and {verdict.refused_mails:,}"
+    return [
+        ("mails accepted", f"{verdict.mails:,}, of which {verdict.repeated:,} again under the same Message-ID"),
+        ("answers of 4xx and of 5xx instead", answers),
+        ("records accepted again under another Message-ID", f"{verdict.renamed:,}"),
     ]
 
 

@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from ports import free_port  # of the tests, which run on the same, as are the servers
 from servers import server_binary
+
+from chaos.mailserver import DIED
 
 ANSWER = 1.0  # how long a server may take to answer
 FIRST_START = 15.0  # how long a server may take that is told another time
@@ -124,6 +127,55 @@ class Server:
         """Ask until it is done: the server may be paused, or this connection be killed."""
         while await self.ask(command) != "+OK":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+class MailServer:
+    """The mail server of a run, a process of its own (``chaos.mailserver``) on a port of the loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = free_port()
+        self.is_away = False  # for long: nobody starts it
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start it, and wait until it listens."""
+        with (self._folder / "mail.log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "chaos.mailserver", str(self.port), str(self._folder)),
+                cwd=Path(__file__).parent.parent,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        if not await self._process.stdout.readline():
+            raise RuntimeError("the mail server has not started")
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    def behave(self, manner: str) -> None:
+        """Tell it how to behave, until it is told otherwise."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{manner}\n".encode())
+
+    async def dies(self, within: float) -> bool:
+        """Wait until it has died as it was told; return False if it does not in time."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(within):
+                return await self._process.wait() == DIED
+        except TimeoutError:
+            return False
 
 
 class Embedded:

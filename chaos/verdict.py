@@ -4,6 +4,9 @@ A record is lost if its add was acknowledged, and no callback that got it has re
 spared it), and it is in no dead letter. A record is duplicated if two calls have completed or rejected it; that is
 explained if both were of the same digest id, and the store cannot have learned how the earlier one ended, for a reason
 that is found in the journals. Only of what a lost primary of a cluster was told at its very end may the id be another.
+
+Where callbacks send mails, the mail server's word counts and not theirs: a call has completed its records if a mail of
+it was accepted, whatever it was told. No record of an address that the server has may be in a dead letter.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from math import inf
 from typing import TypeAlias
 
 from chaos.evidence import Call, Evidence, Fault, Process
+from chaos.mail import address_of, id_of, is_unknown
 from chaos.plan import LEASE
 from chaos.process import SPAN
 from chaos.rules import broken, policy_of
@@ -25,6 +29,7 @@ from chaos.rules import broken, policy_of
 KNOWN = {"delivered", "rejected", "buried", "empty"}  # the store has closed the digest
 SHOWN = 10
 EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
+LEAVING = 2.0  # so long after it has cut its callbacks a worker may end
 LAG = 0.5  # how far from the loss of a primary something may come of what it was told, and its replica never heard
 REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
 
@@ -54,6 +59,11 @@ class Verdict:
     unknown_delivered: int = 0
     delivered: int = 0
     in_letters: int = 0
+    mails: int | None = None  # that were accepted; None if there was no mail server
+    repeated: int = 0  # of these, under a Message-ID that had been accepted before
+    renamed: int = 0  # records that were accepted under two
+    deferred: int = 0  # answers of 4xx
+    refused_mails: int = 0  # answers of 5xx
     held: int = 0
     digests: int = 0
     calls: int = 0
@@ -84,6 +94,7 @@ def judge(evidence: Evidence) -> Verdict:
     find_late(evidence, verdict)
     find_broken_rules(evidence, verdict)
     compare_contents(evidence, verdict)
+    account_mails(evidence, verdict)
     find_overlaps(evidence, verdict)
     measure(evidence, verdict)
     return verdict
@@ -226,6 +237,7 @@ def explain_duplicates(evidence: Evidence, verdict: Verdict, again: dict[tuple[C
         reason = "" if first.digest != second.digest else explanation(evidence, first, second, attempts[first.digest])
         reason = reason or forgotten(evidence, *pair)
         verdict.duplicates[reason or "unexplained"] += len(records)
+        verdict.renamed += len(records) * (first.digest != second.digest)
         if not reason:
             unexplained.append(f"{named(records[0])} and {len(records) - 1} more came again: {told(first)}, then "
                                f"{told(second)}")  # fmt: skip
@@ -243,7 +255,8 @@ def explanation(evidence: Evidence, first: Call, second: Call, attempts: list[Ca
     process = first.process
     since = min(first.begun, second.begun) - EARLIER
     until = max(first.told_at if first.told else first.over, second.begun)
-    if not first.told and first.begun <= process.ended <= until:
+    was_drained = first.how == "cut" and process.how == "ended" and process.ended - first.over < LEAVING
+    if not first.told and (was_drained or first.begun <= process.ended <= until):
         return {"killed": "the worker was killed", "ended": "the worker's drain cut it"}.get(process.how, "")
     if any(begun < until and ended > since and ended - begun > LEASE / 2 for begun, ended in process.still):
         return "the worker stood still"
@@ -304,6 +317,40 @@ def compare_contents(evidence: Evidence, verdict: Verdict) -> None:
                 f"and then {len(call.records)} of {call.key!r}, or others: {told(known)}, then {told(call)}"
             )
     verdict.digests, verdict.calls = len(contents), len(evidence.calls)
+
+
+# Mails
+
+
+def account_mails(evidence: Evidence, verdict: Verdict) -> None:
+    """Find mails that are not what was to be sent, callbacks that told otherwise of theirs, and dead letters that there
+    may not be."""
+    if evidence.mails is None:
+        return
+    verdict.mails = len(evidence.mails)
+    verdict.repeated = len(evidence.mails) - len({mail.id for mail in evidence.mails})
+    verdict.deferred = sum(count for code, count in evidence.answered.items() if code < 500)
+    verdict.refused_mails = evidence.answered.total() - verdict.deferred
+    found = list[str]()
+    for mail in evidence.mails:
+        call, what = mail.call, f"mail {mail.id} to {mail.recipient} with {len(mail.records)} records"
+        if call is None:
+            found.append(f"{what} is of no callback")
+        elif (mail.recipient, mail.id, mail.records) != (address_of(call.key), id_of(call.digest), call.records):
+            found.append(f"{what} is not that of its callback for {call.key!r}: {told(call)}")
+    for call in evidence.calls:
+        if call.how == "returned" and not call.accepted:
+            found.append(f"a callback has returned, and its mail was not accepted: {told(call)}")
+        elif call.how in ("raised", "rejected") and call.accepted:
+            found.append(f"a callback told that its mail was not accepted, which it was: {told(call)}")
+        elif call.accepted and call.accepted > 1:
+            found.append(f"a callback has sent its mail {call.accepted} times: {told(call)}")
+    verdict.findings += found[:SHOWN]
+    letters = Counter(record for audit in evidence.audits for record in audit.letters)
+    unknown = {each for call in evidence.calls if is_unknown(address_of(call.key)) for each in call.records}
+    verdict.findings += some("records are in dead letters, and their addresses are known", letters.keys() - unknown)
+    twice = [record for record, count in letters.items() if count > 1]
+    verdict.findings += some("records are in more than one dead letter", twice)
 
 
 # Overlaps

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from contextlib import nullcontext
 from random import Random
 from typing import cast
 
-from aiodigest import Delivery, Digest, DigestEngine, PartialFailure, Reject, RetryAfter
+from aiodigest import Delivery, Digest, DigestEngine, OutcomeUnknown, PartialFailure, Reject, RetryAfter
 from chaos.board import DELIVERED, Board
+from chaos.channel import channel, sending
 from chaos.journal import Journal
 from chaos.plan import BLOCK, LEASE
 from chaos.process import Role, engine, run
@@ -24,13 +26,15 @@ class Worker:
         self._incarnation = role.incarnation
         self._board: Board = role.board()
         self._journal = journal
-        self._engine: DigestEngine = engine(role.store, role.url)
+        self._engine: DigestEngine = engine(role.store, role.url, mails=bool(role.mail))
+        self._smtp = channel(role.mail) if role.mail else None
         self._calls = 0
 
     async def run(self) -> None:
         self._engine.observe(self._observe)
         beating = asyncio.create_task(self._beat())
-        await self._engine.run(self._deliver)
+        async with self._smtp or nullcontext():
+            await self._engine.run(self._deliver)
         beating.cancel()
 
     async def _beat(self) -> None:
@@ -52,13 +56,16 @@ class Worker:
         self._journal.write("begin", call, digest.key, digest.id, digest.attempt, records)
         random = Random(f"{digest.id} {call}")  # of the call: an attempt that RetryAfter gives back is the same again
         try:
-            failed = await self._work(random, records)
+            failed = await (self._send(digest, call) if self._smtp else self._work(random, records))
         except asyncio.CancelledError:
             self._journal.write("end", call, "cut", [])
             raise
         except Reject:
             self._journal.write("end", call, "rejected", [])
             self._board.count(self._incarnation, DELIVERED, len(records))  # at its end, as far as anybody waits for it
+            raise
+        except OutcomeUnknown:
+            self._journal.write("end", call, "unknown", [])
             raise
         except Exception:
             self._journal.write("end", call, "raised", [])
@@ -68,16 +75,31 @@ class Worker:
         if failed:
             raise PartialFailure([record.id for record in digest.records if record.value in failed])
 
+    async def _send(self, digest: Digest, call: int) -> list[int]:
+        """Send a mail, which nobody gets in part."""
+        assert self._smtp is not None
+        self._block_if_told()
+        sending.set((self._incarnation, call))
+        await self._smtp(digest)
+        return []
+
+    def _block_if_told(self) -> bool:
+        """Block the loop if this is the one callback that is to; return whether it did."""
+        if self._board.mood(self._incarnation) != "block":
+            return False
+        self._board.order(self._incarnation, "well")
+        self._journal.write("block")
+        time.sleep(BLOCK)
+        return True
+
     async def _work(self, random: Random, records: list[int]) -> list[int]:
         """Take a moment, or do what a callback should not; which records it did not deliver."""
         await asyncio.sleep(random.uniform(0, 0.05))
         chance = random.random()
-        mood = self._board.mood(self._incarnation)  # read now: one callback blocks, and no more
-        if mood == "block":
-            self._board.order(self._incarnation, "well")
-            self._journal.write("block")
-            time.sleep(BLOCK)
-        elif mood == "hang" and chance < 0.1:
+        if self._block_if_told():
+            return []
+        mood = self._board.mood(self._incarnation)
+        if mood == "hang" and chance < 0.1:
             await asyncio.sleep(2 * LEASE)
         elif chance < (0.3 if mood == "raise" else 0.005):
             match random.randrange(8):

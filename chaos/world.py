@@ -23,7 +23,7 @@ from chaos.journal import Journal
 from chaos.plan import KINDS, STEP_BACK
 from chaos.process import Role, engine
 from chaos.proxy import Proxy
-from chaos.server import Embedded, Server
+from chaos.server import Embedded, MailServer, Server
 
 PROXIES = 2
 STARTING = 60.0  # for the server, and then for all other processes
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 class World(ABC):
     """The processes of a run, and what they work with: ``_begin`` starts the servers of the stores."""
 
-    def __init__(self, *stores: str) -> None:
+    def __init__(self, *stores: str, mails: bool) -> None:
         # the path of a unix socket must be short
         self.folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.journal = Journal(self.folder / f"{MASTER}.journal")
@@ -66,6 +66,7 @@ class World(ABC):
         for store in stores:
             (self.folder / store).mkdir()
         self.kinds = KINDS
+        self.mail = MailServer(self.folder) if mails else None
         self.slots: list[Slot] = []
         self._started = 0
         self._watchers: set[asyncio.Task[None]] = set()
@@ -73,6 +74,9 @@ class World(ABC):
 
     async def __aenter__(self) -> Self:
         try:
+            if self.mail is not None:
+                self._stack.push_async_callback(self.mail.kill)
+                await self.mail.start()
             places = await self._begin(self._stack)
             self._stack.callback(self._kill_all)
             kinds: tuple[Kind, ...] = ("worker", "producer")
@@ -127,7 +131,7 @@ class World(ABC):
         slot.incarnation, slot.ending = self._started, False
         self.boards[slot.store].enter(slot.incarnation)
         self.journal.write("start", slot.incarnation, slot.kind, slot.number, slot.store, slot.path)
-        role = Role(slot.store, slot.url, self.folder, slot.incarnation)
+        role = Role(slot.store, slot.url, self.folder, slot.incarnation, self.mail.port if self.mail else 0)
         with (self.folder / f"{slot.incarnation}.log").open("ab") as log:
             slot.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", f"chaos.{slot.kind}", *role.arguments),
@@ -203,6 +207,8 @@ class World(ABC):
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("producer")))
         await asyncio.gather(*(self._audit(store) for store in self.boards))
         await asyncio.gather(*(self.terminate(slot) for slot in self.of("worker")))
+        if self.mail is not None and not self.mail.is_up:
+            self.wrong("the mail server has crashed")
 
     async def _audit(self, store: str) -> None:
         """Wait until a store holds nothing any more, and write down what it still holds and what it has counted."""
@@ -231,8 +237,8 @@ class World(ABC):
 class Servers(World):
     """One server, partly behind proxies, and an embedded one."""
 
-    def __init__(self) -> None:
-        super().__init__("main", "embedded")
+    def __init__(self, *, mails: bool) -> None:
+        super().__init__("main", "embedded", mails=mails)
         self.server = Server(self.folder / "main")
         self.embedded = Embedded(self.folder / "embedded")
         self.proxies = [Proxy(self.server.port) for _ in range(PROXIES)]

@@ -7,7 +7,8 @@ import logging
 import socket
 import struct
 from collections.abc import Sequence
-from itertools import islice
+from datetime import UTC, datetime
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,15 +16,20 @@ from urllib.parse import urlsplit
 import pytest
 from replicas import until
 
+from aiodigest import ChannelError, Digest, OutcomeUnknown, Record, Reject
 from aiodigest.backend import Lease
+from aiodigest.channels import SMTP
 from aiodigest.worker.reasons import log_doubt
-from chaos.evidence import of_master, of_process
+from chaos.channel import channel, sending
+from chaos.evidence import of_mails, of_master, of_process
 from chaos.journal import Journal, Line, read
-from chaos.plan import KINDS, LONGEST_GAP, plan
+from chaos.mail import address_of, id_of, is_unknown
+from chaos.mailserver import MAILS
+from chaos.plan import KINDS, LONGEST_GAP, MAIL_KINDS, plan, with_mails
 from chaos.process import SPAN, Faults, shard_of
 from chaos.proxy import Proxy
 from chaos.rules import names, policy_of
-from chaos.server import time_library
+from chaos.server import MailServer, time_library
 from chaos.verdict import Verdict, judge
 
 PRODUCER, WORKER, OTHER = 1, 2, 3
@@ -60,8 +66,9 @@ def verdict(
     store: str = "main",
     letters: list[int] | None = None,
     held: list[int] | None = None,
+    mails: list[Line] | None = None,
 ) -> Verdict:
-    """What is found if these processes, each by its way to the store, and the one above them wrote this."""
+    """What is found if these processes, each by its way to the store, the one above them and a mail server wrote so."""
     processes = (PRODUCER, "producer", 0), (WORKER, "worker", 0), (OTHER, "worker", 1)
     facts = of_master(
         [
@@ -74,6 +81,8 @@ def verdict(
     for incarnation, lines in story.items():
         of_process(facts, incarnation, lines)
     facts.calls.sort(key=lambda call: call.begun)
+    if mails is not None:
+        of_mails(facts, mails)
     return judge(facts)
 
 
@@ -398,3 +407,140 @@ def test_a_library_for_the_time_that_cannot_be_used_is_none(
         program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert time_library() == ""
+
+
+# Mails
+
+
+def accepted(
+    digest: str = "d1", *, worker: int = WORKER, number: int = 1, records: int = 1, to: str = "timeline"
+) -> Line:
+    """What the mail server writes of a mail that a worker's call sent."""
+    return line("accepted", 105, address_of(to), id_of(digest), worker, number, [*range(FIRST, FIRST + records)])
+
+
+UNKNOWN = next(key for key in (f"timeline {number}" for number in range(100)) if is_unknown(address_of(key)))
+NOT_ACCEPTED = "a callback has returned, and its mail was not accepted: worker 2"
+WAS_ACCEPTED = "a callback told that its mail was not accepted, which it was: worker 2"
+OF_OTHERS = "is not that of its callback for 'timeline': worker 2"
+KNOWN_ADDRESS = "1 records are in dead letters, and their addresses are known: record 0 of producer 1"
+
+
+@pytest.mark.parametrize(
+    ("calls", "mails", "letters", "findings"),
+    [
+        pytest.param(call(), [accepted()], [], [], id="accepted"),
+        pytest.param(call(), [], [], [LOST.format(0), NOT_ACCEPTED], id="its callback returned without a mail"),
+        pytest.param(call("unknown", "unknown"), [], [], [LOST.format(0)], id="nobody knew, and nothing followed"),
+        pytest.param(call("unknown", "unknown"), [accepted()], [], [], id="nobody knew, and it had been accepted"),
+        pytest.param(call("raised", "failed"), [accepted()], [], [WAS_ACCEPTED], id="its callback raised"),
+        pytest.param(call("cut"), [accepted()], [], [], id="its callback was cut"),
+        pytest.param(call("rejected", "rejected"), [accepted()], [FIRST], [WAS_ACCEPTED, KNOWN_ADDRESS], id="rejected"),
+        pytest.param(call("rejected", "rejected"), [], [FIRST], [KNOWN_ADDRESS], id="a known address was rejected"),
+        pytest.param([], [], [FIRST], [KNOWN_ADDRESS], id="a dead letter that no callback had"),
+        pytest.param(call(), [accepted(), accepted()], [], ["a callback has sent its mail 2 times"], id="sent twice"),
+        pytest.param(call(), [accepted("d2")], [], [OF_OTHERS], id="another Message-ID than the digest's"),
+        pytest.param(call(), [accepted(to="hot")], [], [OF_OTHERS], id="another address"),
+        pytest.param(call(records=2), [accepted()], [], [OF_OTHERS], id="it held less"),
+        pytest.param(call(), [accepted(), accepted("d9", number=9)], [], ["is of no callback"], id="from nowhere"),
+    ],
+)
+def test_what_became_of_a_record_that_was_to_be_mailed(
+    calls: list[Line], mails: list[Line], letters: list[int], findings: list[str]
+) -> None:
+    found = verdict({PRODUCER: [stored(1)], WORKER: calls}, letters=letters, mails=mails)
+    assert len(found.findings) == len(findings), found.findings
+    assert all(expected in finding for expected, finding in zip(findings, found.findings, strict=True)), found.findings
+
+
+@pytest.mark.parametrize(
+    ("letters", "finding"),
+    [
+        ([FIRST], None),
+        ([FIRST, FIRST], "1 records are in more than one dead letter: record 0 of producer 1"),
+        ([], LOST.format(0)),
+    ],
+    ids=["one dead letter", "two", "none"],
+)
+def test_a_record_of_an_unknown_address_ends_in_one_dead_letter(letters: list[int], finding: str | None) -> None:
+    calls = [begin(100, 1, "d1", [FIRST], key=UNKNOWN), end(110, 1, "rejected"), told(111, "d1", "rejected")]
+    found = verdict({PRODUCER: [stored(1)], WORKER: calls}, letters=letters, mails=[])
+    assert found.findings == ([finding] if finding else [])
+
+
+CUT_BY_DRAIN = line("exit", 1_500, WORKER, "ended", 1_400 * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("story", "second", "master", "why"),
+    [
+        (again(call("unknown", "unknown")), "d1", [], "its outcome was unknown"),
+        (again(call("unknown")), "d1", [KILLED], "the worker was killed"),
+        (again(call("cut"), at=300), "d1", [CUT_BY_DRAIN], "the worker's drain cut it"),
+        (again(call("cut"), at=300), "d1", [], None),
+        (again(call("cut", "timeout")), "d1", [], "its outcome was unknown"),
+        (again(call("unknown", "unknown"), "d2"), "d2", [], None),
+        (again(KNOWN), "d1", [], None),
+    ],
+    ids=["nobody knew", "its worker was killed", "its worker left", "nothing had cut it", "its time was over",
+         "another Message-ID", "the store knew it to be delivered"],
+)  # fmt: skip
+def test_a_record_that_comes_in_two_mails_is_explained_as_any_that_comes_twice(
+    story: Story, second: str, master: list[Line], why: str | None
+) -> None:
+    found = verdict(story, *master, mails=[accepted(), accepted(second, worker=OTHER)])
+    assert (found.duplicated, found.mails, found.repeated) == (1, 2, int(second == "d1"))
+    assert (found.renamed, found.unexplained, found.is_good) == (int(second == "d2"), int(why is None), why is not None)
+    assert why is None or found.duplicates == {why: 1}
+
+
+def test_answers_in_place_of_a_mail_are_counted_by_their_kind() -> None:
+    found = verdict({}, mails=[line("answered", 5, code) for code in (451, 451, 550)])
+    assert (found.mails, found.deferred, found.refused_mails) == (0, 2, 1)
+
+
+def test_where_callbacks_send_mails_the_plan_has_the_mail_servers_faults_in_place_of_theirs() -> None:
+    kinds = with_mails(KINDS)
+    assert kinds.keys() - KINDS.keys() == MAIL_KINDS.keys()
+    assert KINDS.keys() - kinds.keys() == {"callbacks raise", "callbacks hang"}
+
+
+async def sent(smtp: SMTP, key: str, digest: str = "d1") -> type[Exception] | None:
+    """Send a record, and return the kind of error that ends it."""
+    try:
+        await smtp(Digest(key, [Record("1", FIRST, datetime(2030, 1, 1, tzinfo=UTC))], digest))
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def mailed(digest: str) -> list[Any]:
+    return [address_of("timeline"), id_of(digest), WORKER, 1, [FIRST]]
+
+
+@pytest.mark.processes
+async def test_the_mail_server_writes_down_each_mail_that_it_accepts_and_dies_as_it_is_told(tmp_path: Path) -> None:
+    server = MailServer(tmp_path)
+
+    def accepted() -> list[list[Any]]:
+        lines = [line for path in tmp_path.glob(MAILS.format("*")) for line in read(path)]
+        return [facts for kind, _, *facts in lines if kind == "accepted"]
+
+    await server.start()
+    sending.set((WORKER, 1))
+    try:
+        async with channel(server.port) as smtp:
+            ends = [await sent(smtp, "timeline") for _ in range(9)]
+            assert ends == [None, None, ChannelError] * 3
+            assert await sent(smtp, UNKNOWN) is Reject
+            assert accepted() == [mailed("d1")] * 6
+            for manner, is_accepted in (("dies after the end", True), ("dies in the middle", False)):
+                server.behave(manner)
+                tries = (f"{manner[-3:]}{number}" for number in count())
+                while await sent(smtp, "timeline", digest := next(tries)) is not OutcomeUnknown:
+                    pass  # it has not heard yet
+                assert await server.dies(within=60)
+                assert (mailed(digest) in accepted()) is is_accepted
+                await server.start()
+    finally:
+        await server.kill()
