@@ -22,6 +22,9 @@ class Run:
     lasted: float
 
 
+LET_THROUGH = "replaced by a late add after a step of the clock"
+
+
 def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     sharded = verdict.shard_silence > 0
     faults = sum(recovery.count - len(recovery.idle) for recovery in verdict.recoveries.values())
@@ -32,6 +35,7 @@ def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         ("records in dead letters, which callbacks rejected", f"{verdict.in_letters:,}"),
         *mails(verdict),
         ("**lost**", f"**{len(verdict.lost):,}**"),
+        *([(LET_THROUGH, f"{verdict.let_through:,}")] if verdict.let_through else []),
         ("records delivered or rejected more than once", f"{verdict.duplicated:,}"),
         ("**of these unexplained**", f"**{verdict.unexplained:,}**"),
         ("adds told as not stored", f"{verdict.refused:,}"),
@@ -85,8 +89,9 @@ def said(verdict: Verdict) -> list[str]:
 
 FAULTS = ("fault", "times", "add: median", "worst", "callback: median", "worst")
 RECOVERY = (
-    "Seconds from the end of a fault to the next acknowledged add, and to the next callback, of those whom it "
-    "concerned (where no other one that concerned them all came in between):"
+    "Seconds from the end of a fault to the next acknowledged add, and to the next callback (where callbacks send "
+    "mails, whose mail was accepted), of those whom it concerned (where no other one that concerned them all came in "
+    "between):"
 )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from chaos.evidence import Call, Evidence, Fault, Process
 from chaos.mail import address_of, id_of, is_unknown
-from chaos.plan import LEASE
+from chaos.plan import LEASE, MINUTE, STEP_BACK, TIMEOUT
 from chaos.process import SPAN
 from chaos.rules import broken, policy_of
 
@@ -30,6 +30,7 @@ KNOWN = {"delivered", "rejected", "buried", "empty"}  # the store has closed the
 SHOWN = 10
 EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
 LEAVING = 2.0  # so long after it has cut its callbacks a worker may end
+LATE = 0.1  # so long before the end of its time a request may have arrived, as far as journals tell
 LAG = 0.5  # how far from the loss of a primary something may come of what it was told, and its replica never heard
 REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
 
@@ -71,6 +72,7 @@ class Verdict:
     duplicates: Counter[str] = field(default_factory=Counter[str])  # records, by explanation
     overlaps: Counter[str] = field(default_factory=Counter[str])  # calls, by explanation
     lost: list[int] = field(default_factory=list[int])
+    let_through: int = 0  # records that an add took the place of which came late, as the server's clock had gone back
     findings: list[str] = field(default_factory=list[str])
     recoveries: dict[str, Recovery] = field(default_factory=lambda: defaultdict[str, Recovery](Recovery))
     longest_add: float = 0.0
@@ -149,6 +151,8 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
         verdict.acknowledged += 1
         if record not in known and record not in completed and record not in letters and record not in held:
             verdict.lost.append(record)
+    late = replaced_late(evidence, verdict.lost, begun | letters)
+    verdict.lost, verdict.let_through = [record for record in verdict.lost if record not in late], len(late)
     refused = set(numbers(evidence, "no"))
     unknown = set(numbers(evidence, "unknown"))
     verdict.refused, verdict.unknown = len(refused), len(unknown)
@@ -183,6 +187,32 @@ def accounted(groups: dict[int, list[int]], came: set[int], counted: set[int]) -
         for record, group in groups.items()
         if any(other in came if other > record else other in counted for other in group if other != record)
     }
+
+
+def replaced_late(evidence: Evidence, lost: Sequence[int], came: set[int]) -> set[int]:
+    """The records of which nothing came but an earlier one of their id, whose add may have come after theirs."""
+    groups, known = of_one_id(evidence), let_through(evidence) & came if lost else set[int]()
+    return {record for record in lost if any(each in known for each in groups.get(record, ()) if each < record)}
+
+
+def let_through(evidence: Evidence) -> set[int]:
+    """The records of unknown outcome that a server may have stored although their time was over.
+
+    A proxy held them back until then, and meanwhile, or since the process had asked for the time, the server's clock
+    had gone back. A process asks once a minute and in each new connection, and has no others after a failed call.
+    """
+    found = set[int]()
+    failed: dict[Process, list[float]] = defaultdict(list)
+    for added in sorted(evidence.added, key=lambda added: added.at):
+        if added.told == "unknown":
+            process, sent, before = added.process, added.at - added.took, failed[added.process]
+            asked = max(process.started, sent - MINUTE, *before[: bisect_right(before, sent)][-1:])
+            before.append(added.at)
+            faults = [fault for fault in evidence.faults if fault.begun < added.at and fault.concerns(process)]
+            is_held = any(fault.path and fault.over > sent + TIMEOUT - LATE for fault in faults)
+            if is_held and any(fault.kind == STEP_BACK and fault.over > asked for fault in faults):
+                found.update(range(added.first, added.last + 1))
+    return found
 
 
 def find_broken_rules(evidence: Evidence, verdict: Verdict) -> None:
@@ -222,6 +252,9 @@ def find_late(evidence: Evidence, verdict: Verdict) -> None:
         if after in stored and before in first and after in first and first[before].begun > first[after].begun
         and not forgotten(evidence, first[after], first[before])
     ]  # fmt: skip
+    known = let_through(evidence) if late else set[int]()
+    verdict.let_through += len(known.intersection(late))
+    late = [record for record in late if record not in known]
     verdict.findings += some("records came later than what had replaced them", late)
 
 
@@ -394,7 +427,7 @@ def measure(evidence: Evidence, verdict: Verdict) -> None:
             for shard in (None, *added.shards):
                 adds[added.process, shard].append(added.at)
     for call in evidence.calls:
-        for shard in {None, call.shard}:
+        for shard in {None, call.shard} if call.accepted != 0 else ():  # what sends mails works when one is accepted
             callbacks[call.process, shard].append(call.begun)
     for fault in evidence.faults:
         recovery = verdict.recoveries[fault.kind]

@@ -25,7 +25,7 @@ from chaos.evidence import of_mails, of_master, of_process
 from chaos.journal import Journal, Line, read
 from chaos.mail import address_of, id_of, is_unknown
 from chaos.mailserver import MAILS
-from chaos.plan import KINDS, LONGEST_GAP, MAIL_KINDS, plan, with_mails
+from chaos.plan import KINDS, LONGEST_GAP, MAIL_KINDS, STEP_BACK, plan, with_mails
 from chaos.process import SPAN, Faults, shard_of
 from chaos.proxy import Proxy
 from chaos.rules import names, policy_of
@@ -221,6 +221,38 @@ def test_what_comes_later_than_what_had_replaced_it_is_a_finding(
     new = [begin(100, 2, "d2", [FIRST + 1]), end(110, 2), told(111, "d2")]
     found = verdict({PRODUCER: added, WORKER: [*old, *new]})
     assert found.findings == ([LATE] if is_late else [])
+
+
+HELD_BACK = fault(2_000, 4_500, 1, "proxy: late", where="proxy 0")
+STEP = fault(1_000, 1_100, 2, STEP_BACK)
+FAILED = line("unknown", 1_500, FIRST + 9, FIRST + 9, 0.1)
+
+
+@pytest.mark.parametrize("does_newer_come", [True, False])
+@pytest.mark.parametrize(
+    ("master", "before", "is_let_through"),
+    [
+        ([*HELD_BACK, *STEP], [], True),
+        ([*HELD_BACK, *fault(3_000, 3_100, 2, STEP_BACK)], [], True),
+        (HELD_BACK, [], False),
+        (STEP, [], False),
+        ([*fault(2_000, 3_000, 1, "proxy: late", where="proxy 0"), *STEP], [], False),
+        ([*fault(2_000, 4_500, 1, "proxy: late", where="proxy 1"), *STEP], [], False),
+        ([*HELD_BACK, *STEP], [FAILED], False),
+    ],
+    ids=["held back after a step", "held back during a step", "no step", "not held back", "held back for less",
+         "another proxy", "the time was asked for since"],
+)  # fmt: skip
+def test_a_late_add_may_take_the_place_of_what_replaced_it_after_a_step_of_the_clock_alone(
+    master: list[Line], before: list[Line], is_let_through: bool, does_newer_come: bool
+) -> None:
+    added = [*before, line("unknown", 4_000, FIRST, FIRST, 2.0), line("again", 4_001, FIRST + 1, [FIRST])]
+    added.append(line("stored", 4_100, FIRST + 1, FIRST + 1, 0.1))
+    newer = [begin(4_200, 1, "d1", [FIRST + 1]), end(4_210, 1), told(4_211, "d1")] if does_newer_come else []
+    older = [begin(5_000, 2, "d2", [FIRST]), end(5_010, 2), told(5_011, "d2")]
+    story = {PRODUCER: added, WORKER: [*newer, *older]}
+    found = verdict(story, *master, ways=("proxy 0", "socket", "socket"))
+    assert (found.let_through, found.is_good) == (int(is_let_through), is_let_through)
 
 
 @pytest.mark.parametrize(
@@ -537,8 +569,9 @@ async def test_the_mail_server_writes_down_each_mail_that_it_accepts_and_dies_as
             for manner, is_accepted in (("dies after the end", True), ("dies in the middle", False)):
                 server.behave(manner)
                 tries = (f"{manner[-3:]}{number}" for number in count())
-                while await sent(smtp, "timeline", digest := next(tries)) is not OutcomeUnknown:
-                    pass  # it has not heard yet
+                async with asyncio.timeout(60):
+                    while await sent(smtp, "timeline", digest := next(tries)) is not OutcomeUnknown:
+                        pass  # it has not heard yet
                 assert await server.dies(within=60)
                 assert (mailed(digest) in accepted()) is is_accepted
                 await server.start()
