@@ -16,6 +16,7 @@ from pathlib import Path
 from chaos.cluster import Cluster
 from chaos.clusterfaults import ClusterFaults
 from chaos.evidence import load
+from chaos.journal import beat
 from chaos.plan import AWAY, MINUTE, Planned, plan, with_mails
 from chaos.report import Run, markdown, text
 from chaos.serverfaults import ServerFaults
@@ -85,7 +86,7 @@ async def play(world: Servers | Cluster, goal: Goal, seed: int) -> None:
                 await faults.begin(Planned(0, AWAY, 0.0, MINUTE, 0.0))
 
     async with world:
-        inflicting = asyncio.create_task(inflict())
+        inflicting, beating = asyncio.create_task(inflict()), asyncio.create_task(beat(world.journal))
         shown = began
         while not stop.is_set() and not is_reached() and not inflicting.done():
             with suppress(TimeoutError):
@@ -100,6 +101,7 @@ async def play(world: Servers | Cluster, goal: Goal, seed: int) -> None:
         await faults.end()
         show()
         await world.finish()
+        beating.cancel()
 
 
 def main() -> int:

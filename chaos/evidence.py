@@ -20,6 +20,7 @@ Facts: TypeAlias = Any
 Interval: TypeAlias = tuple[float, float]
 
 MASTER = "master"
+STARVED = 0.5  # seconds; what is shorter disturbs nobody
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +161,7 @@ class Evidence:
     added: list[Added] = field(default_factory=list[Added])
     again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # a record, and what replaced it
     faults: list[Fault] = field(default_factory=list[Fault])
+    starved: list[Interval] = field(default_factory=list[Interval])  # when the program itself stood still
     audits: list[Audit] = field(default_factory=list[Audit])
     mails: list[Mail] | None = None  # None if there was no mail server
     answered: Counter[int] = field(default_factory=Counter[int])  # instead of accepting a mail, by the code
@@ -205,17 +207,32 @@ def of_master(lines: Iterable[Line]) -> Evidence:
                 note(faults[facts[0]], kind, at, facts[1:])
             case "audit":
                 evidence.audits.append(Audit(*facts))
+            case "still":
+                evidence.starved += [(at - facts[0], at)]
             case "stop":
                 evidence.stopped, evidence.wall = at, facts[0] / 1e9 - at
             case _:
                 evidence.wrong.append(str(facts[0]))
-    evidence.faults = list(faults.values())
+    evidence.faults = [*faults.values(), *of_starved(evidence)]
+    note_stops(evidence)
+    return evidence
+
+
+def note_stops(evidence: Evidence) -> None:
+    """Note for each process when it was stopped, of which it cannot write."""
     for fault in evidence.faults:
         if fault.kind == "worker: SIGSTOP past its lease":
             for process in evidence.processes.values():
                 if fault.concerns(process) and process.started < fault.begun < process.ended:
                     process.still.append((fault.begun, fault.over))
-    return evidence
+
+
+def of_starved(evidence: Evidence) -> Iterable[Fault]:
+    """What the program that runs all the others does by standing still: the proxies are in it."""
+    paths = sorted({process.path for process in evidence.processes.values() if process.path.startswith("proxy")})
+    for begun, over in evidence.starved:
+        if over - begun > STARVED:
+            yield from (Fault(0, "the proxies stood still", None, path, None, None, begun, over) for path in paths)
 
 
 def note(fault: Fault, kind: str, at: float, facts: Sequence[Any]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+BEAT = 0.05
+LATE = 0.01  # a heartbeat so much too late is written down
 
 Line = list[object]
 """Its kind, when it was written (``time.monotonic_ns``, which all processes of a machine share), and its facts."""
@@ -21,6 +25,16 @@ class Journal:
     def write(self, kind: str, *facts: object) -> None:
         line = json.dumps((kind, time.monotonic_ns(), *facts), separators=(",", ":"))
         os.write(self._file, line.encode() + b"\n")
+
+
+async def beat(journal: Journal) -> None:
+    """Write down when the event loop stood still: nothing in it could notice what happened meanwhile."""
+    while True:
+        began = time.monotonic_ns()
+        await asyncio.sleep(BEAT)
+        lasted = (time.monotonic_ns() - began) / 1e9
+        if lasted > BEAT + LATE:
+            journal.write("still", lasted)
 
 
 def read(path: Path) -> Iterator[Line]:

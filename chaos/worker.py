@@ -12,12 +12,10 @@ from typing import cast
 from aiodigest import Delivery, Digest, DigestEngine, OutcomeUnknown, PartialFailure, Reject, RetryAfter
 from chaos.board import DELIVERED, Board
 from chaos.channel import channel, sending
-from chaos.journal import Journal
+from chaos.journal import Journal, beat
 from chaos.plan import BLOCK, LEASE
 from chaos.process import Role, engine, run
 
-BEAT = 0.05
-LATE = 0.01  # a heartbeat so much too late is written down
 HOUR = 3600
 
 
@@ -40,12 +38,7 @@ class Worker:
     async def _beat(self) -> None:
         """Write down when the loop stood still: stopped, blocked or starved, it cannot notice that its lease ended."""
         self._journal.write("ready")  # run() hears signals by now
-        while True:
-            began = time.monotonic_ns()
-            await asyncio.sleep(BEAT)
-            lasted = (time.monotonic_ns() - began) / 1e9
-            if lasted > BEAT + LATE:
-                self._journal.write("still", lasted)
+        await beat(self._journal)
 
     def _observe(self, delivery: Delivery) -> None:
         self._journal.write("told", delivery.digest_id, delivery.attempt, delivery.result)

@@ -189,6 +189,12 @@ def test_a_duplicate_is_explained_by_what_can_account_for_it(story: Story, maste
     assert why is None or found.duplicates == {why: 1}
 
 
+@pytest.mark.parametrize(("way", "lasted"), [("proxy 0", 3.0), ("proxy 0", 0.2), ("socket", 3.0)])
+def test_the_proxies_stand_still_with_the_program_that_they_are_in(way: str, lasted: float) -> None:
+    found = verdict(again(RETURNED), line("still", 3_100, lasted), ways=("socket", way, way))
+    assert found.duplicates == {"the proxies stood still" if (way, lasted) == ("proxy 0", 3.0) else "unexplained": 1}
+
+
 def test_a_record_that_is_rejected_after_it_was_delivered_is_a_duplicate_too() -> None:
     story = again(KNOWN)
     story[OTHER][1:] = [end(5_010, 1, "rejected"), told(5_011, "d1", "rejected", 2)]
