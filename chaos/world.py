@@ -216,19 +216,19 @@ class World(ABC):
         async with engine(store, url) as looker:
             deadline = time.monotonic() + DRAINING
             while True:
+                is_over = time.monotonic() > deadline
                 try:
                     stats = await looker.stats()
+                    if is_over or not (stats.waiting or stats.ready or stats.leased):
+                        letters = [record.value async for letter in looker.dead_letters() for record in letter.records]
+                        keys = [timeline.key async for timeline in looker.timelines()]
+                        held = [each for key in keys if (found := await looker.peek(key)) for each in found.records]
+                        break
                 except BackendUnavailable:
-                    if time.monotonic() > deadline:
+                    if is_over:
                         self.wrong(f"the {store} store did not come back")
                         return
-                else:
-                    if not (stats.waiting or stats.ready or stats.leased) or time.monotonic() > deadline:
-                        break
                 await asyncio.sleep(0.1)
-            letters = [record.value async for letter in looker.dead_letters() for record in letter.records]
-            held = [record for timeline in [each async for each in looker.timelines()]
-                    if (peeked := await looker.peek(timeline.key)) for record in peeked.records]  # fmt: skip
             given_up = {"dropped": stats.dropped, "aged": stats.aged, "expired": stats.expired}
             given_up |= {"dropped with a dead letter": stats.letters_dropped}
             self.journal.write("audit", store, letters, [record.value for record in held], given_up)
