@@ -40,7 +40,7 @@ _MADE_UP_BITS, _MADE_UP_SIZE = 4 * MADE_UP, MADE_UP // 2
 _MADE_UP = _SIZES[PACKED + _MADE_UP_SIZE]
 _pack_exact = struct.Struct(">Bq").pack  # looked up once, and not for each record
 _pack_arrival = struct.Struct(">HI").pack
-_unpack_arrival = struct.Struct(">BHIB").unpack_from
+unpack_arrival = struct.Struct(">BHIB").unpack_from
 _unpack_exact = struct.Struct(">xq").unpack_from
 # of a named tuple, without the call of a lambda that takes a fifth of the time
 _new: Callable[..., RawRecord] = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -116,7 +116,7 @@ def places(entry: bytes) -> tuple[int, int, int] | None:
 def unpack(entry: bytes) -> RawRecord:
     """Take an entry apart. Raises ``CodecError`` if another version of aiodigest, or another program, wrote it."""
     if len(entry) > ARRIVAL_END:  # most are like this, and it takes half the time
-        flags, high, low, size = _unpack_arrival(entry)
+        flags, high, low, size = unpack_arrival(entry)
         end = ARRIVAL_END + 1 + (size & LONGEST_SHORT)
         if flags == ARRIVING and size and len(entry) >= end:
             return _new(RawRecord, ((high << 32 | low) * 1000, entry[ARRIVAL_END:end], entry[end:], b""))
@@ -124,7 +124,7 @@ def unpack(entry: bytes) -> RawRecord:
     if found is None:
         raise CodecError(f"a log entry of {len(entry)} bytes is not of version {VERSION}")
     start, end, value = found
-    high, low = _unpack_arrival(entry)[1:3]
+    high, low = unpack_arrival(entry)[1:3]
     time = (high << 32 | low) * 1000 if start == ARRIVAL_END else _unpack_exact(entry)[0]
     return RawRecord(time, entry[start:end], entry[value:], entry[end:value])
 
@@ -147,7 +147,7 @@ def unpack_latest(entries: Iterable[bytes], last: dict[bytes, tuple[int, bytes, 
     for entry in entries:
         raw = None
         try:
-            flags, high, low, size = _unpack_arrival(entry)
+            flags, high, low, size = unpack_arrival(entry)
             end = ARRIVAL_END + 1 + (size & LONGEST_SHORT)
             if flags == ARRIVING and size and len(entry) >= end:  # as in `unpack`, without a call and a named tuple
                 raw = (high << 32 | low) * 1000, entry[ARRIVAL_END:end], entry[end:], b""

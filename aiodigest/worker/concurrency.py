@@ -36,26 +36,32 @@ class Gate:
         self._free = places
         self._order = asyncio.Lock()
         self._left = asyncio.Event()
+        self._waiting = 0
 
     def admits(self) -> bool:
         """Take a place, if there is one that nobody waits for."""
-        if self._free and not self._order.locked():
+        if self._free and not self._waiting:
             self._free -= 1
             return True
         return False
 
     async def wait(self) -> None:
         """Wait for a place, and take it."""
-        async with self._order:
-            while not self._free:
-                self._left.clear()
-                await self._left.wait()
-            self._free -= 1
+        self._waiting += 1
+        try:
+            async with self._order:
+                while not self._free:
+                    self._left.clear()
+                    await self._left.wait()
+                self._free -= 1
+        finally:
+            self._waiting -= 1
 
     def leave(self) -> None:
         """Give a place back."""
         self._free += 1
-        self._left.set()
+        if self._waiting:
+            self._left.set()
 
 
 class ConcurrencyLimit:

@@ -7,13 +7,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from inspect import isawaitable
 from math import inf
 from traceback import walk_tb
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
-from aiodigest.codecs import Codec, most_of, sizes_of
+from aiodigest.codecs import Codec, most_of, reader_of, sizes_of
 from aiodigest.errors import (
     ChannelError,
     DeliverySignal,
@@ -30,7 +32,7 @@ from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, duration, nearest, never_ran
 from aiodigest.timing.formula import next_due, share_of
-from aiodigest.worker.contents import SMALL, Contents, read
+from aiodigest.worker.contents import SMALL, Contents, read, read_at_once
 from aiodigest.worker.reasons import (
     TimedOut,
     describe,
@@ -53,6 +55,7 @@ End = TypeVar("End")
 
 SHORTEST_DELAY = 1.0  # of a RetryAfter, which charges no attempt and so nothing else would slow down
 FALLBACK_DELAY_MS = 60_000  # when a retry strategy itself fails
+_nearest = lru_cache(16)(nearest)  # many digests of a busy worker are due next at the same time
 
 Callback: TypeAlias = Callable[[Digest[T]], Awaitable[object]]
 Observer: TypeAlias = Callable[[Delivery], None]
@@ -192,7 +195,7 @@ class Attempt(Generic[T]):
     def digest(self) -> Digest[T]:
         lease = self.lease
         records = tuple(self.contents.records)
-        due = nearest(self.next_ms)
+        due = _nearest(self.next_ms)
         return Digest(lease.key, records, lease.digest_id, lease.attempt, lease.dropped, lease.iteration, due)
 
 
@@ -273,14 +276,32 @@ class Dispatcher(Generic[T]):
         self._lease_ms = milliseconds(self.lease_timeout)
         self._size_of = sizes_of(self.codec)
         self.most_of = most_of(self.codec)
+        self._load = reader_of(self.codec)
         self._told_limits = False
         self._reading = asyncio.Lock()
-        self._limit = TimeLimit(self.delivery_timeout)
+        self._limit = TimeLimit()
         self._last_kind: object = None  # of failure: of several in a row the first one's traceback is logged
 
     def size_of(self, entry: bytes) -> int:
         """Return how many bytes the value of an entry decodes to."""
         return self._size_of(value_in(entry))
+
+    def at_hand(self, lease: Lease) -> Attempt[T] | None:
+        """Read a digest at once, which is small and has come whole, and in which nothing is unusual; None of another,
+        which ``prepare`` reads."""
+        entries, retry = lease.entries, self.retry
+        if self._load is None or lease.cut_ms or lease.later or not isinstance(retry, RetryPolicy):
+            return None
+        if not len(entries) == lease.size == lease.taken <= SMALL[0] or lease.attempt > retry.max_attempts:
+            return None
+        if sum(map(len, entries)) > min(SMALL[1], lease.bound or inf):
+            return None
+        contents = read_at_once(entries, self._load)
+        if contents is None:
+            return None
+        attempt: Attempt[T] = Attempt(lease, (), lease.size)
+        attempt.contents, attempt.retry = contents, retry
+        return attempt
 
     async def prepare(self, lease: Lease, entries: Sequence[bytes]) -> Attempt[T]:
         """Read the digest that ``entries`` hold, if it is known how often it may be tried; else ``deliver`` does."""
@@ -320,10 +341,17 @@ class Dispatcher(Generic[T]):
             raise asyncio.CancelledError
         if not isinstance(self.retry, RetryPolicy):
             policy.check(attempt.retry)
-        attempt.cool_ms, attempt.policy = policy.cool_ms(attempt.lease.iteration), policy
-        self._compare_limits(attempt)
-        attempt.next_ms = next_due(policy.terms, key, now_ms, now_ms + attempt.cool_ms)
-        self._look_at_hours(attempt, call)
+        self._govern(attempt, policy, now_ms, call)
+
+    def _govern(self, attempt: Attempt[T], policy: Policy, now_ms: int, call: Call) -> None:
+        """Have a policy govern the delivery of a digest."""
+        lease = attempt.lease
+        attempt.cool_ms, attempt.policy = policy.cool_ms(lease.iteration), policy
+        if lease.own is not None:
+            self._compare_limits(attempt)
+        attempt.next_ms = next_due(policy.terms, lease.key, now_ms, now_ms + attempt.cool_ms)
+        if policy.hours is not None:
+            self._look_at_hours(attempt, call)
 
     def _look_at_hours(self, attempt: Attempt[T], call: Call) -> None:
         if attempt.policy.hours is not None and not attempt.lease.passes:
@@ -340,13 +368,19 @@ class Dispatcher(Generic[T]):
             return error
         return None
 
-    async def deliver(self, attempt: Attempt[T], call: Call | None = None) -> Outcome:
-        """Deliver a digest. Raises CancelledError only when cancelled from outside, and Aside if it may not run now."""
-        lease, call, task = attempt.lease, call or Call(), asyncio.current_task()
+    async def deliver(
+        self, attempt: Attempt[T], call: Call | None = None, task: asyncio.Task[Any] | None = None
+    ) -> Outcome:
+        """Deliver a digest in the current task, which a caller may know. Raises CancelledError only when cancelled from
+        outside, and Aside if it may not run now."""
+        lease, call, task = attempt.lease, call or Call(), task or asyncio.current_task()
         clock = asyncio.get_running_loop().time
         call.deadline = clock() + self.delivery_timeout
         try:
-            await self._ask(attempt, call)
+            if self.fixed is not None and isinstance(self.retry, RetryPolicy):
+                self._govern(attempt, self.fixed, call.clock()[0], call)  # as nearly always: nothing is awaited
+            else:
+                await self._ask(attempt, call)
         except BaseException as error:
             if attempt.entries:
                 await self._read(attempt, gives_up=True)
@@ -370,7 +404,7 @@ class Dispatcher(Generic[T]):
         span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self.delivery_timeout
         try:
-            error = await self._call(digest, task)
+            error = await self._call(digest, task, call.deadline)
             if error is None:
                 outcome = self._closed(attempt, "delivered")
                 self._last_kind = None
@@ -381,7 +415,7 @@ class Dispatcher(Generic[T]):
         finally:
             if span is not None:
                 span.left()
-        return await self._settled(outcome, call, task)
+        return outcome if not (task and task.cancelling()) else await self._settled(outcome, call, task)
 
     def _compare_limits(self, attempt: Attempt[T]) -> None:
         """Log the first timeline whose limits are not those of its policy here."""
@@ -416,13 +450,13 @@ class Dispatcher(Generic[T]):
                     raise asyncio.CancelledError from error
                 return self._failed(attempt, error)
 
-    async def _call(self, digest: Digest[T], task: asyncio.Task[Any] | None) -> BaseException | None:
+    async def _call(self, digest: Digest[T], task: asyncio.Task[Any] | None, ends: float) -> BaseException | None:
         """Call back; return what was raised: were it caught further out, its traceback would hold the outcome."""
-        limited = self._limit.begin(task)
+        limited = self._limit.begin(task, ends)
         try:
             try:
                 ending = self.callback(digest)
-                is_async = isawaitable(ending)
+                is_async = type(ending) is CoroutineType or isawaitable(ending)
                 if is_async:
                     ending = await ending
                 if ending is not None and never_ran(ending):

@@ -103,6 +103,13 @@ class Doubts:
         """Return True if a delivery that has not begun is not to wait: another is to be alone."""
         return bool(self._doubtful) and self.alone not in (None, delivery)
 
+    def admits(self, delivery: Delivery) -> bool:
+        """Count a delivery as running, if there is nothing doubtful, as nearly always; else it has to ``begin``."""
+        if self._doubtful:
+            return False
+        self._running[delivery] = None
+        return True
+
     async def begin(self, delivery: Delivery, stopping: asyncio.Event) -> None:
         """Wait until a delivery may run, or its worker stops, and count it as running, until ``left``."""
         while not (stopping.is_set() or self.may_run(delivery)):
@@ -112,6 +119,8 @@ class Doubts:
     def left(self, delivery: Delivery) -> None:
         """Note that a delivery that has begun runs no more, or that its next part has to begin."""
         del self._running[delivery]
+        if not self._doubtful:  # nobody waits
+            return
         self.look_again()
         if delivery in self._doubtful:
             self._let_claim()  # its first part may have been delivered: with what is left there is no doubt

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from aiodigest.backend import Claims, Close, Closed, Postpone, Retired, Retry
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, LeaseLost, printable
@@ -15,7 +15,7 @@ from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
-from aiodigest.worker.delivery import Aside, Call, tell
+from aiodigest.worker.delivery import Aside, Attempt, Call, tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses, log_needs
 from aiodigest.worker.tasks import retrieve
@@ -301,9 +301,10 @@ class ShardWorker:
                 while not (stopping.is_set() or active.call.cancelled or doubts.must_go(active)):
                     if active.token is not None and not doubts.may_run(active):
                         self._give_back(active)  # its turn may come when the token has long lapsed
-                    await doubts.begin(active, stopping)
+                    if not doubts.admits(active):
+                        await doubts.begin(active, stopping)
                     try:
-                        if not (stopping.is_set() or await self._deliver_part(active)):
+                        if not (stopping.is_set() or await self._deliver_part(active, task)):
                             return
                     finally:
                         doubts.left(active)
@@ -330,37 +331,30 @@ class ShardWorker:
         finally:
             self._ended(active)
 
-    async def _deliver_part(self, active: ActiveDelivery) -> bool:
+    async def _deliver_part(self, active: ActiveDelivery, task: asyncio.Task[Any]) -> bool:
         """Deliver a digest, or its next part; True if there is more to do under this lease."""
-        shared, clock = self._shared, asyncio.get_running_loop().time
+        shared, clock = self._shared, self._loop.time
         dispatcher, standstill = shared.dispatcher, shared.standstill
+        has_waited = False
         if not shared.limit.gate.admits():
+            has_waited = True
             await shared.limit.gate.wait()
         try:
-            lease, entries = active.lease, shared.limit.room.at_hand(active, dispatcher.most_of)
-            if entries is None:
-                page = partial(self._read, active)
-                lease, entries = await shared.limit.room.read(active, page, dispatcher.size_of, dispatcher.most_of)
-            if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
+            attempt = (None if has_waited else dispatcher.at_hand(active.lease)) or await self._prepare(active)
+            if attempt is None:
                 return True
-            active.stage = "decoding"
-            attempt = await dispatcher.prepare(lease, entries)
-            del entries  # the records are all that is kept while they are delivered
-            self._look(active)
-            if attempt.entries:  # they are read later
-                active.call.look = partial(self._look, active)
-            started = clock()
+            lease, started = attempt.lease, clock()
+            self._look(active, started)
             active.stage = "calling"
-            standstill.entered(active, lease.key)
+            standstill.entered(active, lease.key, started)
             try:
-                outcome = await dispatcher.deliver(attempt, active.call)
+                outcome = await dispatcher.deliver(attempt, active.call, task)
             finally:
-                standstill.left(active)
+                standstill.left(active, ended := clock())
             active.stage = "reporting"
             del attempt
             shared.limit.room.give_back(active)  # a server that is away keeps nobody waiting
             shared.limit.changed.set()
-            ended = clock()
             self._lasts += (ended - started - self._lasts) / 16
             active.destination.learn(lease.key, outcome.success, started, ended, outcome.pause)
             if outcome.pause and shared.throttling is not None:
@@ -369,7 +363,8 @@ class ShardWorker:
             shared.limit.gate.leave()
         report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
         closed = await self._until_answered(report, active)
-        log_let_go(self.shard, closed.let_go)
+        if closed.let_go:
+            log_let_go(self.shard, closed.let_go)
         if shared.observers:
             tell(shared.observers, outcome.delivery(closed, max(0.0, started - active.due), ended - started))
         if closed.status == "lost":
@@ -379,6 +374,21 @@ class ShardWorker:
         active.lease, active.stage = outcome.rest(closed), "claimed"
         self.leases.extend(active, max(ended, active.ends - self._shared.lease_timeout))  # the store has renewed it too
         return True
+
+    async def _prepare(self, active: ActiveDelivery) -> Attempt[Any] | None:
+        """Read a digest, or its next part, of which all may not be here; None if it may not run any more."""
+        shared, dispatcher = self._shared, self._shared.dispatcher
+        lease, entries = active.lease, shared.limit.room.at_hand(active, dispatcher.most_of)
+        if entries is None:
+            page = partial(self._read, active)
+            lease, entries = await shared.limit.room.read(active, page, dispatcher.size_of, dispatcher.most_of)
+        if not shared.limit.doubts.may_run(active):  # while its server was away, nobody waited for it
+            return None
+        active.stage = "decoding"
+        attempt = await dispatcher.prepare(lease, entries)
+        if attempt.entries:  # they are read later
+            active.call.look = lambda: self._look(active, self._loop.time())
+        return attempt
 
     async def _permit(self, active: ActiveDelivery) -> None:
         """Use a token for the callback that is to begin; Aside if there is none: it is claimed again, as it is due.
@@ -402,11 +412,11 @@ class ShardWorker:
             self._shared.throttling.give_back([active.token])
             active.token = None
 
-    def _look(self, active: ActiveDelivery) -> None:
+    def _look(self, active: ActiveDelivery, now: float) -> None:
         """Raise Aside or LeaseLost if a callback is not to be begun any more."""
         if self._shared.stopping.is_set():
             raise Aside(0)
-        if self._loop.time() >= active.ends:  # this process was stopped while others ran
+        if now >= active.ends:  # this process was stopped while others ran
             raise LeaseLost(f"the lease on timeline {active.lease.key!r} ended before its delivery began")
 
     async def _read(self, active: ActiveDelivery, start: int, count: int) -> list[bytes]:

@@ -48,24 +48,23 @@ class Standstill:
         finally:
             timer.cancel()
 
-    def entered(self, call: object, key: str) -> None:
+    def entered(self, call: object, key: str, now: float) -> None:
         """Know that the callback of a timeline is under way, until ``left``; ``call`` tells it from others."""
-        self._hear()
+        self._hear(now)
         self._under_way[call] = self._name = key
 
-    def left(self, call: object) -> None:
+    def left(self, call: object, now: float) -> None:
         """Note that a callback has ended."""
-        self._hear(self._under_way.pop(call))
+        self._hear(now, self._under_way.pop(call))
 
-    def _hear(self, ended: str | None = None) -> None:
-        now = self._clock()
+    def _hear(self, now: float, ended: str | None = None) -> None:
         if now - self._at > self._worst[0]:
             self._worst = now - self._at, self._name or ended
         self._at, self._name = now, None
 
     def look(self) -> None:
         """Look at the time, and say so if the loop has stood still since it was looked at last."""
-        self._hear()
+        self._hear(self._clock())
         stood, (_, culprit) = self._at - self._seen, self._worst
         if stood > self._most:
             self.count += 1

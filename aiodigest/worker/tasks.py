@@ -79,23 +79,22 @@ class Limited:
 class TimeLimit:
     """Limits the time of calls as ``asyncio.timeout`` does, with one timer for all that are under way in an event loop.
 
-    All have the same number of seconds, so those that began first are over first. The timer is set for the first that
+    Those that begin first are to be over first. The timer is set for the first that
     begins in a turn of the loop, and cancelled in the next one if all have ended: not for each that does not wait.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._under_way: dict[Limited, None] = {}  # in the order in which they began
         self._timer = Timer(self._expire, Context())
         self._looks = False  # whether any is under way, in the next turn
 
-    def begin(self, task: asyncio.Task[Any] | None) -> Limited:
+    def begin(self, task: asyncio.Task[Any] | None, ends: float) -> Limited:
         """Limit a call of this task, until its ``end``."""
         loop = asyncio.get_running_loop()
-        ends = loop.time() + self._seconds
         limited = Limited(task, 0 if task is None else task.cancelling(), ends, loop)
         self._under_way[limited] = None
-        self._timer.set(ends)
+        if ends < self._timer.at:
+            self._timer.set(ends)
         return limited
 
     def end(self, limited: Limited) -> None:
