@@ -163,6 +163,10 @@ class Batcher(Generic[Item, Answer]):
         """Queue an item and return its answer."""
         return await self.put(item, size, 0, self._loop.time())
 
+    def asked(self, item: Item) -> Awaitable[Answer]:
+        """Queue an item, and return what to await for its answer."""
+        return self.put(item, 0, 0, self._loop.time())
+
     def put(self, item: Item, size: int, line: object, since: float) -> Awaitable[Answer]:
         """Queue an item whose time began at ``since``, and return what to await for its answer. Those of one ``line``
         stay in order.

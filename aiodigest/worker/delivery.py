@@ -131,8 +131,10 @@ class Outcome(NamedTuple):
             closed = await close(self.report)
         else:
             closed = Closed("closed" if await retry(self.report) else "lost")
-        if (isinstance(self.report, Close) or self.report.failed is not None) and closed.status in ("closed", "part"):
-            log_dropped(self.report.lease)
+        report = self.report
+        if report.lease.dropped and closed.status in ("closed", "part"):
+            if isinstance(report, Close) or report.failed is not None:
+                log_dropped(self.report.lease)
         return closed
 
     def rest(self, closed: Closed) -> Lease:
@@ -290,7 +292,7 @@ class Dispatcher(Generic[T]):
         """Read a digest at once, which is small and has come whole, and in which nothing is unusual; None of another,
         which ``prepare`` reads."""
         entries, retry = lease.entries, self.retry
-        if self._load is None or lease.cut_ms or lease.later or not isinstance(retry, RetryPolicy):
+        if self._load is None or lease.cut_ms or lease.later or lease.lost or not isinstance(retry, RetryPolicy):
             return None
         if not len(entries) == lease.size == lease.taken <= SMALL[0] or lease.attempt > retry.max_attempts:
             return None

@@ -244,7 +244,8 @@ class ShardWorker:
             chosen, postponed = shared.limit.sort(claims.leases, count, now)
             self._brings_little = 2 * sum(each.delay_ms > 0 for each in postponed) > len(claims.leases)
             for lease, destination in chosen:
-                log_doubt(lease)
+                if lease.lost:
+                    log_doubt(lease)
                 due = now - (claims.now_ms - lease.due_ms) / 1000
                 active = ActiveDelivery(lease, due, destination, self.leases, call=Call(clock=clock))
                 if shared.throttling is not None:
@@ -253,7 +254,7 @@ class ShardWorker:
                 shared.limit.doubts.claimed(active)
                 active.on_done = partial(self._on_done, active)
                 self.leases.active[active] = None
-                active.task = asyncio.create_task(self._deliver(active))
+                active.task = loop.create_task(self._deliver(active), name=lease.digest_id)
                 if not active.has_begun:  # which it has, if the loop begins tasks at once
                     active.task.add_done_callback(active.on_done)
                 self.leases.extend(active, sent)
@@ -361,7 +362,7 @@ class ShardWorker:
                 shared.throttling.pause(active.destination.name, ended + outcome.pause)
         finally:
             shared.limit.gate.leave()
-        report = partial(outcome.report_to, self._closes.submit, self._retries.submit)
+        report = partial(outcome.report_to, self._closes.asked, self._retries.asked)
         closed = await self._until_answered(report, active)
         if closed.let_go:
             log_let_go(self.shard, closed.let_go)
@@ -433,7 +434,8 @@ class ShardWorker:
         if self._loop.is_closed():  # its task is dropped
             return
         del self.leases.active[active]
-        self._give_back(active)
+        if active.token is not None:
+            self._give_back(active)
         is_known, now = active.stage == "reporting", self._loop.time()  # else nothing was learnt of the receiver
         self._shared.limit.room.give_back(active)
         self._shared.limit.ended(active.destination, active.lease.key, now, learnt=is_known)

@@ -295,11 +295,12 @@ def pack_mute(key: str, mute: Mute) -> tuple[Argument, ...]:
 
 
 def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
+    lease, limits = close.lease, close.limits
     arguments: list[Argument] = [
-        *pack_lease(close.lease), close.taken, close.delivered, close.aged,
+        lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged,
         close.counts + 2 * (close.dedupe_ms > 0) + 4 * close.mute, close.cool_ms,
-        close.lease_ms, close.limits.max_size, close.limits.ttl_ms, pack_hours(close.hours, now_ms, close.cool_ms),
-        len(close.dead_letters),
+        close.lease_ms, limits.max_size, limits.ttl_ms,
+        "" if close.hours is None else pack_hours(close.hours, now_ms, close.cool_ms), len(close.dead_letters),
     ]  # fmt: skip
     for letter in close.dead_letters:
         arguments += (_readable(letter.reason), pack_limits(close.limits), close.letter_bytes, *_pack_ids(letter.ids))
@@ -446,9 +447,11 @@ def unpack_counts(reply: object) -> dict[str, int]:
 def unpack_lease(fields: Sequence[Any]) -> Lease:
     key, token, digest_id, attempt, iteration, dropped, due, size, part, cut, error, lost, *more = fields
     bound, own, passes, entries = more
+    name = text(token)
     return Lease(  # the score of a set is text, and all other numbers are none
-        text(key), text(token), text(digest_id), attempt, iteration, dropped, number(due), size, part, cut, text(error),
-        lost, tuple(entries), bound, unpack_limits(text(own)) if own else None, passes=passes == 1,
+        text(key), name, name if digest_id == token else text(digest_id), attempt, iteration, dropped, number(due), size,
+        part, cut, text(error) if error else "", lost, tuple(entries), bound,
+        unpack_limits(text(own)) if own else None, (), passes == 1,
     )  # fmt: skip
 
 
@@ -460,7 +463,13 @@ def unpack_grant(source: int, reply: Sequence[Any]) -> Grant:
     return Grant(Tokens(source, at, count), wait, contended == 1, known, pauses)
 
 
+CLOSED = [b"closed", b"", 0, 0]  # what most closes answer
+_closed = Closed("closed")
+
+
 def unpack_closed(fields: object) -> Closed:
+    if fields == CLOSED:
+        return _closed
     status, digest_id, left, *let_go = cast("tuple[bytes, bytes, int, int]", fields)
     known = cast("Literal['closed', 'part', 'deleted', 'lost']", status.decode())
     return Closed(known, text(digest_id), left, *let_go)
