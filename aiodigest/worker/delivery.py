@@ -127,13 +127,13 @@ class Outcome(NamedTuple):
         self, close: Callable[[Close], Awaitable[Closed]], retry: Callable[[Retry], Awaitable[bool]]
     ) -> Closed:
         """Report it to the store by one of these calls, and return the answer."""
-        if isinstance(self.report, Close):
-            closed = await close(self.report)
-        else:
-            closed = Closed("closed" if await retry(self.report) else "lost")
-        report = self.report
-        if report.lease.dropped and closed.status in ("closed", "part"):
-            if isinstance(report, Close) or report.failed is not None:
+        return self.answered(await (close(self.report) if isinstance(self.report, Close) else retry(self.report)))
+
+    def answered(self, answer: Closed | bool) -> Closed:
+        """Return the answer to the report, once it has come."""
+        closed = answer if isinstance(answer, Closed) else Closed("closed" if answer else "lost")
+        if self.report.lease.dropped and closed.status in ("closed", "part"):
+            if isinstance(self.report, Close) or self.report.failed is not None:
                 log_dropped(self.report.lease)
         return closed
 

@@ -96,9 +96,13 @@ class Leases:
         return bool(self.active) and (self.is_cut_off or self._standstills < self._shared.standstill.count)
 
     @property
+    def _reported(self) -> int:
+        return [each.stage for each in self.active].count("reporting")
+
+    @property
     def busy(self) -> int:
         """The number of deliveries that are not to be reported yet: each counts towards the concurrency limit."""
-        return sum(each.stage != "reporting" for each in self.active)
+        return len(self.active) - self._reported
 
     @property
     def reporting(self) -> int:
@@ -106,7 +110,7 @@ class Leases:
 
         While the store does not answer, they do not count: the outage of one shard does not stop the deliveries of all.
         """
-        return 0 if self.is_cut_off else len(self.active) - self.busy
+        return 0 if self.is_cut_off else self._reported
 
     def failed(self, error: Exception, calls: str) -> None:
         self.failures += 1

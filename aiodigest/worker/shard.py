@@ -295,6 +295,7 @@ class ShardWorker:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         active.has_begun = True
         task.remove_done_callback(active.on_done)  # a call at its end would take a turn of the loop, and 2 us
+        del active.on_done  # which holds it in turn: else all of it would wait for the garbage collector
         try:
             stopping, doubts = self._shared.stopping, self._shared.limit.doubts
             try:
@@ -362,8 +363,7 @@ class ShardWorker:
                 shared.throttling.pause(active.destination.name, ended + outcome.pause)
         finally:
             shared.limit.gate.leave()
-        report = partial(outcome.report_to, self._closes.asked, self._retries.asked)
-        closed = await self._until_answered(report, active)
+        closed = outcome.answered(await self._report(outcome.report, active))
         if closed.let_go:
             log_let_go(self.shard, closed.let_go)
         if shared.observers:
@@ -390,6 +390,14 @@ class ShardWorker:
         if attempt.entries:  # they are read later
             active.call.look = lambda: self._look(active, self._loop.time())
         return attempt
+
+    async def _report(self, report: Close | Retry, active: ActiveDelivery) -> Closed | bool:
+        """Report an outcome to the store, until it answers."""
+        queue = self._closes if isinstance(report, Close) else self._retries
+        try:
+            return await queue.asked(report)
+        except AiodigestError as error:
+            return await self._until_answered(partial(queue.asked, report), active, error)
 
     async def _permit(self, active: ActiveDelivery) -> None:
         """Use a token for the callback that is to begin; Aside if there is none: it is claimed again, as it is due.
@@ -442,8 +450,11 @@ class ShardWorker:
         self._shared.limit.doubts.ended(active)
         self._end_if_retired()
 
-    async def _until_answered(self, call: Callable[[], Awaitable[T]], active: ActiveDelivery) -> T:
-        """Call the store for a delivery until it answers, if only with an error of the timeline's.
+    async def _until_answered(
+        self, call: Callable[[], Awaitable[T]], active: ActiveDelivery, error: AiodigestError | None = None
+    ) -> T:
+        """Call the store for a delivery until it answers, if only with an error of the timeline's; ``error`` is what
+        the first try has ended with.
 
         A server that refuses access may allow it again, as after a change of passwords; one that answers what nobody
         foresaw has until the lease ends to think better of it.
@@ -451,8 +462,11 @@ class ShardWorker:
         try:
             while True:
                 try:
+                    if error is not None:
+                        raise error
                     return await call()
-                except AiodigestError as error:
+                except AiodigestError as failed:
+                    error = failed
                     unforeseen = type(error) is AiodigestError and asyncio.get_running_loop().time() < active.ends
                     if not (unforeseen or isinstance(error, (BackendUnavailable, ConfigurationError))):
                         raise
@@ -460,5 +474,6 @@ class ShardWorker:
                         raise
                     self.leases.report_failed(error, active)
                     await self._shared.availability.pause(self.leases.reports)
+                error = None
         finally:
             self.leases.report_ended(active)
