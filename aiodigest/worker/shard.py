@@ -58,24 +58,47 @@ class WakeUps:
     def __init__(self, listen: Callable[[str], Awaitable[str]]) -> None:
         self._listen = listen
         self._listening: asyncio.Task[str | None] | None = None
+        self._seen: str | None = None  # by the claim before the wait that is under way
         self._failures = 0  # of listening, in a row
         self.woken = asyncio.Event()  # ends the wait, or the next one
 
     async def wait(self, seen: str, timeout: float) -> None:
-        """Wait for an entry of the stream after ``seen``, or for ``woken``, for at most ``timeout`` seconds."""
+        """Wait for an entry of the stream after ``seen``, or for ``woken``, for at most ``timeout`` seconds.
+
+        Whatever ends it sets ``woken``: to wait for one of several tasks takes longer, as something comes due.
+        """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        woken = asyncio.create_task(self.woken.wait())
+        deadline, self._seen = loop.time() + timeout, seen
+
+        def end() -> None:
+            nonlocal timer
+            if (rest := deadline - loop.time()) > 0:  # a sum of floats, or a loop that is early by less than it measures
+                timer = loop.call_later(rest, end)
+            else:
+                self.woken.set()
+
+        timer = loop.call_at(deadline, end)
         try:
-            while not woken.done() and (rest := deadline - loop.time()) > 0:
-                if self._listening is None or self._listening.done():
-                    self._listening = asyncio.create_task(self._next(seen))
-                await asyncio.wait([woken, self._listening], timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-                # What began to listen before the claim may hear of an entry that the claim has seen.
-                if self._listening.done() and self._listening.result() != seen:
-                    break
+            if not self.woken.is_set():
+                self._listen_on()
+            await self.woken.wait()
         finally:
-            woken.cancel()
+            timer.cancel()
+            self._seen = None
+
+    def _listen_on(self) -> None:
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._next(self._seen or ""))
+            self._listening.add_done_callback(self._heard)
+
+    def _heard(self, listening: asyncio.Task[str | None]) -> None:
+        """Wake who waits, unless the claim has seen the entry: what began to listen before it may hear of one."""
+        if self._seen is None or listening.cancelled():
+            return
+        if listening.result() == self._seen:
+            self._listen_on()
+        else:
+            self.woken.set()
 
     async def _next(self, seen: str) -> str | None:
         try:
@@ -174,6 +197,7 @@ class ShardWorker:
                     await self.wakeups.close()  # its connection may be as dead as the claim's, and never tell
                     await self._shared.availability.pause(self._claims)
                 elif claims.wait_ms != 0:
+                    await asyncio.sleep(0)  # what was claimed begins before this prepares to sleep
                     # until something is due, the stream tells of it, or a third of a lease has passed
                     longest, self._first_share = self._shared.lease_timeout / 3 * self._first_share, 1.0
                     timeout = time_to_sleep(claims.wait_ms, loop.time() - sent, longest)
