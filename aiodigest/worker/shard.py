@@ -31,6 +31,7 @@ QUICK, QUICK_CLAIM = (
     32,
 )  # the same, where callbacks take fewer seconds than that; each call costs as much as three
 BROAD_CLAIM = 100  # the same, while most of what claims bring has to wait: what is due after it is to come soon
+EARLY = 0.0005  # seconds: timers of asyncio are late by up to twice that, so for the last of a wait it turns instead
 GOLDEN_RATIO = 0.618  # its multiples lie far apart between whole numbers
 
 
@@ -68,16 +69,18 @@ class WakeUps:
         Whatever ends it sets ``woken``: to wait for one of several tasks takes longer, as something comes due.
         """
         loop = asyncio.get_running_loop()
-        deadline, self._seen = loop.time() + timeout, seen
+        deadline, self._seen, before = loop.time() + timeout, seen, -math.inf
 
         def end() -> None:
-            nonlocal timer
-            if (rest := deadline - loop.time()) > 0:  # a sum of floats, or a loop that is early by less than it measures
-                timer = loop.call_later(rest, end)
-            else:
+            nonlocal timer, before
+            if (now := loop.time()) >= deadline:
                 self.woken.set()
+            elif now > before:
+                before, timer = now, loop.call_soon(end)
+            else:  # the loop's time stands still while it does not wait
+                timer = loop.call_at(deadline, end)
 
-        timer = loop.call_at(deadline, end)
+        timer = loop.call_at(deadline - EARLY, end)
         try:
             if not self.woken.is_set():
                 self._listen_on()
