@@ -11,7 +11,6 @@ from functools import lru_cache
 from inspect import isawaitable
 from math import inf
 from traceback import walk_tb
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
@@ -132,9 +131,9 @@ class Outcome(NamedTuple):
     def answered(self, answer: Closed | bool) -> Closed:
         """Return the answer to the report, once it has come."""
         closed = answer if isinstance(answer, Closed) else Closed("closed" if answer else "lost")
-        if self.report.lease.dropped and closed.status in ("closed", "part"):
-            if isinstance(self.report, Close) or self.report.failed is not None:
-                log_dropped(self.report.lease)
+        is_dropped = self.report.lease.dropped and closed.status in ("closed", "part")
+        if is_dropped and (isinstance(self.report, Close) or self.report.failed is not None):
+            log_dropped(self.report.lease)
         return closed
 
     def rest(self, closed: Closed) -> Lease:
@@ -392,10 +391,8 @@ class Dispatcher(Generic[T]):
             call.deadline = inf
             await self._read(attempt)  # which may take long
             call.look()
-        if attempt.is_spent:
-            return self._buried(attempt, _why_spent(lease))
-        if not attempt.contents.records:
-            return self._closed(attempt, "empty")
+        if attempt.is_spent or not attempt.contents.records:
+            return self._buried(attempt, _why_spent(lease)) if attempt.is_spent else self._closed(attempt, "empty")
         if (is_late or call.permit is not None) and not attempt.aside_ms:
             await self._settled(None, call, task)
             if (error := await self._await_permit(attempt, call)) is not None:
@@ -458,7 +455,7 @@ class Dispatcher(Generic[T]):
         try:
             try:
                 ending = self.callback(digest)
-                is_async = type(ending) is CoroutineType or isawaitable(ending)
+                is_async = isawaitable(ending)
                 if is_async:
                     ending = await ending
                 if ending is not None and never_ran(ending):

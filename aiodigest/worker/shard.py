@@ -420,11 +420,13 @@ class ShardWorker:
 
     async def _report(self, report: Close | Retry, active: ActiveDelivery) -> Closed | bool:
         """Report an outcome to the store, until it answers."""
-        queue = self._closes if isinstance(report, Close) else self._retries
         try:
-            return await queue.asked(report)
+            return await self._asked(report)
         except AiodigestError as error:
-            return await self._until_answered(partial(queue.asked, report), active, error)
+            return await self._until_answered(partial(self._asked, report), active, error)
+
+    def _asked(self, report: Close | Retry) -> Awaitable[Closed | bool]:
+        return self._closes.asked(report) if isinstance(report, Close) else self._retries.asked(report)
 
     async def _permit(self, active: ActiveDelivery) -> None:
         """Use a token for the callback that is to begin; Aside if there is none: it is claimed again, as it is due.

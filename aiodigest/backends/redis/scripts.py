@@ -449,8 +449,8 @@ def unpack_lease(fields: Sequence[Any]) -> Lease:
     bound, own, passes, entries = more
     name = text(token)
     return Lease(  # the score of a set is text, and all other numbers are none
-        text(key), name, name if digest_id == token else text(digest_id), attempt, iteration, dropped, number(due), size,
-        part, cut, text(error) if error else "", lost, tuple(entries), bound,
+        text(key), name, name if digest_id == token else text(digest_id), attempt, iteration, dropped, number(due),
+        size, part, cut, text(error) if error else "", lost, tuple(entries), bound,
         unpack_limits(text(own)) if own else None, (), passes == 1,
     )  # fmt: skip
 
