@@ -54,8 +54,8 @@ class IdleSelector(selectors.DefaultSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in which time passes only while nothing else happens: no test waits, and each runs the same way."""
 
-    def __init__(self) -> None:
-        self.idle = IdleSelector()
+    def __init__(self, idle: IdleSelector | None = None) -> None:
+        self.idle = idle or IdleSelector()
         super().__init__(self.idle)
 
     def time(self) -> float:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from aiodigest import JSON, Digest, JSONCodec, OutcomeUnknown, PartialFailure, Policy, Reject, RetryAfter, RetryPolicy
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
+from aiodigest.codecs import reader_of
 from aiodigest.errors import CodecError
-from aiodigest.records.entries import identity_of, pack
+from aiodigest.records.entries import CONTEXT_SIZE, identity_of, pack, stamp
 from aiodigest.timing.hours import Hours
-from aiodigest.worker.contents import MANY, SMALL, TURN, read
+from aiodigest.worker.contents import MANY, SMALL, TURN, read, read_at_once
 from aiodigest.worker.delivery import Aside, Call, Callback, Dispatcher, Outcome
 from aiodigest.worker.reasons import ERROR_LENGTH, describe
 
@@ -151,6 +152,62 @@ async def test_a_codec_may_raise_anything(error: BaseException) -> None:
             raise error
 
     assert (await read([entry("a")], Wild())).undecodable == {identity_of(b"a"): f"{type(error).__name__}: wild"}
+
+
+def arrived(record_id: bytes | None, value: JSON, at_ms: int, context: bytes = b"") -> bytes:
+    return stamp(pack(record_id, None, CODEC.encode(value), context), at_ms)
+
+
+@given(st.lists(st.tuples(st.none() | st.text(min_size=1, max_size=130), st.booleans(), st.integers(0, 5))))
+async def test_a_digest_that_is_read_at_once_has_what_is_read_record_by_record(facts: Any) -> None:
+    entries = [arrived(None if name is None else name.encode(), value, at_ms) for name, value, at_ms in facts]
+    load = reader_of(CODEC)
+    assert load is not None
+    assert read_at_once(entries, load) in (await read(entries, CODEC), None)
+
+
+PLAIN = [arrived(b"a", {"b": None}, 7), arrived(None, "c", 5)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        entry("b"),
+        arrived(b"a", 2, 8),
+        arrived(b"b", "long " * 500, 8),
+        arrived(b"b", 1, 8, bytes(CONTEXT_SIZE)),
+        arrived(b"x" * 128, 1, 8),
+        arrived(b"\xff", 1, 8),
+        arrived(b"b", 1, 2**45),
+        stamp(pack(b"b", None, b"\x01not JSON"), 8),
+        pack(b"b", None, b""),
+        b"",
+    ],
+    ids=[
+        "a timestamp", "twice", "compressed", "traced", "a long id", "no text", "far away", "no JSON", "no value", "empty",
+    ],
+)  # fmt: skip
+def test_what_is_unusual_is_not_read_at_once(other: bytes) -> None:
+    load = reader_of(CODEC)
+    assert load is not None
+    assert read_at_once([*PLAIN, other], load) is None
+    contents = read_at_once(PLAIN, load)
+    assert contents is not None
+    assert [record.value for record in contents.records] == ["c", {"b": None}]
+
+
+async def test_values_that_may_take_any_time_are_not_read_at_once() -> None:
+    class Mine(JSONCodec[JSON]):
+        def decode(self, data: bytes, /) -> JSON:
+            return "mine"
+
+    assert reader_of(Mine()) is None
+    assert reader_of(JSONCodec(dict[str, int])) is None
+    assert reader_of(cast("Any", Slow())) is None
+    dispatcher = dispatcher_to(asyncio.Queue[Digest[JSON]]().put)
+    assert dispatcher.at_hand(lease_of(PLAIN)) is not None
+    for changes in ({"cut_ms": 1}, {"later": [b"1"]}, {"lost": 1}, {"size": 3}, {"part": 1}, {"bound": 30}, {"attempt": 9}):
+        assert dispatcher.at_hand(lease_of(PLAIN, **changes)) is None
 
 
 class Slow:

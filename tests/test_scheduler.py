@@ -9,11 +9,13 @@ from dataclasses import replace
 from datetime import datetime
 from inspect import CORO_CREATED, getcoroutinestate
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import pytest
 from engines import (
     START,
+    IdleSelector,
     Inbox,
     VirtualLoop,
     WatchedBackend,
@@ -50,8 +52,9 @@ from aiodigest.errors import ConfigurationError
 from aiodigest.timing.calendar import At
 from aiodigest.timing.hours import Hours
 from aiodigest.worker.concurrency import Gate
+from aiodigest.worker.leases import ActiveDelivery
 from aiodigest.worker.reasons import FEW
-from aiodigest.worker.shard import CLAIM, QUICK, QUICK_CLAIM
+from aiodigest.worker.shard import CLAIM, EARLY, QUICK, QUICK_CLAIM, WakeUps
 
 pytestmark = pytest.mark.virtual_time
 
@@ -1236,3 +1239,50 @@ async def test_deliveries_that_fail_are_spread_by_jitter() -> None:
 def test_leases_do_not_show_their_entries() -> None:
     lease = Lease("key", "token", "digest", 1, 1, 0, 0, 1, entries=(b"somebody's mail",))
     assert "somebody's mail" not in repr(lease)
+
+
+class CoarseSelector(IdleSelector):
+    """Waits for whole milliseconds, as asyncio's timers do; and a turn of the loop takes some time."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        self.now += 0.00002
+        return super().select(timeout and ceil(timeout * 1000) / 1000)
+
+
+def test_the_wait_for_what_is_due_ends_less_late_than_a_timer() -> None:
+    late: list[float] = []
+
+    async def listen(seen: str) -> str:
+        await asyncio.Event().wait()
+        return seen
+
+    async def waits() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(20):
+            wakeups = WakeUps(listen)
+            began, timeout = loop.time(), 0.005 + number / 20_000
+            await wakeups.wait("", timeout)
+            late.append(loop.time() - began - timeout)
+            await wakeups.close()
+
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(CoarseSelector())) as runner:
+        runner.run(waits())
+    assert min(late) >= 0, "never before it is due"
+    assert max(late) <= EARLY + 0.0001
+    assert sum(late) / len(late) < EARLY / 2
+
+
+async def test_nothing_of_a_delivery_that_has_ended_waits_for_the_garbage_collector() -> None:
+    backend = WatchedBackend()
+    for number in range(5):
+        await backend.put(str(number), number)
+    inbox = Inbox()
+    gc.collect()
+    gc.disable()
+    try:
+        async with delivering(inbox, backend):
+            await inbox.outcome(5)
+            await settle()
+            assert not [each for each in gc.get_objects() if isinstance(each, ActiveDelivery)]
+    finally:
+        gc.enable()
