@@ -376,11 +376,11 @@ class Dispatcher(Generic[T]):
         outside, and Aside if it may not run now."""
         lease, call, task = attempt.lease, call or Call(), task or asyncio.current_task()
         clock = asyncio.get_running_loop().time
-        call.deadline = clock() + self.delivery_timeout
         try:
             if self.fixed is not None and isinstance(self.retry, RetryPolicy):
                 self._govern(attempt, self.fixed, call.clock()[0], call)  # as nearly always: nothing is awaited
             else:
+                call.deadline = clock() + self.delivery_timeout
                 await self._ask(attempt, call)
         except BaseException as error:
             if attempt.entries:
