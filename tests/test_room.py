@@ -227,7 +227,7 @@ async def test_what_waits_for_room_longer_than_a_lease_is_another_worker_s() -> 
         assert engine.activity.awaiting_room == 4
         async with working(inbox, backend):
             await inbox.outcome(4)
-            assert now() < 3 * LEASE
+            assert now() < 5 * LEASE  # each time that they come back, either may have them
     assert {digest.attempt for digest in inbox.digests} == {1}
     assert not {*inbox.keys} & {*stuck.keys}
 
