@@ -184,7 +184,7 @@ PLAIN = [arrived(b"a", {"b": None}, 7), arrived(None, "c", 5)]
         b"",
     ],
     ids=[
-        "a timestamp", "twice", "compressed", "traced", "a long id", "no text", "far away", "no JSON", "no value", "empty",
+        "a timestamp", "twice", "compressed", "traced", "a long id", "no text", "far away", "no JSON", "no value", "none",
     ],
 )  # fmt: skip
 def test_what_is_unusual_is_not_read_at_once(other: bytes) -> None:
@@ -206,7 +206,15 @@ async def test_values_that_may_take_any_time_are_not_read_at_once() -> None:
     assert reader_of(cast("Any", Slow())) is None
     dispatcher = dispatcher_to(asyncio.Queue[Digest[JSON]]().put)
     assert dispatcher.at_hand(lease_of(PLAIN)) is not None
-    for changes in ({"cut_ms": 1}, {"later": [b"1"]}, {"lost": 1}, {"size": 3}, {"part": 1}, {"bound": 30}, {"attempt": 9}):
+    for changes in (
+        {"cut_ms": 1},
+        {"later": [b"1"]},
+        {"lost": 1},
+        {"size": 3},
+        {"part": 1},
+        {"bound": 30},
+        {"attempt": 9},
+    ):
         assert dispatcher.at_hand(lease_of(PLAIN, **changes)) is None
 
 
