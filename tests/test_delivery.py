@@ -184,7 +184,7 @@ PLAIN = [arrived(b"a", {"b": None}, 7), arrived(None, "c", 5)]
         b"",
     ],
     ids=[
-        "a timestamp", "twice", "compressed", "traced", "a long id", "no text", "far away", "no JSON", "no value", "none",
+        "timestamp", "twice", "compressed", "traced", "a long id", "no text", "far away", "no JSON", "cut off", "none",
     ],
 )  # fmt: skip
 def test_what_is_unusual_is_not_read_at_once(other: bytes) -> None:

@@ -45,6 +45,7 @@ from aiodigest import (
     Reject,
     RetryAfter,
     RetryPolicy,
+    Throttle,
 )
 from aiodigest.backend import Claims, Lease
 from aiodigest.backoff import PROBE_TIMEOUT
@@ -1241,6 +1242,10 @@ def test_leases_do_not_show_their_entries() -> None:
     assert "somebody's mail" not in repr(lease)
 
 
+async def own_tries(key: str) -> RetryPolicy:
+    return RETRY
+
+
 class CoarseSelector(IdleSelector):
     """Waits for whole milliseconds, as asyncio's timers do; and a turn of the loop takes some time."""
 
@@ -1272,7 +1277,10 @@ def test_the_wait_for_what_is_due_ends_less_late_than_a_timer() -> None:
     assert sum(late) / len(late) < EARLY / 2
 
 
-async def test_nothing_of_a_delivery_that_has_ended_waits_for_the_garbage_collector() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"throttle": Throttle(100, per=1)}, {"retry": own_tries}], ids=["plain", "throttled", "read late"]
+)
+async def test_nothing_of_a_delivery_that_has_ended_waits_for_the_garbage_collector(options: Any) -> None:
     backend = WatchedBackend()
     for number in range(5):
         await backend.put(str(number), number)
@@ -1285,7 +1293,7 @@ async def test_nothing_of_a_delivery_that_has_ended_waits_for_the_garbage_collec
     before = deliveries()  # of other tests
     gc.disable()
     try:
-        async with delivering(inbox, backend):
+        async with delivering(inbox, backend, **options):
             await inbox.outcome(5)
             await settle()
             assert deliveries() == before

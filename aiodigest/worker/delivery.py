@@ -166,6 +166,10 @@ def machine_ms() -> tuple[int, int]:
     return (now := time.time_ns() // 1_000_000), now
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(slots=True)
 class Call:
     """State of a callback, shared by its worker and its dispatcher."""
@@ -174,7 +178,7 @@ class Call:
     cancelled: bool = False  # by its worker, so that it reports nothing
     clock: Callable[[], tuple[int, int]] = machine_ms  # of the server, ms: what it tells at least, and at most
     permit: Callable[[], Awaitable[None]] | None = None  # awaited last before the callback begins; may raise Aside
-    look: Callable[[], None] = lambda: None  # raises what keeps its callback from being begun by now
+    look: Callable[[], None] = nothing  # raises what keeps its callback from being begun by now
 
 
 @dataclass(slots=True)
@@ -378,7 +382,8 @@ class Dispatcher(Generic[T]):
         clock = asyncio.get_running_loop().time
         try:
             if self.fixed is not None and isinstance(self.retry, RetryPolicy):
-                self._govern(attempt, self.fixed, call.clock()[0], call)  # as nearly always: nothing is awaited
+                call.deadline = inf  # of an earlier part: as nearly always, nothing is awaited
+                self._govern(attempt, self.fixed, call.clock()[0], call)
             else:
                 call.deadline = clock() + self.delivery_timeout
                 await self._ask(attempt, call)

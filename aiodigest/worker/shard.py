@@ -15,7 +15,7 @@ from aiodigest.policy import milliseconds
 from aiodigest.worker.availability import BACKOFF
 from aiodigest.worker.batcher import Batcher
 from aiodigest.worker.concurrency import Shared
-from aiodigest.worker.delivery import Aside, Attempt, Call, tell
+from aiodigest.worker.delivery import Aside, Attempt, Call, nothing, tell
 from aiodigest.worker.leases import ActiveDelivery, Leases
 from aiodigest.worker.reasons import facts_of, log_doubt, log_let_go, log_losses, log_needs
 from aiodigest.worker.tasks import retrieve
@@ -471,6 +471,7 @@ class ShardWorker:
         if self._loop.is_closed():  # its task is dropped
             return
         del self.leases.active[active]
+        active.call.permit, active.call.look = None, nothing  # which hold it, as `on_done` did
         if active.token is not None:
             self._give_back(active)
         is_known, now = active.stage == "reporting", self._loop.time()  # else nothing was learnt of the receiver
@@ -505,4 +506,5 @@ class ShardWorker:
                     await self._shared.availability.pause(self.leases.reports)
                 error = None
         finally:
+            error = None  # it holds this frame
             self.leases.report_ended(active)
