@@ -81,10 +81,11 @@ class Conduct:
     resumed_at: float = 0.0  # when it was spared no more
     leaving_since: float | None = None
     hurried: bool = False  # who waited for it to leave was cancelled
+    parts: int = 0  # reports that were answered by the next part, which renews its lease
 
     @property
     def tries(self) -> int:
-        return self.sent["claim"] + self.sent["renew"] + self.sent["throttle"]
+        return self.sent["claim"] + self.sent["renew"] + self.sent["throttle"] + self.parts
 
 
 class Witness:
@@ -286,9 +287,10 @@ class Witness:
     def goes_on(self, process: Process, digest_id: str, rest_id: str) -> None:
         """The rest of a digest in parts is delivered under the same lease, with an id of its own."""
         self._leased_at[rest_id] = self._leased_at.get(digest_id, self._loop.time())
-        given_up = self.conducts[process].given_up
-        if digest_id in given_up:
-            given_up.add(rest_id)
+        conduct = self.conducts[process]
+        conduct.parts += 1
+        if digest_id in conduct.given_up:
+            conduct.given_up.add(rest_id)
 
     def cancelled(self, receipt: Receipt) -> None:
         """A callback was cancelled: with the lease of its digest, unless its time is over or its process leaves."""
