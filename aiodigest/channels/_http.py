@@ -6,21 +6,20 @@ import asyncio
 import re
 import socket
 import ssl
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, cast
-from urllib.parse import unquote
 
 import httpcore2
 from httpx2 import URL, InvalidURL
 
 from aiodigest import ChannelError, InvalidArgument, OutcomeUnknown
 from aiodigest import __version__ as version
-from aiodigest.channels.common import is_wrong_tls, one_line
+from aiodigest.channels.common import hidden, is_wrong_tls, one_line, quotations
 
 MOST = 16_384  # bytes of an answer that are looked at
 EXCERPT = 200  # characters of it in an error
@@ -28,7 +27,6 @@ PATIENCE = 5.0  # seconds for the contents of an answer, whose status is known b
 ANOTHER = 5.0  # seconds after which the next address of a host is tried
 IDLE = 5.0  # seconds for which a connection is kept: if the server closes it just then, an outcome is unknown
 HOPS = 3  # redirects that are followed
-SHORT = 6  # characters: what is shorter is no secret
 
 Address = IPv4Address | IPv6Address
 
@@ -326,10 +324,19 @@ def name_of(url: URL) -> str:
 
 
 def secrets_of(url: URL, headers: Mapping[str, str]) -> list[str]:
-    """Return the parts of a URL and of headers that may be secret, longest first."""
-    parts = re.split(r"[/?&=;:]", url.raw_path.decode()) + re.split(":", url.userinfo.decode())
-    parts += [word for value in headers.values() for word in value.split()]
-    return sorted({each for part in parts for each in (part, unquote(part)) if len(each) >= SHORT}, key=len)[::-1]
+    """Return the parts of a URL and of headers that may be secret, as they may be quoted, longest first."""
+    parts = [*re.split(r"[/?&=;:]", url.raw_path.decode()), *_login(f"{url.username}:{url.password}")]
+    for word in (word for value in headers.values() for word in value.split()):
+        parts += [word, *re.split(r'[=;:,"]', word)]
+        with suppress(ValueError):  # which is no base64, or that of no text
+            parts += _login(b64decode(word, validate=True).decode())
+    return quotations(parts)
+
+
+def _login(text: str) -> list[str]:
+    """Return a name and a password together, as they are sent, and each for itself."""
+    name, colon, password = text.partition(":")
+    return [text, name, password] if colon else []
 
 
 def cause_of(error: BaseException) -> str:
@@ -337,10 +344,3 @@ def cause_of(error: BaseException) -> str:
     while error.__cause__ is not None and str(error.__cause__):
         error = error.__cause__
     return str(error) or type(error).__name__
-
-
-def hidden(text: str, secrets: Iterable[str]) -> str:
-    """Return a text without the secrets that it quotes."""
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text

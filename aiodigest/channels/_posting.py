@@ -30,7 +30,7 @@ WRONG = {  # and what to check, if there is one URL
     **dict.fromkeys((404, GONE), "has nothing at this url: check it"),
     **dict.fromkeys((301, 302, 303, 307, 308), "leads elsewhere: check url"),
 }  # fmt: skip
-SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+SECONDS = re.compile(r"[0-9]+(?:\.[0-9]{1,9})?")
 
 
 class Posting(Channel):

@@ -11,10 +11,9 @@ from contextvars import ContextVar
 from datetime import timedelta
 from inspect import isawaitable
 from typing import Any
-from urllib.parse import unquote
 
 from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
-from aiodigest.channels.common import Channel, library, one_line, rendered_by, seconds
+from aiodigest.channels.common import Channel, hidden, library, one_line, quotations, rendered_by, seconds
 from aiodigest.errors import shown
 from aiodigest.rendering import Message, Render
 
@@ -103,11 +102,10 @@ class Apprise(Channel):
                     return None
             except Exception as error:
                 heard.append(f"{type(error).__name__}: {error}")
-        parts = {each for part in re.split(r"[/?&=;:@,]", url) for each in (part, unquote(part)) if len(each) >= SHORT}
-        reason = heard[-1] if heard else "it says no"
-        for part in sorted(parts - {url.partition(":")[0]}, key=len, reverse=True):
-            reason = reason.replace(part, "***")
-        return one_line(reason)
+        scheme, *parts = re.split(r"[/?&=;:@,]", url)
+        login = re.match(r"[^:]*://([^/?@]*)@", url)
+        secrets = quotations([*(part for part in parts if part != scheme), login[1] if login else ""], SHORT)
+        return one_line(hidden(heard[-1] if heard else "it says no", secrets))
 
 
 _heard = ContextVar[list[str] | None]("_heard", default=None)  # Apprise takes it along to threads of its own

@@ -129,8 +129,8 @@ class Discord(_Chat):
             found = json.loads(answer.text).get("retry_after")
         except (ValueError, AttributeError, RecursionError):
             found = None
-        if isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 1e9:
-            return float(found)
+        if isinstance(found, int | float) and not isinstance(found, bool) and found >= 0:
+            return float(min(found, 1e9))  # of an integer of 400 digits there is no float
         return super()._delay(answer)
 
 

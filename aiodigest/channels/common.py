@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import ssl
-from collections.abc import Generator
+from base64 import b64encode
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
+from html import escape
 from typing import Any, Self, cast
+from urllib.parse import quote, unquote
 
 from aiodigest import ConfigurationError, Digest, InvalidArgument
 from aiodigest.errors import printable, shown
@@ -17,6 +23,7 @@ logger = logger_of(__name__)
 
 TEN_YEARS = 315_360_000  # seconds
 PASSING = ssl.SSLEOFError, ssl.SSLZeroReturnError  # of TLS: the connection was lost
+SHORT = 6  # characters: what is shorter is no secret
 
 
 class Channel:
@@ -51,6 +58,20 @@ class Channel:
 
     async def aclose(self) -> None:
         """Close what is open, and raise nothing. It opens again when it is used."""
+
+
+class Turn:
+    """A lock of the event loop that runs: one of asyncio belongs for ever to the first in which it is waited for."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    def here(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._lock = loop, asyncio.Lock()
+        return self._lock
 
 
 @contextmanager
@@ -104,6 +125,23 @@ def is_wrong_tls(error: BaseException | None) -> bool:
 def one_line(text: str) -> str:
     """Return what somebody says as one printable line of bounded length, in UTF-8."""
     return printable(" ".join(text.encode(errors="replace").decode().split()))[:500]
+
+
+def quotations(secrets: Iterable[str], short: int = SHORT) -> list[str]:
+    """Return secrets in each form in which somebody may quote them, the longest first."""
+    plain = {each for secret in secrets for each in (secret, unquote(secret)) if len(each) >= short}
+    found = set(plain)
+    for each in plain:
+        found |= {quote(each, safe="", errors="replace"), json.dumps(each)[1:-1], escape(each)}
+        found.add(b64encode(each.encode(errors="replace")).decode().rstrip("="))
+    return sorted(found, key=len, reverse=True)
+
+
+def hidden(text: str, secrets: Iterable[str]) -> str:
+    """Return a text without the secrets that it quotes."""
+    for secret in secrets:
+        text = re.sub(re.escape(secret), "***", text, flags=re.IGNORECASE)
+    return text
 
 
 # Arguments, checked when a channel is made

@@ -14,6 +14,7 @@ from aiodigest import Digest, InvalidArgument
 from aiodigest.channels._posting import Posting
 from aiodigest.channels.common import library
 from aiodigest.channels.local import as_json
+from aiodigest.errors import shown
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -38,8 +39,9 @@ class Webhook(Posting):
     401, 403, 404, 407, 408, 421, 423, 425, 429, any 3xx and any 5xx. 429 and 503 with ``Retry-After`` are a
     ``RetryAfter`` of at most an hour; if the channel has one URL, with ``pause``. 410 is a ``Reject`` that mutes the
     timeline, any other 4xx a ``Reject``. If the connection is lost, or the time is over, after the request was sent, it
-    is an ``OutcomeUnknown``. If the channel has one URL, and 401, 403, 404, 407, a redirect, the DNS or TLS says that
-    it is wrong, the log has one ERROR for each of these, until a digest is delivered.
+    is an ``OutcomeUnknown``. An answer that comes before the end of the request counts if the receiver reads on, or
+    closes the connection in order; else it is not seen. If the channel has one URL, and 401, 403, 404, 407, a redirect,
+    the DNS or TLS says that it is wrong, the log has one ERROR for each of these, until a digest is delivered.
 
     Connections go to public addresses alone, whatever the DNS says or a redirect: who may choose a URL must not reach
     what is inside your network. The environment's proxies are not used. Errors and logs name the host of a URL, and no
@@ -54,7 +56,7 @@ class Webhook(Posting):
         Where a timeline's digests go. One without a URL (None, ``""``, or what is no URL) becomes a dead letter.
     secrets : str, or several of them, or a plain or async function from a key to these, or None
         What signs, such as ``"whsec_..."``: 24 to 64 random bytes in base64. While one replaces another, both sign.
-        None signs nothing.
+        None, in place of a function too, signs nothing; a function must return what signs, or the digest is not sent.
     headers : mapping of str to str, default {}
         More headers, such as ``Authorization``.
     allow_private : bool, or one or several networks such as "10.0.0.0/8", default False
@@ -92,7 +94,10 @@ class Webhook(Posting):
         signers = self._secrets
         if callable(signers):
             found = signers(digest.key)
-            signers = self._signers(await found if isawaitable(found) else found)
+            found: Any = await found if isawaitable(found) else found
+            if found is None:  # such as a key that a table lacks: nobody would see that nothing is signed
+                raise InvalidArgument(f"secrets must return what signs, and has none for {shown(digest.key)}")
+            signers = self._signers(found)
         body, now = as_json(digest).strip(), datetime.now(UTC)
         # Engines make ids that are names; a test may have made another.
         name = digest.id if NAME.fullmatch(digest.id) else sha256(digest.id.encode(errors="surrogatepass")).hexdigest()
