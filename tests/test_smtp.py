@@ -7,6 +7,7 @@ import logging
 import ssl
 import sys
 import threading
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -291,8 +292,8 @@ async def test_a_sender_that_the_server_does_not_take_is_a_fault_of_the_set_up(
     ("stage", "reply", "kind"),
     [
         ("greeting", "421 4.3.2 busy", ChannelError), ("greeting", "554 5.7.1 not you", ChannelError),
-        ("greeting", "what is this", ChannelError), ("EHLO", "550 5.0.0 no", ChannelError),
-        ("EHLO", "421 bye", ChannelError),
+        ("greeting", "what is this", ChannelError), ("EHLO", "421 bye", ChannelError),
+        ("EHLO", "451 4.3.0 later", ChannelError),
         ("MAIL", "451 4.3.0 later", ChannelError), ("MAIL", "421 4.7.0 too many", ChannelError),
         ("MAIL", "530 5.7.0 log in", ChannelError), ("MAIL", "550 5.7.1 sender", ChannelError),
         ("MAIL", "553 no", ChannelError),
@@ -301,6 +302,9 @@ async def test_a_sender_that_the_server_does_not_take_is_a_fault_of_the_set_up(
         ("RCPT", "550 5.1.8 bad sender", ChannelError),
         ("RCPT", "552 5.2.2 full", ChannelError), ("RCPT", "552 full", ChannelError),
         ("RCPT", "550 5.1.1 unknown", Reject), ("RCPT", "550 no", Reject), ("RCPT", "554 5.7.1 no", Reject),
+        ("RCPT", "554 5.7.1 <ann@example.org>: Relay access denied", ChannelError),
+        ("RCPT", "550 relay not permitted", ChannelError), ("RCPT", "550 5.7.54 unable to relay", ChannelError),
+        ("RCPT", "550 5.1.1 relay@example.org is unknown", Reject),
         ("RCPT", "551 moved", Reject), ("RCPT", "553 5.1.3 syntax", Reject), ("RCPT", "556 5.1.10 no mail", Reject),
         ("DATA", "451 later", ChannelError), ("DATA", "554 no", Reject), ("DATA", "503 5.5.1 what", ChannelError),
         ("DATA", "250 hm", ChannelError),
@@ -322,6 +326,34 @@ async def test_an_answer_says_what_becomes_of_the_digest_and_the_next_mail_goes_
         assert await outcome(smtp) is None
         [mail] = server.mails
         assert mail.recipient == "ann@example.org"
+
+
+async def test_a_server_that_knows_no_ehlo_gets_a_helo_at_once() -> None:
+    async with mailing(script(EHLO="502 5.5.1 what")) as (smtp, server):
+        await smtp(digest())
+        assert (len(server.mails), server.connections) == (1, 1)
+
+
+async def test_a_server_that_relays_nothing_for_us_is_a_fault_of_the_set_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with mailing(script(RCPT="554 5.7.1 Relay access denied")) as (smtp, _):
+        assert isinstance(await outcome(smtp), ChannelError)
+    [line] = [line for line in caplog.records if line.name.startswith("aiodigest")]
+    assert (line.levelname, "check host, port" in line.getMessage()) == ("ERROR", True)
+
+
+@pytest.mark.parametrize("stage", ["greeting", "EHLO", "MAIL", "RCPT"])
+async def test_an_answer_too_many_is_not_the_answer_to_the_next_command(stage: str) -> None:
+    async with mailing(one_after_another(stage, "250 ok\r\n550 5.1.1 unknown")) as (smtp, server):
+        assert type(await outcome(smtp)) in (ChannelError, type(None))
+        assert await outcome(smtp) is None
+        assert server.mails
+
+
+async def test_an_answer_too_many_after_a_mail_is_not_the_first_one_to_the_next() -> None:
+    async with mailing(one_after_another("end", "250 ok\r\n550 5.1.1 unknown")) as (smtp, server):
+        assert await outcome(smtp) is None
+        assert await outcome(smtp) is None
+        assert server.connections == 2
 
 
 @pytest.mark.parametrize(
@@ -610,6 +642,16 @@ async def test_a_wrong_password_is_told_once_until_a_mail_goes_out_and_is_shown_
     assert [line.levelname for line in lines] == ["ERROR", "ERROR"]
     told = " ".join([repr(smtp), repr(vars(smtp)), *map(repr, ends), *(line.getMessage() for line in lines)])
     assert PASSWORD not in told
+
+
+async def test_a_password_that_a_server_quotes_is_shown_in_no_form(caplog: pytest.LogCaptureFixture) -> None:
+    forms = [PASSWORD, *(b64encode(each.encode()).decode() for each in (PASSWORD, f"\0shop\0{PASSWORD}"))]
+    options = {"username": "shop", "password": PASSWORD}
+    reply = f"535 5.7.8 not {' '.join(forms)} {forms[0].upper()}"
+    async with mailing(script(AUTH=reply), channel_options=options, password="another") as (smtp, _):
+        told = f"{await outcome(smtp)} {caplog.text}"
+    assert "535" in told
+    assert not [form for form in (*forms, forms[0].upper()) if form in told], told
 
 
 async def test_a_server_that_cannot_check_logins_just_now_is_no_fault_of_the_set_up(

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
-from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPResponseException
+from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPHeloError, SMTPResponse, SMTPResponseException
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
-from aiodigest.channels.common import SetUp, is_wrong_tls, one_line
+from aiodigest.channels.common import SetUp, hidden, is_wrong_tls, one_line, quotations
 
 SOON = 5.0  # seconds after which a mail that did not get its turn is tried again
 IDLE = 20.0  # seconds after which a connection is asked whether it still lives: routers forget
@@ -68,6 +68,7 @@ class MailServer:
         self._used = 0.0  # when the server answered last, by the loop's clock
         self._lost = -inf, ""  # when it could not be reached the last time, and why
         self._set_up = SetUp(of.name)
+        self._secrets = quotations([of.password, f"\0{of.username}\0{of.password}"]) if of.password else []
         self._is_closed = False  # no mail begins any more
 
     async def send(self, mail: Mail) -> None:
@@ -151,6 +152,8 @@ class MailServer:
     async def _connected(self) -> bool:
         """See that there is a connection; True if it was there before."""
         client = self._client
+        if self._is_ahead():
+            self._drop()
         if client.is_connected and not (self._is_clean and self.loop.time() - self._used < IDLE):
             try:
                 async with asyncio.timeout(min(PROBE, self.options.timeout / 3)):
@@ -161,9 +164,27 @@ class MailServer:
         if not is_kept:
             await client.connect(timeout=None)
             if client.is_ehlo_or_helo_needed:
-                await client.ehlo()
+                await self._greet()
         self._is_clean = True
         return is_kept
+
+    async def _greet(self) -> None:
+        try:
+            await self._client.ehlo()
+        except SMTPHeloError as answer:
+            if answer.code < 500 or not self._client.is_connected:
+                raise
+            await self._client.helo()  # as those of before 1995 want it
+
+    def _is_ahead(self) -> bool:
+        """True if the server has said more than it was asked: from then on each answer would be that to another
+        question. The library keeps it, and has no public way to see it."""
+        return bool(getattr(self._client.protocol, "_buffer", b""))
+
+    async def _ask(self, command: bytes) -> SMTPResponse:
+        if self._is_ahead():
+            raise SMTPException("it says more than it was asked")
+        return await self._client.execute_command(command)
 
     async def _envelope(self, mail: Mail) -> None:
         client = self._client
@@ -180,7 +201,7 @@ class MailServer:
 
     async def _say(self, stage: str, what: str) -> None:
         self._stage = stage
-        answer = await self._client.execute_command(f"{stage}:{what}".encode())
+        answer = await self._ask(f"{stage}:{what}".encode())
         if not 200 <= answer.code < 300:
             raise SMTPResponseException(answer.code, answer.message)
 
@@ -190,7 +211,7 @@ class MailServer:
         The library would send all at once, and nobody would know whether the end was among it.
         """
         self._stage = DATA
-        started = await self._client.execute_command(b"DATA")
+        started = await self._ask(b"DATA")
         protocol, transport = self._client.protocol, cast("asyncio.WriteTransport | None", self._client.transport)
         if started.code != 354 or protocol is None or transport is None:
             raise SMTPDataError(started.code, started.message)
@@ -229,7 +250,7 @@ class MailServer:
         if isinstance(error, TimeoutError) and not str(error):
             said = f"no answer within {self.options.timeout:g} s"
         else:
-            said = one_line(str(error.__cause__ or "") or str(error)) or type(error).__name__
+            said = self._told(str(error.__cause__ or "") or str(error)) or type(error).__name__
         reason = f"{self.options.name}, {stage}: {said}"
         if stage == END:
             return OutcomeUnknown(reason)
@@ -239,7 +260,7 @@ class MailServer:
 
     def _meaning(self, answer: SMTPResponseException, mail: Mail) -> Exception:
         """Return how a mail has ended by the server's answer."""
-        stage, code, text = self._stage, answer.code, one_line(answer.message)
+        stage, code, text = self._stage, answer.code, self._told(answer.message)
         reason = f"{self.options.name}, {stage}: {code} {text}"
         if not 400 <= code < 600:  # no answer at all
             return self._lost_by(SMTPException(f"{code} {text}" if code > 0 else text))
@@ -247,12 +268,18 @@ class MailServer:
         status = found[0] if found else ""
         if code < 500:
             return ChannelError(reason)
-        if stage in (CONNECT, MAIL) or code in SET_UP or status in OURS:
+        # It takes mail for its own domains alone, or from who has logged in
+        is_no_relay = stage == RCPT and status[:4] in ("", "5.7.") and "relay" in text.lower()
+        if stage in (CONNECT, MAIL) or code in SET_UP or status in OURS or is_no_relay:
             self._tell(code, reason)
             return ChannelError(reason)
         if status == FULL or (code == 552 and stage == RCPT and not status):
             return ChannelError(reason)
         return Reject(f"{reason} ({mail.recipient})", mute=self.options.mute and status == NOBODY)
+
+    def _told(self, text: str) -> str:
+        """Return what somebody says in one line, without the password that a server may quote."""
+        return one_line(hidden(text, self._secrets))
 
     def _tell(self, code: int, reason: str) -> None:
         """Log that no mail goes out as things are, once until one does."""

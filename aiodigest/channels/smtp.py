@@ -34,8 +34,9 @@ class SMTP(Channel):
     are a thread.
 
     A digest is tried again if there is no connection, or it is lost before the end of the mail was sent; after an
-    answer of 4xx; after one of 5xx before there is a recipient (greeting, login, sender: the log has one ERROR until a
-    mail goes out); and if the mailbox is full (5.2.2). Any other 5xx for the recipient or the contents is a ``Reject``.
+    answer of 4xx; after one of 5xx before there is a recipient (greeting, login, sender), or because the server relays
+    no mail for us (the log has one ERROR until a mail goes out); and if the mailbox is full (5.2.2). Any other 5xx for
+    the recipient or the contents is a ``Reject``.
     It is an ``OutcomeUnknown`` if no answer came after the end of the mail, and a ``RetryAfter``, which charges no
     attempt, if it did not get its turn within ``timeout``.
 
