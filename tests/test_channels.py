@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import json
+import os
+import subprocess
+import sys
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Self
 
 import pytest
@@ -27,9 +33,11 @@ from aiodigest import (
     PartialAdd,
     Record,
     Reject,
+    RetryAfter,
     RetryPolicy,
 )
-from aiodigest.channels import Channel, Console, File, by_key, fan_out
+from aiodigest.channels import Channel, Console, File, by_key, fan_out, local
+from aiodigest.channels.local import as_json
 from aiodigest.rendering import Message
 from aiodigest.testing import TestEngine
 
@@ -283,6 +291,100 @@ async def test_a_file_that_cannot_be_written_is_told_when_it_is_entered(tmp_path
     assert not engine.is_entered
 
 
+def test_the_console_and_a_file_serve_one_event_loop_after_another(tmp_path: Path) -> None:
+    console, file = Console(io.StringIO(), render=lambda digest: Message("News", "one\n")), File(tmp_path / "digests")
+
+    async def many() -> None:
+        await asyncio.gather(*(channel(digest()) for channel in (console, file) for _ in range(5)))
+
+    for _ in range(2):
+        asyncio.run(many())
+    assert len((tmp_path / "digests").read_text().splitlines()) == 10
+
+
+def test_processes_that_append_to_one_file_leave_lines_of_json_alone(tmp_path: Path) -> None:
+    program = dedent("""
+        import asyncio, sys
+        from datetime import UTC, datetime
+        from aiodigest import Digest, Record
+        from aiodigest.channels import File
+
+        async def main():
+            file, record = File(sys.argv[1]), Record("1", "v" * 400_000, datetime.now(UTC))
+            for number in range(40):
+                await file(Digest("ann", [record]))
+
+        asyncio.run(main())
+    """)
+    path = tmp_path / "digests.jsonl"
+    several = [subprocess.Popen([sys.executable, "-c", program, str(path)]) for _ in range(3)]
+    assert [each.wait(120) for each in several] == [0, 0, 0]
+    assert {json.loads(line)["key"] for line in path.read_bytes().splitlines()} == {"ann"}
+    assert len(path.read_bytes().splitlines()) == 120
+
+
+async def test_a_file_that_another_process_holds_for_long_is_tried_again_without_a_charge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE", 0.05)
+    path = tmp_path / "digests.jsonl"
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RetryAfter):
+            await File(path)(digest())
+    await File(path)(digest())
+    assert len(path.read_bytes().splitlines()) == 1
+
+
+async def test_the_name_of_a_new_file_is_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = list[str](), os.fsync
+
+    def watched(number: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    file = File(tmp_path / "digests.jsonl")
+    for _ in range(2):
+        await file(digest())
+    assert synced == [str(tmp_path / "digests.jsonl"), str(tmp_path), str(tmp_path / "digests.jsonl")]
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe"])
+async def test_what_is_no_regular_file_is_refused_when_it_is_entered(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        await File(tmp_path / name).__aenter__()
+
+
+class Mute:
+    """A value that has no words."""
+
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+def deep(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Mute(), {Mute(): 1}, deque([Mute()]), {10**5000: 1}, {b"\xff": 1}, {"\ud800": {"\udfff": 1}}, deque(["\ud800"]),
+        Counter({"\ud800": 1}), {1: {"\ud800"}}, 10**5000, {10**5000}, deep(252), deep(2_000), deque([deep(300)]),
+        {"a": deque([{"\ud800": 1}])},
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_any_value_makes_a_line_of_json(value: Any) -> None:
+    found = json.loads(as_json(digest("ann", value)))
+    assert found["records"][0]["value"] is not None
+
+
 # Routing
 
 
@@ -321,10 +423,33 @@ async def test_a_route_that_cannot_be_opened_closes_those_before_it() -> None:
     assert mail.events == ["opened", "closed"]
 
 
-@pytest.mark.parametrize("routes", [{1: Watched()}, {"a": None}, {"a": ("b", "c")}])
+async def test_no_digest_comes_before_its_channel_is_entered() -> None:
+    class Slow(Watched):
+        async def _open(self) -> None:
+            await asyncio.sleep(0)
+            await super()._open()
+
+    slow = Slow()
+    async with by_key(lambda key: slow) as channel:
+        await asyncio.gather(*(channel(digest(key)) for key in ("a", "b")))
+    assert slow.events == ["opened", "a", "b", "closed"]
+
+
+NOWHERE = [None, (), ("b", "c"), (Watched(),), (Watched(), 5), (Watched(), "c", "d"), (Console(), "c")]
+
+
+@pytest.mark.parametrize("routes", [{1: Watched()}, *({"a": route} for route in NOWHERE)])
 def test_a_table_that_leads_nowhere_is_refused(routes: Any) -> None:
-    with pytest.raises(InvalidArgument, match="routes lead from prefixes to channels"):
+    with pytest.raises(InvalidArgument, match=r"(what routes lead to|a prefix of routes) must be"):
         by_key(routes)
+
+
+async def test_a_function_that_leads_nowhere_is_told_so() -> None:
+    def wrong(key: str) -> Any:
+        return Console(), "c"
+
+    with pytest.raises(InvalidArgument, match="what routes lead to must be a channel, or a pair"):
+        await by_key(wrong)(digest())
 
 
 @pytest.mark.parametrize("routes", [{}, 7, None, Watched])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from datetime import datetime
+from inspect import signature
 from typing import Any, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
 from aiodigest import Digest, DigestEngine, Entry, InvalidArgument, Reject
-from aiodigest.channels.common import Channel, can_ask, require
+from aiodigest.channels.common import Channel, Turn, can_ask, require
 from aiodigest.errors import shown
 
 T = TypeVar("T")
@@ -29,7 +31,8 @@ def by_key(routes: Mapping[str, Route] | Callable[[str], Route | None]) -> Chann
     The channels of a table are entered and left with this one. Those that a function returns are entered at their first
     use: it must not make new ones each time.
 
-    Raises InvalidArgument if a prefix or a channel of a table is none, or the table is empty.
+    Raises InvalidArgument if a prefix or a channel of a table is none, or the table is empty; a digest for which a
+    function returns neither a channel nor a pair ends in the same error.
     """
     allowed = "a table from prefixes of keys (one at least) to channels, or a function"
     if callable(routes):
@@ -38,8 +41,8 @@ def by_key(routes: Mapping[str, Route] | Callable[[str], Route | None]) -> Chann
     require(isinstance(routes, Mapping) and len(routes) > 0, "routes", allowed, routes)  # pyright: ignore[reportUnnecessaryIsInstance]
     table = dict(routes)
     for prefix, route in table.items():
-        if not isinstance(prefix, str) or not callable(_parts(route)[0]):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgument(f"routes lead from prefixes to channels, not from {shown(prefix)} to {shown(route)}")
+        require(isinstance(prefix, str), "a prefix of routes", "text", prefix)  # pyright: ignore[reportUnnecessaryIsInstance]
+        _parts(route)
     prefixes = sorted(table, key=len, reverse=True)
 
     def choose(key: str) -> Route | None:
@@ -55,6 +58,7 @@ class _ByKey(Channel):
         self._choose = choose
         self._known = [_parts(route)[0] for route in known]
         self._entered_ids = set[int]()
+        self._turns = defaultdict[int, Turn](Turn)  # in which they are entered
         self._stack = AsyncExitStack()
 
     async def __call__(self, digest: Digest[Any], /) -> None:
@@ -68,13 +72,12 @@ class _ByKey(Channel):
         await (send(digest) if address is None else send(digest, to=address))
 
     async def _enter(self, channel: AbstractAsyncContextManager[object]) -> None:
-        if id(channel) not in self._entered_ids:
-            self._entered_ids.add(id(channel))
-            try:
+        if id(channel) in self._entered_ids:
+            return
+        async with self._turns[id(channel)].here():
+            if id(channel) not in self._entered_ids:
                 await self._stack.enter_async_context(channel)
-            except BaseException:
-                self._entered_ids.discard(id(channel))
-                raise
+                self._entered_ids.add(id(channel))
 
     async def _open(self) -> None:
         try:
@@ -88,11 +91,32 @@ class _ByKey(Channel):
     async def aclose(self) -> None:
         stack, self._stack = self._stack, AsyncExitStack()
         self._entered_ids.clear()
+        self._turns.clear()
         await stack.aclose()
 
 
 def _parts(route: Route) -> tuple[Callable[..., Awaitable[object]], str | None]:
-    return cast("tuple[Callable[..., Awaitable[object]], str]", route) if isinstance(route, tuple) else (route, None)
+    """Return a channel, and the address if there is one. Raises InvalidArgument."""
+    pair = cast("tuple[Any, Any]", route if _is_pair(route) else (route, None))
+    is_addressed = pair[1] is None or (isinstance(pair[1], str) and _takes_address(pair[0]))
+    allowed = "a channel, or a pair of one that takes an address and the address"
+    require(callable(pair[0]) and is_addressed, "what routes lead to", allowed, route)
+    return pair
+
+
+def _is_pair(route: object) -> bool:
+    return isinstance(route, tuple) and len(cast("tuple[Any, ...]", route)) == 2
+
+
+def _takes_address(send: Any) -> bool:
+    """True if a channel can be called with ``to``, as far as that can be known."""
+    try:
+        signature(send).bind(None, to="")
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
 
 
 async def fan_out(
