@@ -343,6 +343,11 @@ def test_a_link_leads_to_the_web_or_nowhere(address: Any, link: str) -> None:
         ({"text": "{{ x | nosuch }}"}, ConfigurationError, "nosuch"),
         ({"subject": "{{ digset.key }}"}, ConfigurationError, "names 'digset'; there are: count, digest, groups"),
         ({"html": Path("/no/such/file")}, ConfigurationError, "No such file"),
+        ({"text": "{% for a in items %}" * 25 + "{% endfor %}" * 25}, ConfigurationError, "too many statically nested"),
+        ({"text": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"}, ConfigurationError, "recursion depth"),
+        ({"text": "{{ " + "9" * 5000 + " }}"}, ConfigurationError, "4300 digits"),
+        ({"text": 7}, ConfigurationError, "the template of text cannot be used"),
+        ({"text": "{{ lipsum(n=9) }}"}, ConfigurationError, "names 'lipsum'"),
         ({"html": Path("/dev/zero")}, ConfigurationError, "/dev/zero is larger than 1,000,000 bytes"),
         ({"tz": "Mars/Base"}, InvalidArgument, "tz must be a time zone"),
         ({"locale": "xx_nowhere"}, InvalidArgument, "locale must be"),
@@ -387,7 +392,58 @@ def test_a_template_that_fails_is_replaced_by_the_plain_default(source: str, cap
 def test_a_range_of_a_template_ends(caplog: pytest.LogCaptureFixture) -> None:
     assert Template(text="{% for n in range(2, 9, 3) %}{{ n }}{% endfor %}")(digest_of("a")).text == "258"
     Template(text="{% for a in range(9) %}{% for b in range(20_000) %}{% endfor %}{% endfor %}")(digest_of("a"))
-    assert "its loops take more than 100,000 steps" in caplog.text
+    assert "its loops take more than 200,000 steps" in caplog.text
+
+
+DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for n in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%900000000d' % 1 }}", "{{ '%*d' % (900000000, 1) }}", "{{ '%(a)900000000d' % {'a': 1} }}",
+        "{{ '%900000000d' | format(1) }}", "{{ 'a'.encode() % 1 }}",
+        "{{ '{:>900000000}'.format(1) }}", "{{ '{:{}}'.format(1, 900000000) }}",
+        "{{ 'a{a:>900000000}'.format_map({'a': 1}) }}",
+        "{{ 'x' | center(900000000) | length }}", "{{ 'x' | indent(900000000) }}",
+        "{{ [1] | batch(900000000, 0) | list }}",
+        "{{ [1] | slice(900000000) | list }}", "{{ ('a' * 1) }}",
+        "{{ 'x'.ljust(900000000) }}", "{{ 'x'.zfill(width=900000000) }}", "{{ (1).to_bytes(900000000, 'big') }}",
+        "{{ 'x'.translate({120: 'y'}) }}", "{{ '-'.join(items | map('string')) }}",
+        DOUBLED % ("'ab'", "ns.x ~ ns.x"), DOUBLED % ("'ab'", "ns.x + ns.x"), DOUBLED % ("[1]", "ns.x + ns.x"),
+        DOUBLED % ("'ab'", "ns.x | replace('a', ns.x)"), DOUBLED % ("'ab'", "ns.x.replace('a', ns.x)"),
+        DOUBLED % ("'ab'", "[ns.x, ns.x] | join"), DOUBLED % ("'ab'", "'-'.join([ns.x, ns.x])"),
+        DOUBLED % ("'\\\\'", "ns.x | tojson | string"), DOUBLED % ("'\\\\'", "'%r' % ns.x"),
+        DOUBLED % ("'ab'", "'{0}{0}'.format(ns.x)"),
+        "{% set x %}{% for n in range(9999) %}" + "y" * 5_000 + "{% endfor %}{% endset %}{{ x | length }}",
+        "{% for a in items %}{% for b in items %}{% for c in items %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% for a in items %}{% for b in items %}{% for c in items if false %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% set s = namespace(x='') %}{% for n in range(60) %}{% set s.x %}{{ s.x }}.{{ s.x }}{% endset %}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_no_template_takes_more_than_its_share(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    digest = digest_of(*({"n": n} for n in range(100)))
+    assert Template(html=source.replace("'", '"'))(digest).html is None
+    assert "the template failed" in caplog.text
+    kinds = {record.getMessage().split(": ")[1] for record in caplog.records}
+    assert kinds == {"TooMuch"}, caplog.text
+
+
+def test_what_templates_do_every_day_is_within_their_share() -> None:
+    source = (
+        "{{ items | map(attribute='title') | join(', ') }} {{ 'abc'.upper().replace('A', 'b') }}"
+        " {{ '-'.join(['a', 'b']) }}"
+        " {{ '%5d|%-4s' % (3, 'x') }} {{ '{:>5}{:,}'.format(3, 123456789) }} {{ 'x' | center(5) }} {{ 7 % 4 + 2 }}"
+        " {{ [1, 2, 3] | batch(2) | list }} {% filter upper %}q{% endfilter %} {% set z | trim %} k {% endset %}{{ z }}"
+        " {% macro m() %}[{{ caller() }}]{% endmacro %}{% call m() %}w{% endcall %} {{ [10000000, 2] | join('-') }}"
+        "{% for n in [[1, [2]]] recursive %}({{ loop(n) if n is iterable else n }}){{ loop.last }}{% endfor %}"
+    )
+    shown = Template(text=source)(digest_of("one", "two")).text
+    assert shown == (
+        "one, two bBC a-b     3|x        3123,456,789   x   5 [[1, 2], [3]] Q k [w] 10000000-2"
+        "((1)False((2)True)True)True"
+    )
 
 
 def test_a_template_reaches_nothing_but_what_it_is_given() -> None:
@@ -396,7 +452,7 @@ def test_a_template_reaches_nothing_but_what_it_is_given() -> None:
         Template(text="{% block a %}" + text + "{% endblock %}", html="")(digest_of("a")).text
         == plain_of(digest_of("a"))[1]
     )
-    text = "{{ digest.__class__ }}{{ items[0]._value }}{{ items.__len__ }}{{ lipsum.__globals__ }}."
+    text = "{{ digest.__class__ }}{{ items[0]._value }}{{ items.__len__ }}{{ cycler.__init__ }}."
     assert Template(text=text)(digest_of("a")).text == "."
 
 
@@ -465,6 +521,18 @@ def test_functions_of_the_user_that_fail_are_survived(caplog: pytest.LogCaptureF
 )
 def test_a_text_of_a_stranger_controls_and_hides_nothing(text: str, harmless: str) -> None:
     assert line(text) == harmless
+
+
+MARKS = [code for code in range(0x110000) if category(chr(code)) in ("Mn", "Me")]
+
+
+def test_no_letter_has_more_than_three_of_any_marks() -> None:
+    for first in range(0, len(MARKS), 5):
+        marks = "".join(map(chr, MARKS[first : first + 5]))
+        found = clean(f"a{marks}b{marks * 200}c")
+        runs = "".join("m" if category(char) in ("Mn", "Me") else char for char in found)
+        assert "mmmm" not in runs, marks
+        assert runs.replace("m", "").replace(" ", "") == "abc"  # some are blank
 
 
 def test_what_is_cut_is_cut_between_characters() -> None:

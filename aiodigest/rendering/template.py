@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,6 +23,19 @@ try:
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import missing
+
+    from aiodigest.rendering.limits import (
+        BRACES,
+        TooMuch,
+        check_added,
+        check_call,
+        check_widths,
+        counting,
+        limit_filters,
+        limited,
+        short,
+        writes,
+    )
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "jinja2":
         raise
@@ -34,23 +46,21 @@ logger = logger_of(__name__)
 BOUNDS = {"subject": 1_000, "text": 200_000, "html": 1_000_000}  # characters that a template may write
 SUBJECT = 200  # characters of a subject
 SOURCE = 1_000_000  # bytes of a file with a template
-STEPS = 100_000  # that all loops over a range may take together
 DEFAULT_HTML = Path(__file__).parent / "templates" / "digest.html.jinja"
 NAMES = {"count", "digest", "groups", "items", "lang", "notes", "now", "preview", "summary", "text", "zone"}
 
 
-class TooMuch(Exception):
-    """A template went past its bound."""
-
-
 class Template:
     """Turns a digest into a message by templates of Jinja2, or as it is without any: readable, on phones and in the
-    dark too. Call it with a digest; that never raises. Give it to a channel as ``render``, or call it in a callback.
+    dark too. Call it with a digest; that raises no Exception. Give it to a channel as ``render``, or call it in a
+    callback.
 
     What values hold stays text: HTML is escaped, and controls, marks that reorder text and what hides are taken out.
-    A template is sandboxed, and may write 200,000 characters of text and 1,000,000 of HTML. If it fails or writes more,
-    that part is replaced by what ``plain`` says (there is no HTML then), and a warning is logged, once for each kind of
-    error. Only the first 2,000 records of a digest are looked at; the others are counted.
+    A template is sandboxed, and may write 200,000 characters of text and 1,000,000 of HTML, take 200,000 steps in loops
+    and macros, and make no text or list longer than 10 million. If it fails or takes more, that part is replaced by
+    what ``plain`` says (there is no HTML then), and a warning is logged, once for each kind of error. These bounds are
+    against mistakes: a template is your own code, which runs in the event loop, and lists in lists of its own making
+    may still take long. Only the first 2,000 records of a digest are looked at; the others are counted.
 
     Parameters
     ----------
@@ -126,11 +136,12 @@ class Template:
             return None
         written, size = list[str](), 0
         try:
-            for piece in template.generate(variables, formats=formats, range=_bounded_range()):
-                written.append(piece)
-                size += len(piece)
-                if size > BOUNDS[part]:
-                    raise TooMuch(f"it writes more than {BOUNDS[part]:,} characters")
+            with limited() as left:
+                for piece in template.generate(variables, formats=formats, range=left.range):
+                    written.append(piece)
+                    size += len(piece)
+                    if size > BOUNDS[part]:
+                        raise TooMuch(f"it writes more than {BOUNDS[part]:,} characters")
             return "".join(written)
         except Exception as error:  # of the user's template
             self._tell(part, error)
@@ -193,7 +204,7 @@ class _Undefined(jinja2.ChainableUndefined):
 class _Environment(ImmutableSandboxedEnvironment):
     """A sandbox in which a field of a value comes before a method of dict, and whatever is written is harmless."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if isinstance(obj, dict) and attribute in obj:
@@ -201,21 +212,35 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiply numbers that have an end, and nothing else."""
-        if not all(isinstance(each, int | float) and abs(each) < 2**32 for each in (left, right)):
+        """Multiply numbers that have an end, and nothing else; and make no text that is too long."""
+        if operator == "+":
+            check_added(left, right)
+        elif operator == "%":
+            check_widths(left)
+        elif not all(isinstance(each, int | float) and abs(each) < 2**32 for each in (left, right)):
             raise TooMuch(f"{operator} is for numbers below 4 billion")
         if operator == "**" and abs(right) > 64:
             raise TooMuch("no power above 64 is raised")
-        return super().call_binop(context, operator, left, right)
+        return short(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_call(called, (*args, *kwargs.values()))
+        return super().call(context, called, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if (found := super().wrap_str_format(value)) is not None:
+            check_widths(value.__self__, BRACES)
+        return found
 
 
 def _written(value: Any) -> Any:
     """Return what an expression writes, made harmless; what the template itself has marked as HTML stays."""
-    if hasattr(value, "__html__"):
-        return value
     if value is None:
         return ""
-    return clean(value) if isinstance(value, str) else str(simple(value))
+    if not hasattr(value, "__html__"):
+        value = clean(value) if isinstance(value, str) else str(simple(value))
+    writes(value)
+    return value
 
 
 @cache
@@ -229,7 +254,9 @@ def _environment(escaped: bool) -> _Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
+    made.globals.pop("lipsum")  # writes without end
     filters = cast("dict[str, Any]", made.filters)
+    limit_filters(filters)
     filters |= {"collapse": collapse, "group_by": group_by, "top": top, "line": line, "url": url}
     filters |= {name: _of_reader(name) for name in ("when", "ago", "number", "plural")}
     return made
@@ -243,19 +270,6 @@ def _of_reader(name: str) -> Callable[..., str]:
         return str(getattr(context.resolve("formats"), name)(value, *args, **kwargs))
 
     return formatted
-
-
-def _bounded_range() -> Callable[..., Any]:
-    """Return the function ``range`` of one message, whose loops end."""
-    left = iter(range(STEPS))
-
-    def bounded(*limits: int) -> Any:
-        for each in range(*limits):
-            if not list(islice(left, 1)):
-                raise TooMuch(f"its loops take more than {STEPS:,} steps")
-            yield each
-
-    return bounded
 
 
 def _read(file: Path) -> str:
@@ -276,6 +290,8 @@ def _compiled(part: str, given: str | Path) -> jinja2.Template:
         if unknown and parsed.find(nodes.Block) is None:  # where there are blocks, it takes names of loops for unknown
             names = ", ".join(sorted(NAMES))
             raise ConfigurationError(f"the template of {part} names {min(unknown)!r}; there are: {names}")
-        return environment.from_string(source)
-    except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
+        return environment.from_string(counting(parsed, environment))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of many kinds: Jinja2 lets pass what Python says to what it makes of a template
         raise ConfigurationError(f"the template of {part} cannot be used: {shown(error, str)}") from error
