@@ -27,6 +27,7 @@ class Line:
     last: int = 0
     digest: str = ""  # that is open
     token: str = ""
+    in_doubt: bool = False  # its digest: a lease on it ended without a word
     parted: bool = False
     flushed: bool = False  # while it was under delivery
     passes: bool = False  # its digest may go out whatever its hours are
@@ -95,9 +96,9 @@ class Ledger:
             self._flush(line, now)
 
     def _flush(self, line: Line, now: int) -> None:
-        if line.token:
+        if line.token or line.in_doubt:  # only the store knows whether a claim has left such a one to others
             line.flushed = True
-        elif line.placed:
+        if line.placed and not line.token:
             line.passes, line.due = True, min(line.due, now)
 
     def claimed(self, shard: int, claims: Claims, machine: Shard, now: int) -> None:
@@ -115,7 +116,7 @@ class Ledger:
             self._broken(f"{lease.key} is leased {line.due - now} ms before it is due")
         if lease.digest_id != line.digest:
             self._open(line, shard, lease.key, serials_of(lease.entries), now)
-        line.placed, line.digest, line.token = True, lease.digest_id, lease.token
+        line.placed, line.digest, line.token, line.in_doubt = True, lease.digest_id, lease.token, lease.lost > 0
         self._passing[lease.digest_id] = line.passes
 
     def _open(self, line: Line, shard: int, key: str, opened: Iterable[int | None], now: int) -> None:
@@ -143,7 +144,7 @@ class Ledger:
             line.last, line.cool = now, now + close.cool_ms
         flush, due = line.flushed, max(line.cool, line.next or now)
         line.placed, line.digest, line.token, line.parted, line.flushed = bool(line.log), "", "", False, False
-        line.passes, line.next = flush and line.placed, 0
+        line.passes, line.next, line.in_doubt = flush and line.placed, 0, False
         if flush:
             line.due = 0
         elif line.placed:

@@ -83,10 +83,11 @@ class Store(ReferenceBackend):
         return answers
 
     async def release(self, shard: int, leases: Sequence[Lease], started: bool) -> list[bool]:
+        answers = await super().release(shard, leases, started)
         if ledger := self.ledger:
             for lease in leases:
                 ledger.released(shard, lease)
-        return await super().release(shard, leases, started)
+        return answers
 
     async def postpone(self, shard: int, postpones: Sequence[Postpone], limits: Limits) -> list[bool]:
         answers = await super().postpone(shard, postpones, limits)
@@ -96,14 +97,16 @@ class Store(ReferenceBackend):
         return answers
 
     async def flush(self, key: str) -> bool:
+        is_there = await super().flush(key)
         if self.ledger:
             self.ledger.flushed(key, self._time)
-        return await super().flush(key)
+        return is_there
 
     async def delete(self, key: str) -> bool:
+        was_there = await super().delete(key)
         if self.ledger:
             self.ledger.deleted(key)
-        return await super().delete(key)
+        return was_there
 
     async def remove(self, key: str, name: bytes, limits: Limits) -> bool:
         removed = await super().remove(key, name, limits)
