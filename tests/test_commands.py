@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from datetime import UTC, datetime
 from pathlib import Path as File
 from typing import Any
@@ -19,7 +20,7 @@ from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import duration
-from aiodigest.cli.output import JSONLines, PlainText, log_everything
+from aiodigest.cli.output import JSONLines, PlainText, Unhurried, log_everything
 from aiodigest.cli.pipe.command import lock_path, locked
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, expression_of, time_of
 from aiodigest.cli.pipe.streams import Splitter, Writer, prepare
@@ -401,3 +402,27 @@ def test_all_that_a_process_logs_is_json(monkeypatch: pytest.MonkeyPatch, capfd:
     [line] = capfd.readouterr().err.splitlines()
     told = json.loads(line)
     assert (told["level"], told["logger"], told["message"], told["user"]) == ("info", "theirs", "hello", 1)
+
+
+def test_messages_that_nobody_reads_are_left_out_and_counted() -> None:
+    reading, writing = os.pipe()
+    errors = Unhurried(writing)
+    text = b"x" * 999_999 + b"\n"
+    for _ in range(5):
+        errors.put(text)
+    assert errors.is_behind
+    found = bytearray()
+
+    def read() -> None:
+        while chunk := os.read(reading, 1_000_000):
+            found.extend(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    errors.finish()
+    os.close(writing)
+    reader.join()
+    os.close(reading)
+    kept, told = found.split(b"aiodigest: ")
+    assert kept == text
+    assert told == b"4 messages left out: nobody read them\n"

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
 import signal
 import ssl
+import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import trustme
+import uvloop
 from clusters import until
-from commandline import Command, environment, ndjson
+from commandline import DEADLINE, Command, aiodigest, digests, environment, ndjson, running
 from mailservers import Mailbox, mail_server, one_after_another, script
 from servers import Server
 from webservers import web_server
 
 from aiodigest import ConfigurationError, Digest, DigestEngine
 from aiodigest.cli.destinations import KINDS, destination
+from aiodigest.cli.execution import Exec
 from aiodigest.cli.send import made_up
 
 PASSWORD = "s3cret-passw0rd"
@@ -166,6 +171,53 @@ async def test_a_bad_address_is_a_dead_letter_and_the_others_get_theirs(
         assert [letter.key async for letter in engine.dead_letters()] == ["bad@example.org"]
 
 
+@pytest.mark.processes
+async def test_a_key_that_is_no_one_address_is_a_dead_letter_and_the_others_get_theirs(
+    pipe: Pipe, server: Server, namespace: str
+) -> None:
+    keys = "a@example.org, b@example.org", "nobody", "fine@example.org"
+    async with mail_server() as mailbox:
+        code, _, errors = await pipe("--group-by", "repo", "--deliver", to(mailbox, ""), input=lines(*keys))
+    assert (code, [mail.recipient for mail in mailbox.mails]) == (1, ["fine@example.org"])
+    assert errors.splitlines()[-1].startswith("aiodigest: 2 digests rejected, and kept as dead letters")
+    async with left_in(server, namespace) as engine:
+        assert sorted([letter.key async for letter in engine.dead_letters()]) == sorted(keys[:2])
+
+
+@pytest.mark.processes
+async def test_a_group_that_always_fails_lets_the_others_go_on(pipe: Pipe, tmp_path: Path) -> None:
+    given = ndjson([{"repo": "bad", "number": number} for number in range(1_500)] + [{"repo": "good"}])
+    command = 'cat > one; if grep -q \'"key":"bad"\' one; then exit 1; else cat one; fi'
+    options = ("--group-by", "repo", "--exec", command, "--retry-for", "1s")
+    code, output, errors = await pipe(*options, "--max-size", "100", input=given)
+    assert (code, [json.loads(line)["key"] for line in output.splitlines()]) == (1, ["good"])
+    assert "1 group could not be delivered" in errors.splitlines()[-1]
+    options = ("--group-by", "repo", "--exec", "cat", "--max-size", "100")
+    code, output, errors = await pipe(*options)
+    numbers = [record["value"]["number"] for line in output.splitlines() for record in json.loads(line)["records"]]
+    assert (code, sorted(numbers)) == (0, list(range(1_500)))
+
+
+@pytest.mark.processes
+async def test_a_group_that_always_fails_and_can_hold_no_more_ends_the_input(pipe: Pipe) -> None:
+    given = ndjson([{"repo": "good"}, *({"repo": "bad"} for _ in range(10_000)), {"repo": "bad"}, {"repo": "late"}])
+    command = 'read -r one; case $one in *\'"key":"bad"\'*) exit 1;; *) echo "$one"; esac'
+    code, output, errors = await pipe("--group-by", "repo", "--exec", command, "--retry-for", "1s", input=given)
+    assert (code, [json.loads(line)["key"] for line in output.splitlines()]) == (1, ["good"])
+    full, kept = errors.splitlines()[-2:]
+    assert full == "aiodigest: bad fails, and holds all that it can: nothing was added from <stdin>:10002 on"
+    assert "1 group could not be delivered" in kept
+
+
+@pytest.mark.processes
+def test_a_signal_ends_what_always_fails(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", "--group-by", "repo", "--exec", "exit 1", "--retry-for", "1h") as pipe:
+        pipe.feed(ndjson({"repo": "bad"} for _ in range(10_500)))
+        assert b"failed" in pipe.error_line()
+        assert pipe.interrupt(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert b"1 group could not be delivered" in pipe.errors.splitlines()[-1]
+
+
 # Secrets
 
 
@@ -192,6 +244,55 @@ async def test_a_password_comes_from_the_environment_or_a_file_and_is_never_show
     assert PASSWORD not in errors
 
 
+SIGNING = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
+BASIC = "Basic " + b64encode(f"ann:{PASSWORD}@".encode()).decode()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "secret", "login", "is_signed"),
+    [
+        ("http://HOST/hook", None, None, False),
+        ("http://HOST/hook", SIGNING, None, True),
+        ("http://ann@HOST/hook", f"{PASSWORD}@", BASIC, False),
+        (f"http://ann:{PASSWORD}%40@HOST/hook", None, BASIC, False),
+        (f"http://ann:{PASSWORD}%40@HOST/hook", SIGNING, BASIC, True),
+        (f"http://HOST/hook\nAuthorization: Bearer {PASSWORD}\n\n", SIGNING, f"Bearer {PASSWORD}", True),
+    ],
+)
+async def test_a_webhook_gets_a_login_or_headers_that_no_argument_shows(
+    text: str, secret: str | None, login: str | None, is_signed: bool, pipe: Pipe, tmp_path: Path
+) -> None:
+    variables = {} if secret is None else {"AIODIGEST_DELIVER_SECRET": secret}
+    async with web_server() as site:
+        (tmp_path / "url").write_text(text.replace("HOST", f"localhost:{site.port}"))
+        ended = await pipe("--deliver", "@url", command="send", **variables)
+        assert ended == (0, f"delivered to http://localhost:{site.port}\n", "")
+    [request] = site.requests
+    assert request.headers.get("authorization") == login
+    assert ("webhook-signature" in request.headers) == is_signed
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("http://localhost/hook\nno header", "each line must be a header"),
+        ("http://localhost/hook\nHost: x", "headers may not name 'Host'"),
+        (f"http://ann:{PASSWORD}@localhost/hook\nauthorization: Bearer x", "are two logins"),
+        (f"smtp://localhost?to=a@example.org\nX-Token: {PASSWORD}", "are for webhooks alone"),
+    ],
+)
+def test_headers_that_cannot_be_used_are_told_in_a_line(
+    text: str, told: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_URL", text)
+    code, output, errors = command("send", "--deliver", "env:THE_URL")
+    assert (code, output) == (2, "")
+    [line] = errors.splitlines()
+    assert told in line
+    assert PASSWORD not in line
+
+
 @pytest.mark.parametrize(
     ("url", "told"),
     [
@@ -200,6 +301,8 @@ async def test_a_password_comes_from_the_environment_or_a_file_and_is_never_show
         (f"apprise:mastodon://{PASSWORD}@host", "the URL of apprise: is a secret"),
         (f"ntfy://:{PASSWORD}@ntfy.sh/topic", "a password is a secret"),
         ("smtp://ann@localhost?to=a@example.org", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
+        ("https://ann@localhost/hook", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
+        ("ntfy://ann@localhost/topic", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
         ("smtp://localhost?cc=a@example.org", "there is no ?cc=: there are to, from, tls"),
         ("smtp://localhost/to?to=a@example.org", "may follow the host"),
         ("smtp://localhost:port?to=a@example.org", "its port must be a number"),
@@ -384,6 +487,88 @@ async def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_star
     until(is_gone, "the child of the command is gone")
 
 
+LEAVES = "exec 3<&0; sleep 1000 <&3 >/dev/null & echo $! >> left; exit 0"  # which holds its pipes
+
+
+def end_what_is_left(folder: Path) -> None:
+    for process in map(int, (folder / "left").read_text().split()):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["send", "pipe"])
+async def test_an_exit_code_counts_whatever_the_command_leaves_running(name: str, pipe: Pipe, tmp_path: Path) -> None:
+    options = ("--exec", LEAVES, "--try-timeout", "1h")
+    grouped = ("--group-by", "repo") if name == "pipe" else ()
+    code, _, errors = await pipe(*grouped, *options, command=name, input=lines("web"))
+    end_what_is_left(tmp_path)
+    assert (code, errors) == (0, "")
+
+
+@pytest.mark.processes
+async def test_the_time_of_a_try_is_over_although_a_child_outlives_the_command(pipe: Pipe, tmp_path: Path) -> None:
+    command = "(setsid sh -c 'echo $$ > left; exec sleep 1000 >/dev/null'); exit 0"
+    code, _, errors = await pipe("--exec", command, "--try-timeout", "1s", command="send")
+    end_what_is_left(tmp_path)
+    assert (code, errors) == (69, "aiodigest: not delivered: the command took longer than 1 s, and was killed\n")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_commands_leave_running_takes_no_files_of_ours(
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        channel = Exec(f"cd {tmp_path}; {LEAVES}", 60)
+        await channel(made_up("key"))
+        before = len(os.listdir("/dev/fd"))
+        await asyncio.gather(*(channel(made_up("key")) for _ in range(5)))
+        assert len(os.listdir("/dev/fd")) < before + 5
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run())
+    end_what_is_left(tmp_path)
+
+
+@pytest.mark.processes
+def test_errors_of_a_command_that_nobody_reads_hold_up_nothing_else(tmp_path: Path) -> None:
+    command = "echo x >> tried; head -c 3000000 /dev/zero | tr '\\0' '\\n' >&2; sleep 1000"
+    arguments = ("pipe", "--group-by", "repo", "--exec", command, "--try-timeout", "1s", "--retry-for", "1h")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aiodigest", *arguments], env=environment(tmp_path), cwd=tmp_path,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        process.stdin.write(lines("web"))
+        process.stdin.flush()
+        tried = tmp_path / "tried"
+        until(lambda: tried.exists() and len(tried.read_text().split()) == 2, "it is tried again")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert b"took longer than 1 s" in errors
+    assert b"1 group could not be delivered" in errors.splitlines()[-1]
+
+
+@pytest.mark.processes
+def test_if_nobody_reads_what_commands_print_that_is_the_end(tmp_path: Path) -> None:
+    with running(tmp_path, "pipe", "--group-by", "key", "--exec", "cat", read=False) as pipe:
+        assert pipe.process.stdout is not None
+        pipe.feed(ndjson([{"key": "first"}]))
+        assert json.loads(pipe.process.stdout.readline())["key"] == "first"
+        pipe.process.stdout.close()
+        pipe.feed(ndjson([{"key": "second"}]))
+        assert pipe.process.wait(DEADLINE) == 1  # although its input goes on
+        pipe.end()
+    [told] = pipe.errors.splitlines()
+    assert b"standard output: Broken pipe; run the same command again to deliver the rest" in told
+    again = aiodigest(tmp_path, "pipe", "--group-by", "key", "--exec", "cat")
+    assert [digest["key"] for digest in digests(again.stdout)] == ["second"]
+
+
 @pytest.mark.processes
 async def test_a_command_need_not_read_what_it_is_given_and_may_leave_something_running(pipe: Pipe) -> None:
     given = ndjson({"repo": "web", "text": "x" * 1000} for _ in range(400))
@@ -416,6 +601,26 @@ async def test_send_says_in_one_line_what_became_of_a_digest(
         assert bool(output) == (code == 0)
         found, output, errors = await pipe("--deliver", to(mailbox), "--json", command="send")
     assert (found, json.loads(output)["delivered"]) == (code, code == 0)
+
+
+@pytest.mark.processes
+def test_what_cannot_be_started_for_want_of_files_is_told_as_that(tmp_path: Path) -> None:
+    script = 'ulimit -n 10; exec "$0" -m aiodigest send --exec true'
+    ended = subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable], env=environment(tmp_path), capture_output=True, timeout=DEADLINE
+    )
+    told = b"aiodigest: not delivered: the command could not be started: Too many open files\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (69, b"", told)
+
+
+def test_an_error_of_the_system_is_told_as_what_it_is(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(work: Coroutine[Any, Any, object]) -> None:
+        work.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "run", fail)
+    for names in ["send", "--exec", "true"], ["stats", "--namespace", "mail", "--url", "redis://localhost:1"]:
+        assert command(*names) == (1, "", "aiodigest: Too many open files\n")
 
 
 def test_what_is_sent_for_trying_out_reads_like_a_digest() -> None:

@@ -145,6 +145,16 @@ def test_malformed_lines_are_reported_with_their_place_counted_and_skipped(pipe:
     assert b"\x1b" not in result.stderr
 
 
+@pytest.mark.parametrize("levels", [255, 300, 100_000])
+def test_a_line_that_is_nested_too_deeply_is_skipped_and_counted(levels: int, pipe: Pipe) -> None:
+    deep = b'{"key": "k", "id": "deep", "value": ' + b"[" * levels + b"]" * levels + b"}\n"
+    result = pipe(*BY_KEY, input=ndjson([item(1)]) + deep + ndjson([item(2)]))
+    assert (result.returncode, sorted(ids(result.stdout))) == (0, ["k1", "k2"])
+    told, counted = result.stderr.splitlines()
+    assert told.startswith(b"aiodigest: <stdin>:2: ")
+    assert re.match(rb"aiodigest: 1 (malformed line|line over a limit): skipped", counted)
+
+
 def test_a_line_whose_time_is_not_understood_is_kept_without_it_and_counted(pipe: Pipe) -> None:
     lines = ndjson([{"key": "k", "id": "a", "time": "yesterday"}, {"key": "k", "id": "b", "time": "1704164645000"}])
     result = pipe(*BY_KEY, "--timestamp", "time", input=lines)

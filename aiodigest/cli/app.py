@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ from aiodigest.cli.dead import dead
 from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
 from aiodigest.cli.options import help_without_command
-from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, say
+from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, reason_of, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
@@ -26,6 +27,7 @@ from aiodigest.cli.send import send
 from aiodigest.cli.timelines import add, delete, explain, flush, mute, namespaces, show, stats, timelines, unmute
 from aiodigest.cli.top import top
 
+EXHAUSTED = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN  # errors of what has too few files or processes
 UsageError: Any = typer.BadParameter.__base__  # wherever the library keeps it
 
 app = typer.Typer(
@@ -90,6 +92,9 @@ def _report(error: Exception) -> int:
             return USAGE if isinstance(error, ConfigurationError | InvalidArgument) else FAILED
         case typer.Abort():
             say("nothing was done")
+            return FAILED
+        case OSError(errno=number) if number in EXHAUSTED:
+            say(reason_of(error))
             return FAILED
         case OSError():
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again when it exits

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import typer
 
@@ -30,7 +30,7 @@ SMTP_OPTIONS = "to", "from", "tls"
 
 DELIVER = (
     "Where digests go: smtp://user@host:port?to=ADDRESS&from=ADDRESS, smtps://, https://, slack:, discord:, teams:, "
-    "ntfy: or apprise: and a URL. @FILE or env:NAME for a URL that holds a secret."
+    "ntfy: or apprise: and a URL. @FILE or env:NAME for a URL that holds a secret, and headers of a webhook below it."
 )
 EXECUTE = (
     "A shell command that gets each digest as JSON on its standard input. It exits with 0 if it has delivered it, 65 "
@@ -51,10 +51,11 @@ TryTimeout: TypeAlias = Annotated[float, parsed_option("--try-timeout", TRIES, d
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of channels: how digests are shown, the secret, and for one try the ``timeout`` in seconds."""
+    """Settings of channels: how digests are shown, the secret, headers, and for one try the ``timeout`` in seconds."""
 
     render: Render
     secret: str | None
+    headers: Mapping[str, str]
     timeout: float
 
 
@@ -135,7 +136,7 @@ def _command(command: str, timeout: float) -> Channel:
 
 
 def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: float) -> Destination:
-    text, is_hidden = _read(given)
+    text, is_hidden, below = _read(given)
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
     if scheme not in KINDS or not rest:
@@ -151,7 +152,9 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
     if is_shown and not kind.is_rendered:
         raise typer.BadParameter("webhooks get JSON, so that --subject, --template and --fields say nothing")
     secret = unquote(parts.password) if parts.password else os.environ.get(SECRET) or None
-    settings = Settings(render(), secret, timeout)
+    if below and kind.channel != "Webhook":
+        raise ConfigurationError("--deliver: headers, below the URL, are for webhooks alone")
+    settings = Settings(render(), secret, _headers(below), timeout)
     import aiodigest.channels
 
     channel = kind.make(getattr(aiodigest.channels, kind.channel), parts, settings, rest)
@@ -160,21 +163,30 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
     return Destination(name, identity, lambda: channel)
 
 
-def _read(given: str) -> tuple[str, bool]:
-    """Return a URL, and whether it comes from a place that may hold secrets."""
+def _read(given: str) -> tuple[str, bool, Sequence[str]]:
+    """Return a URL, whether it comes from a place that may hold secrets, and the lines below it."""
+    if not given.startswith(("env:", "@")):
+        return given.strip(), False, []
     if given.startswith("env:"):
-        found = os.environ.get(given[4:], "").strip()
-        if not found:
+        found = os.environ.get(given[4:], "")
+        if not found.strip():
             raise ConfigurationError(f"--deliver: there is no variable {given[4:]}, or nothing is in it")
-        return found, True
-    if not given.startswith("@"):
-        return given.strip(), False
-    try:
-        with open(given[1:], encoding="utf-8") as file:
-            lines = file.read(LONGEST).split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--deliver: {given[1:]}: {getattr(error, 'strerror', None) or error}") from None
-    return next((line.strip() for line in lines if line.strip()), ""), True
+    else:
+        try:
+            with open(given[1:], encoding="utf-8") as file:
+                found = file.read(LONGEST)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--deliver: {given[1:]}: {getattr(error, 'strerror', None) or error}") from None
+    url, *below = [line.strip() for line in found.split("\n") if line.strip()] or [""]
+    return url, True, below
+
+
+def _headers(lines: Sequence[str]) -> dict[str, str]:
+    """Return the headers that the lines below a URL give."""
+    pairs = [line.partition(":") for line in lines]
+    if not all(name and colon for name, colon, _ in pairs):
+        raise ConfigurationError("--deliver: below the URL, each line must be a header: 'Authorization: Bearer ...'")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _split(url: str) -> SplitResult:
@@ -206,10 +218,26 @@ def _smtp(channel: Callable[..., Channel], parts: SplitResult, settings: Setting
     )  # fmt: skip
 
 
+def _login(parts: SplitResult, settings: Settings) -> tuple[str, str | None]:
+    """Return the URL, with the user and the password if it has a user, and the secret if that is not the password."""
+    host = parts.netloc.rpartition("@")[2]
+    if not parts.username:
+        return parts._replace(netloc=host).geturl(), settings.secret
+    if parts.password:
+        return parts.geturl(), os.environ.get(SECRET) or None
+    if settings.secret is None:
+        raise ConfigurationError(f"--deliver: {unquote(parts.username)} needs a password: put it into {SECRET}")
+    return parts._replace(netloc=f"{parts.username}:{quote(settings.secret, safe='')}@{host}").geturl(), None
+
+
 def _webhook(channel: Callable[..., Channel], parts: SplitResult, settings: Settings, rest: str) -> Channel:
+    url, secret = _login(parts, settings)
+    if parts.username and any(name.lower() == "authorization" for name in settings.headers):
+        raise ConfigurationError(
+            "--deliver: the user of the URL and the header Authorization are two logins: choose one"
+        )
     # whoever gives an argument may reach what this machine reaches
-    url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    return channel(url, secrets=settings.secret, allow_private=True, timeout=settings.timeout)
+    return channel(url, secrets=secret, headers=settings.headers, allow_private=True, timeout=settings.timeout)
 
 
 def _chat(channel: Callable[..., Channel], parts: SplitResult, settings: Settings, rest: str) -> Channel:
@@ -217,9 +245,9 @@ def _chat(channel: Callable[..., Channel], parts: SplitResult, settings: Setting
 
 
 def _ntfy(channel: Callable[..., Channel], parts: SplitResult, settings: Settings, rest: str) -> Channel:
-    url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    url, secret = _login(parts, settings)
     made = {"render": settings.render, "allow_private": True, "timeout": settings.timeout}
-    return channel(url, token=settings.secret, **made)
+    return channel(url, token=None if parts.username else secret, **made)
 
 
 def _apprise(channel: Callable[..., Channel], parts: SplitResult, settings: Settings, rest: str) -> Channel:

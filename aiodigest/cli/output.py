@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from io import TextIOBase
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
-from aiodigest import AiodigestError, InvalidState
-from aiodigest.cli.rendering import LINE_WIDTH, as_json, printable, shortened
+from aiodigest import AiodigestError, ChannelError, InvalidState
+from aiodigest.cli.rendering import LINE_WIDTH, as_json, count, printable, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,13 +26,121 @@ FAILED, USAGE, UNAVAILABLE, INTERRUPTED = EXIT_CODES = 1, 2, 69, 130
 PIPE_WIDTH = 250  # columns, where there is no terminal that has a width
 PROGRESS_INTERVAL = 0.2  # seconds
 UNFOLDED = {"due", "timestamp"}  # columns of a table
+AHEAD, MOST = 64 * 1024, 1024 * 1024  # bytes of errors that wait for who reads them: of commands, and of messages
+
+
+class ReaderGone(ChannelError):
+    """Nobody reads standard output any more."""
 
 
 def say(text: str, end: str = "\n") -> None:
     """Print one line on standard error, even if nobody is listening."""
     if sys.stderr is not None:  # it is None when closed by the caller
         with suppress(OSError, ValueError):
-            print(f"aiodigest: {shortened(text, LINE_WIDTH)}", end=end, file=sys.stderr, flush=True)
+            print(f"aiodigest: {shortened(text, LINE_WIDTH)}{end}", end="", file=sys.stderr, flush=True)
+
+
+def reason_of(error: OSError) -> str:
+    """Return what an error of the system says, with the file that it is about."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+class Unhurried(TextIOBase):
+    """Standard error, written by a thread: who is slow to read it, or never does, holds up nothing else.
+
+    What is over ``MOST`` bytes is left out, and counted.
+    """
+
+    def __init__(self, file: int = 2) -> None:
+        self._file = file
+        self._waiting, self._size = bytearray(), 0  # with what is being written
+        self._left_out = 0
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
+        self._thread.start()
+
+    def write(self, text: str, /) -> int:
+        self.put(text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._file
+
+    def isatty(self) -> bool:
+        return os.isatty(self._file)
+
+    def put(self, text: bytes) -> None:
+        """Have bytes written, if there is room for them."""
+        with self._changed:
+            if self._size + len(text) > MOST:
+                self._left_out += 1
+                return
+            self._waiting += text
+            self._size += len(text)
+            self._changed.notify()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._size > AHEAD
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._left_out or self._ended)
+                if not self._waiting and not self._left_out:
+                    return
+                text, self._waiting = self._waiting, bytearray()
+                if self._left_out:
+                    text += f"aiodigest: {count(self._left_out, 'message')} left out: nobody read them\n".encode()
+                    self._left_out = 0
+            with suppress(OSError):
+                write(self._file, text)
+            with self._changed:
+                self._size = len(self._waiting)
+
+
+@contextmanager
+def unhurried_errors() -> Generator[None]:
+    """Let a thread write standard error inside."""
+    if sys.stderr is None:
+        yield
+        return
+    before, errors = sys.stderr, Unhurried()
+    sys.stderr = cast("TextIO", errors)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        errors.finish()
+
+
+def pass_on(text: bytes) -> None:
+    """Write what a command has written to its standard error."""
+    if isinstance(sys.stderr, Unhurried):
+        sys.stderr.put(text)
+    else:
+        with suppress(OSError):
+            write(2, text)
+
+
+def is_behind() -> bool:
+    """True if much of what was written to standard error waits for somebody to read it."""
+    return isinstance(sys.stderr, Unhurried) and sys.stderr.is_behind
+
+
+def write(file: int, text: bytes | bytearray) -> None:
+    """Write all of it, in one call unless the system takes less: only then can a kill cut it in two."""
+    while text:
+        text = text[os.write(file, text) :]
 
 
 def is_terminal(stream: TextIO | None) -> bool:

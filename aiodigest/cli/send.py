@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import typer
 
-from aiodigest import ChannelError, DeliverySignal, Digest, Record, Reject
+from aiodigest import AiodigestError, ChannelError, DeliverySignal, Digest, Record, Reject
 from aiodigest.cli.destinations import (
     TRY,
     Deliver,
@@ -22,7 +22,7 @@ from aiodigest.cli.destinations import (
     destination,
 )
 from aiodigest.cli.options import AsJson
-from aiodigest.cli.output import FAILED, UNAVAILABLE, print_json, say
+from aiodigest.cli.output import FAILED, UNAVAILABLE, print_json, reason_of, say, unhurried_errors
 
 KEY = "The key of the digest; without ?to=, the address of a mail."
 EXAMPLES = """\b
@@ -51,7 +51,11 @@ def send(
     chosen = destination(deliver, execute, subject=subject, template=template, fields=fields, timeout=try_timeout)
     if chosen is None:
         raise typer.BadParameter("say where: --deliver URL or --exec CMD")
-    code, told = asyncio.run(_try(chosen, made_up(key)))
+    try:
+        with unhurried_errors():
+            code, told = asyncio.run(_try(chosen, made_up(key)))
+    except OSError as error:
+        raise AiodigestError(reason_of(error)) from error
     if in_json:
         print_json({"destination": chosen.name, "delivered": code == 0, "reason": "" if code == 0 else told})
     elif code == 0:

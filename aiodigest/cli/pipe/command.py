@@ -42,7 +42,7 @@ from aiodigest.cli.destinations import (
 )
 from aiodigest.cli.event_loop import run_service
 from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
-from aiodigest.cli.output import USAGE, say
+from aiodigest.cli.output import USAGE, reason_of, say, unhurried_errors
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.streams import Sender, Writer, open_sources, prepare
@@ -50,7 +50,7 @@ from aiodigest.cli.pipe.timing import cron_of, days_of, in_options, policy_of, s
 from aiodigest.cli.rendering import digest_json, digest_text, without
 
 MAX_SIZE = 500
-CAPACITY, MOST = 1000, 10_000  # lines of a group that are held, by default and at most
+HELD, MOST = 1000, 10_000  # lines of a group that are held, and at most, as they are if its deliveries fail
 RETRIES = RetryPolicy(max_attempts=1000, backoff=DecorrelatedJitter(base=1, cap=300))  # more than a day
 PATIENCE = 300.0  # seconds
 DRAIN = 10.0  # seconds for deliveries under way, if the user wants it to end now
@@ -100,7 +100,8 @@ NAMES = (
 )
 SHARDS = "Shards of a new namespace; an existing one must have so many."
 GIVE_UP = (
-    "After the end of the input, what failed is tried again until nothing was delivered for so long. [default: 5m]"
+    "After the end of the input, or with a group that is full, what failed is tried again until nothing was delivered "
+    "for so long. [default: 5m]"
 )
 RETRY_FOR = _delay("--retry-for", GIVE_UP)
 EXAMPLES = """\b
@@ -181,7 +182,7 @@ def pipe(
     room = inf  # a group may lose lines
     if capacity is None:
         max_size = max_size or MAX_SIZE
-        room = capacity = max(CAPACITY, min(2 * max_size, MOST))
+        room, capacity = max(HELD, min(2 * max_size, MOST)), MOST
     policy = policy_of(
         at, hours, days, tz, initial_delay=initial_delay, minimum_delay=minimum_delay, increment_delay=increment_delay,
         maximum_delay=maximum_delay, quiet_delay=quiet_delay, price=price, max_size=max_size, capacity=capacity,
@@ -203,7 +204,7 @@ def pipe(
     try:
         sources = open_sources(paths)
     except OSError as error:
-        say(_reason(error))
+        say(reason_of(error))
         return USAGE
     # standard output never fails and then recovers, so nothing needs a later try
     at_once = RetryPolicy(max_attempts=1000, backoff=lambda attempt: 0.0)
@@ -233,7 +234,7 @@ def pipe(
 
     render = digest_json if output == "json" else as_text
     try:
-        with locked(lock_path(engine.url, engine.namespace)):
+        with locked(lock_path(engine.url, engine.namespace)), unhurried_errors():
             if goal is None:
                 prepare()
             receiver = (
@@ -242,10 +243,10 @@ def pipe(
                 else Sender(goal.make(), has_end=not follow and all(source.size is not None for source in sources))
             )
             patience = inf if goal is None else retry_for
-            feeder = Feeder(engine, make(), shape, receiver, capacity=room, strict=strict, patience=patience)
+            feeder = Feeder(engine, make(), shape, receiver, room=room, most=MOST, strict=strict, patience=patience)
             return run_service(feeder.run(sources, follow))
     except OSError as error:
-        raise AiodigestError(_reason(error)) from error
+        raise AiodigestError(reason_of(error)) from error
 
 
 def _refuse_together(sends: bool, in_json: bool, lines: bool, fields: str | None) -> None:
@@ -288,8 +289,3 @@ def locked(path: Path) -> Generator[None, None, None]:
             except BlockingIOError:
                 raise AiodigestError("the same command is already running: give this one another --namespace") from None
         yield
-
-
-def _reason(error: OSError) -> str:
-    reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename else reason

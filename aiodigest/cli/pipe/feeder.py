@@ -31,7 +31,7 @@ from aiodigest.cli.output import FAILED, log_warnings, progress_bar, say
 from aiodigest.cli.pipe.parser import Malformed, Shape, Unusable
 from aiodigest.cli.pipe.streams import Line, Reader, Receiver, Sender, Source
 from aiodigest.cli.pipe.timing import in_options
-from aiodigest.cli.rendering import count
+from aiodigest.cli.rendering import count, shortened
 
 T = TypeVar("T")
 Entries: TypeAlias = list[tuple[Line, Entry[JSON]]]
@@ -39,9 +39,11 @@ Entries: TypeAlias = list[tuple[Line, Entry[JSON]]]
 GIVE_UP = 60.0  # seconds without a server
 INTERVAL = 0.5  # seconds between calls meanwhile
 LOOK = 1.0  # seconds between looks at a full timeline: the end of a delivery may go unreported
+NAME = 100  # characters of a key that are shown
 SHOWN = 20  # lines that cannot be used; more are only counted
 AT_FIRST = 10_000  # lines of a file that are read before any is delivered
 POLL = 0.05  # seconds between looks at what is still held
+BRIEFLY = 5.0  # seconds of patience, at most, after a signal or with a timeline that has no room
 FLUSHES = 100  # at a time
 
 
@@ -64,13 +66,22 @@ class Backpressure:
     It passes the engine's deliveries on to the receiver. A count may be too high (for ids that come again, or
     records too old to be delivered), never too low. ``repeats`` is True if ids may come again. ``retrying`` are the
     timelines whose last delivery has failed, which must be left to their backoff; ``succeeded`` is when, by the loop's
-    clock, one did not fail last.
+    clock, one did not fail last. A timeline has ``room`` for so many records, and while it is retried for ``most``, so
+    that others go on meanwhile.
     """
 
     def __init__(
-        self, engine: DigestEngine, deliverer: DigestEngine, receiver: Receiver, capacity: float, repeats: bool
+        self,
+        engine: DigestEngine,
+        deliverer: DigestEngine,
+        receiver: Receiver,
+        *,
+        room: float,
+        most: int,
+        repeats: bool,
     ) -> None:
-        self._engine, self._receiver, self._capacity, self._repeats = engine, receiver, capacity, repeats
+        self._engine, self._receiver, self._repeats = engine, receiver, repeats
+        self._room, self._most = room, most
         self.retrying = set[str]()
         self.succeeded = 0.0
         self._held: Counter[str] = Counter()
@@ -81,14 +92,15 @@ class Backpressure:
     async def deliver(self, digest: Digest[JSON]) -> None:
         """Pass a digest on, once those of an earlier run are counted: the delivery callback."""
         await self._counted.wait()
-        self.retrying.discard(digest.key)
         try:
             await self._receiver.deliver(digest)
         except Reject:
+            self.retrying.discard(digest.key)
             raise
         except BaseException:
             self.retrying.add(digest.key)
             raise
+        self.retrying.discard(digest.key)
         self.succeeded = asyncio.get_running_loop().time()
         if digest.attempt == 1:  # what comes again may have been subtracted
             self._held[digest.key] -= len(digest.records)
@@ -108,36 +120,47 @@ class Backpressure:
 
     def reserve(self, key: str) -> bool:
         """Count a record about to be added; False, without counting it, if there is no room for it."""
-        if self._capacity < inf:
-            if self._held[key] >= self._capacity:
+        if self._room < inf:
+            if self._held[key] >= self._room_of(key):
                 return False
             self._held[key] += 1
         return True
 
-    async def make_room(self, key: str) -> None:
-        """Have a full timeline delivered until half of it is free. All records counted must have been added."""
+    def _room_of(self, key: str) -> float:
+        return self._most if key in self.retrying else self._room
+
+    async def make_room(self, key: str, gives_up: Callable[[float], bool]) -> bool:
+        """Have a full timeline delivered until half of it is free. All records counted must have been added.
+
+        False if it is retried, and ``gives_up`` says that it is time to: it is asked with when this began.
+        """
         if self._repeats:
             timeline = await retry(lambda: self._engine.peek(key))
             if timeline is None:
                 del self._held[key]
             elif timeline.digest_id is None:  # else an id may be held twice: under delivery, and since
                 self._held[key] = len(timeline.records)
-        self._awaited = key
-        while self._held[key] > self._capacity // 2:
+        self._awaited, began = key, asyncio.get_running_loop().time()
+        while self._held[key] > self._room_of(key) // 2:
             self._progress.clear()
-            if key not in self.retrying and not await retry(lambda: self._engine.flush(key)):
+            if key in self.retrying:
+                if gives_up(began):
+                    return False
+            elif not await retry(lambda: self._engine.flush(key)):
                 del self._held[key]
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._progress.wait(), LOOK)
         self._awaited = None
+        return True
 
 
 class Feeder:
     """Feeds lines to ``engine``, and at their end has ``deliverer``, which is one of the same namespace, deliver all
-    that waits; loses some if ``capacity`` is inf. It begins to deliver once what was there at first is fed.
+    that waits; loses some if ``room`` is inf. It begins to deliver once what was there at first is fed.
 
-    What could not be delivered is then tried again until nothing could be for ``patience`` seconds.
+    What could not be delivered is tried again until nothing could be for ``patience`` seconds, counted from the end of
+    the input, or from when a timeline had no room for more.
     """
 
     def __init__(
@@ -147,17 +170,22 @@ class Feeder:
         shape: Shape,
         receiver: Receiver,
         *,
-        capacity: float,
+        room: float,
+        most: int,
         strict: bool,
         patience: float = inf,
     ) -> None:
         self._engine, self._shape, self._strict, self._patience = engine, shape, strict, patience
         self._receiver, self._deliverer = receiver, deliverer
-        self._backpressure = Backpressure(engine, deliverer, receiver, capacity, repeats=shape.id is not None)
-        self._loses = capacity == inf
+        self._backpressure = Backpressure(
+            engine, deliverer, receiver, room=room, most=most, repeats=shape.id is not None
+        )
+        self._loses = room == inf
         self._delivering = AsyncExitStack()
         self._delivers, self._is_whole = False, False  # since when there is more to deliver, and whether all is there
+        self._gave_up = False
         self._kept: Stats | None = None  # what was given up, for another run
+        self._full: tuple[Line, str] | None = None  # the first line that there was no room for, and its timeline
         self._added = 0  # lines
         self._malformed, self._lacking, self._refused = 0, 0, 0  # lines that were not, for three reasons
         self._left = 0  # lines of an earlier run
@@ -165,6 +193,7 @@ class Feeder:
         self._timeless = 0  # lines that were added although their time is not understood
         self._unusable: Unusable | None = None  # the first line without a required field
         self._signal: int | None = None  # the one that ended the input
+        self._signalled = 0.0  # when, by the loop's clock
 
     async def run(self, sources: Sequence[Source], follow: bool) -> int:
         """Run until the input has ended and nothing is held, standard output fails, or a second signal comes.
@@ -203,7 +232,7 @@ class Feeder:
         def on_signal(number: int) -> None:
             if self._signal is not None:
                 work.cancel()
-            self._signal = number
+            self._signal, self._signalled = number, loop.time()
             reader.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -220,7 +249,9 @@ class Feeder:
                 await self._deliver()
             try:
                 async for lines in reader.batches():
-                    await self._add(self._entries(lines))
+                    if not await self._add(self._entries(lines)):
+                        reader.stop()
+                        break
                     # the first digest of a group holds what was there, and not the first line alone
                     if (not self._is_whole and (self._loses or not reader.has_more)) or self._added > AT_FIRST:
                         await self._deliver()
@@ -231,6 +262,9 @@ class Feeder:
                 await self._flush_all()
                 raise
             await self._flush_all()
+        if self._gave_up:
+            stats = await retry(self._engine.stats)
+            self._kept = stats if stats.waiting + stats.ready + stats.leased else None
 
     async def _deliver(self) -> None:
         """Begin to deliver, if that has not begun."""
@@ -274,16 +308,26 @@ class Feeder:
         if self._unused <= SHOWN:
             say(f"{line.place}: {reason}")
 
-    async def _add(self, entries: Entries) -> None:
-        """Add entries, no faster than there is room for them."""
+    async def _add(self, entries: Entries) -> bool:
+        """Add entries, no faster than there is room for them; False if there is none for some of them in the end."""
         start = 0
-        for index, (_, entry) in enumerate(entries):
+        for index, (line, entry) in enumerate(entries):
             while not self._backpressure.reserve(entry.key):
                 await self._send(entries[start:index])
                 start = index
                 await self._deliver()
-                await self._backpressure.make_room(entry.key)
+                if not await self._backpressure.make_room(entry.key, self._has_no_patience):
+                    self._full = line, entry.key
+                    return False
         await self._send(entries[start:])
+        return True
+
+    def _has_no_patience(self, began: float) -> bool:
+        """True if nothing was delivered for too long since the instant ``began``, or since a signal."""
+        is_brief = self._signal is not None or self._full is not None
+        patience = min(self._patience, BRIEFLY) if is_brief else self._patience
+        latest = max(began, self._signalled, self._backpressure.succeeded)
+        return asyncio.get_running_loop().time() - latest > patience
 
     async def _send(self, entries: Entries) -> None:
         """Add entries; those the server did not take are added again under the same id, so that none is added twice."""
@@ -316,12 +360,11 @@ class Feeder:
     async def _flush_all(self) -> None:
         """Flush all timelines but those that are tried again, until none holds a record, or patience is at its end."""
         await self._deliver()
-        loop, backpressure = asyncio.get_running_loop(), self._backpressure
-        began = loop.time()
+        backpressure, began = self._backpressure, asyncio.get_running_loop().time()
         while (stats := await retry(self._engine.stats)).waiting + stats.ready + stats.leased:
-            over = loop.time() - max(began, backpressure.succeeded) > self._patience
-            if over and backpressure.retrying and not stats.leased:
-                self._kept = stats
+            is_free = not stats.leased or self._signal is not None  # else what is under way may yet be delivered
+            if backpressure.retrying and is_free and self._has_no_patience(began):
+                self._gave_up = True
                 break
             found = await retry(lambda: collect(self._engine.timelines("waiting")))
             waiting = [timeline.key for timeline in found if timeline.key not in backpressure.retrying]
@@ -357,14 +400,18 @@ class Feeder:
         if self._receiver.rejected:
             rejected = f"{count(self._receiver.rejected, 'digest')} rejected, and kept as dead letters"
             say(f"{rejected}: see aiodigest dead list --namespace {self._engine.namespace}")
+        if self._full is not None:
+            line, key = self._full
+            say(f"{shortened(key, NAME)} fails, and holds all that it can: nothing was added from {line.place} on")
         if self._kept is not None:
-            groups = count(self._kept.waiting + self._kept.ready, "group")
+            groups = count(self._kept.waiting + self._kept.ready + self._kept.leased, "group")
             say(f"{groups} could not be delivered: run the same command again to try once more ({namespace})")
         if error is not None:
-            again = f"run the same command again to print the rest ({namespace})"
+            done = "deliver" if isinstance(self._receiver, Sender) else "print"
+            again = f"run the same command again to {done} the rest ({namespace})"
             say(f"standard output: {getattr(error, 'strerror', None) or error}; {again}")
             return FAILED
         if self._signal is not None:
             return 128 + self._signal
-        lost = dropped or self._receiver.rejected or self._kept is not None
+        lost = dropped or self._receiver.rejected or self._kept is not None or self._full is not None
         return FAILED if lost or (self._unused and (self._strict or not self._added)) else 0

@@ -21,7 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from aiodigest import JSON, Digest, Reject, RetryAfter
+from aiodigest import JSON, Digest, InvalidArgument, Reject, RetryAfter
+from aiodigest.cli.output import ReaderGone, write
 from aiodigest.cli.pipe.parser import LONGEST_LINE
 
 if TYPE_CHECKING:
@@ -204,12 +205,19 @@ class Sender(Receiver):
         self._has_end = has_end
 
     async def deliver(self, digest: Digest[JSON]) -> None:
-        """Send a digest."""
+        """Send a digest. What was cut off, since nobody reads, is given back, and so is the attempt."""
         try:
             await self.channel(replace(digest, next_due=None) if self._has_end else digest)
         except Reject:
             self.rejected += 1
             raise
+        except InvalidArgument as error:  # all but the key was checked beforehand, and keys come with the lines
+            self.rejected += 1
+            raise Reject(str(error)) from None
+        except ReaderGone:
+            self.error = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            self.failed.set()
+            raise RetryAfter(1, pause=True) from None
         if digest.dropped:
             self.drops[digest.id] = digest.dropped
 
@@ -245,12 +253,6 @@ class Writer(Receiver):
                 except Exception as error:
                     self.error = error
                 written.set_result(self.error)
-
-
-def write(file: int, text: bytes) -> None:
-    """Write all of it, in one call unless the system takes less: only then can a kill cut it in two."""
-    while text:
-        text = text[os.write(file, text) :]
 
 
 def prepare(file: int = 1) -> None:
