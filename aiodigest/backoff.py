@@ -9,8 +9,8 @@ from math import inf
 from random import uniform
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from aiodigest.arguments import duration, require, whole
 from aiodigest.errors import InvalidArgument, shown
-from aiodigest.records.validation import duration, require, whole
 
 Strategy: TypeAlias = Callable[[int], float]
 """Maps a count (digests in a row, or failed attempts; 0 or more) to a wait in seconds."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 from pydantic_core import ValidationError, from_json, to_json
 from typing_extensions import TypeVar
 
+from aiodigest.arguments import whole
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.models import JSON
-from aiodigest.records.validation import whole
 
 if sys.version_info >= (3, 14):
     from compression import zstd

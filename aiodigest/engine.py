@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Self, cast, get_args
 
 from typing_extensions import TypeVar
 
+from aiodigest.arguments import TEN_YEARS, can_ask, duration, require, whole
 from aiodigest.backend import (
     FEATURES,
     MAX_SHARDS,
@@ -77,20 +78,15 @@ from aiodigest.policy import (
 from aiodigest.records.entries import identity_of, pack, unpack
 from aiodigest.records.validation import (
     DEFAULT,
-    TEN_YEARS,
     Bounds,
-    can_ask,
     can_call_back,
     can_observe,
     check_encoded,
-    duration,
     microseconds,
     name,
     nearest,
     plain,
-    require,
     taken,
-    whole,
 )
 from aiodigest.session.background import BackgroundSession, Session
 from aiodigest.session.deliveries import Holding, begin_delivery, end_delivery

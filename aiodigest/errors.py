@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in JOINERS else ascii(c)[1:-1] for c in text)
 
 
+def one_line(text: str) -> str:
+    """Return a text as one printable line of bounded length, in UTF-8."""
+    return printable(" ".join(text.encode(errors="replace").decode().split()))[:500]
+
+
 class AiodigestError(Exception):
     """Base class of every error that aiodigest raises."""
 

@@ -11,9 +11,10 @@ from functools import cached_property
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
+from aiodigest.arguments import TEN_YEARS, can_ask, duration, require, whole
 from aiodigest.backoff import DecorrelatedJitter, Strategy, longest
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import DEFAULT, TEN_YEARS, can_ask, duration, moment, require, whole
+from aiodigest.records.validation import DEFAULT, moment
 
 if TYPE_CHECKING:
     from aiodigest.timing.calendar import At

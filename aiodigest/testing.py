@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, Self, TypeVar
 
+from aiodigest.arguments import duration, require, whole
 from aiodigest.backend import Backend, Claims, Close, Grant, Lease, Postpone, Tokens, entries_of
 from aiodigest.backends.memory.backend import ReferenceBackend, system_ms
 from aiodigest.engine import DigestEngine, Replacement
@@ -22,7 +23,7 @@ from aiodigest.logs import NAMESPACE
 from aiodigest.models import Delivery, Digest
 from aiodigest.policy import milliseconds
 from aiodigest.records.entries import identity_of
-from aiodigest.records.validation import duration, microseconds, moment, require, whole
+from aiodigest.records.validation import microseconds, moment
 from aiodigest.session.deliveries import Holding
 from aiodigest.session.sync import bridge
 from aiodigest.worker.delivery import Aside, Attempt, Call, Outcome, tell

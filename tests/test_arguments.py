@@ -8,21 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiodigest.arguments import TEN_YEARS, duration, whole
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded
 from aiodigest.records.entries import ARRIVAL, CONTEXT_SIZE, pack, stamp, unpack
 from aiodigest.records.validation import (
     DEFAULT,
     EPOCH,
     EXACT,
-    TEN_YEARS,
     Bounds,
-    duration,
+    check_encoded,
     microseconds,
     moment,
     name,
     nearest,
-    pack_entry,
-    whole,
 )
 
 text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=400)
@@ -102,12 +100,12 @@ def test_what_is_no_instant_is_refused_and_the_message_says_what_is(value: Any, 
 )
 def test_a_value_may_take_one_mebibyte_or_its_bound_in_bytes_and_no_more(bound: Any, message: str) -> None:
     largest = b"x" * (bound[0] if bound else DEFAULT.value)
-    assert unpack(pack_entry(b"id", 5, largest, *bound)).value == largest
+    check_encoded(largest, *bound)
     with pytest.raises(LimitExceeded, match=message):
-        pack_entry(b"id", 5, largest + b"x", *bound)
+        check_encoded(largest + b"x", *bound)
     no_bytes: Any = "text"
     with pytest.raises(CodecError, match="as bytes, not as str"):
-        pack_entry(b"id", 5, no_bytes)
+        check_encoded(no_bytes)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from httpx2 import URL, InvalidURL
 
 from aiodigest import ChannelError, InvalidArgument, OutcomeUnknown
 from aiodigest import __version__ as version
-from aiodigest.channels.common import hidden, is_wrong_tls, one_line, quotations
+from aiodigest.channels.common import hidden, is_wrong_tls, quotations
+from aiodigest.errors import one_line
 
 MOST = 16_384  # bytes of an answer that are looked at
 EXCERPT = 200  # characters of it in an error

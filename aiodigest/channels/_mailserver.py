@@ -14,7 +14,8 @@ from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPHeloError, SMTPRe
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
-from aiodigest.channels.common import SetUp, hidden, is_wrong_tls, one_line, quotations
+from aiodigest.channels.common import SetUp, hidden, is_wrong_tls, quotations
+from aiodigest.errors import one_line
 
 SOON = 5.0  # seconds after which a mail that did not get its turn is tried again
 IDLE = 20.0  # seconds after which a connection is asked whether it still lives: routers forget

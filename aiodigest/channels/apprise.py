@@ -13,8 +13,9 @@ from inspect import isawaitable
 from typing import Any
 
 from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
-from aiodigest.channels.common import Channel, hidden, library, one_line, quotations, rendered_by, seconds
-from aiodigest.errors import shown
+from aiodigest.arguments import duration
+from aiodigest.channels.common import Channel, hidden, library, quotations, rendered_by
+from aiodigest.errors import one_line, shown
 from aiodigest.rendering import Message, Render
 
 TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
@@ -53,7 +54,7 @@ class Apprise(Channel):
         self._library: Any = apprise
         self._url = url
         self._render = rendered_by(render)
-        self._timeout = seconds(timeout, "timeout")
+        self._timeout = duration(timeout, "timeout", 0.001)
         if not callable(url):
             self._service(url)
 

@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiodigest import Digest, InvalidArgument
+from aiodigest.arguments import require, whole
 from aiodigest.channels._posting import Posting, as_body
-from aiodigest.channels.common import rendered_by, require, whole
+from aiodigest.channels.common import rendered_by
 from aiodigest.rendering import Block, Message, Render
 from aiodigest.rendering.texts import clean, line
 

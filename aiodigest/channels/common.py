@@ -9,19 +9,17 @@ import ssl
 from base64 import b64encode
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from datetime import timedelta
 from html import escape
-from typing import Any, Self, cast
+from typing import Any, Self
 from urllib.parse import quote, unquote
 
-from aiodigest import ConfigurationError, Digest, InvalidArgument
-from aiodigest.errors import printable, shown
+from aiodigest import ConfigurationError, Digest
+from aiodigest.arguments import can_ask, require
 from aiodigest.logs import logger_of
 from aiodigest.rendering import Render, plain
 
 logger = logger_of(__name__)
 
-TEN_YEARS = 315_360_000  # seconds
 PASSING = ssl.SSLEOFError, ssl.SSLZeroReturnError  # of TLS: the connection was lost
 SHORT = 6  # characters: what is shorter is no secret
 
@@ -122,11 +120,6 @@ def is_wrong_tls(error: BaseException | None) -> bool:
     return error is not None and is_wrong_tls(error.__cause__)
 
 
-def one_line(text: str) -> str:
-    """Return what somebody says as one printable line of bounded length, in UTF-8."""
-    return printable(" ".join(text.encode(errors="replace").decode().split()))[:500]
-
-
 def quotations(secrets: Iterable[str], short: int = SHORT) -> list[str]:
     """Return secrets in each form in which somebody may quote them, the longest first."""
     plain = {each for secret in secrets for each in (secret, unquote(secret)) if len(each) >= short}
@@ -142,33 +135,3 @@ def hidden(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         text = re.sub(re.escape(secret), "***", text, flags=re.IGNORECASE)
     return text
-
-
-# Arguments, checked when a channel is made
-
-
-def require(fits: bool, what: str, allowed: str, given: object) -> None:
-    """Refuse an argument that does not fit."""
-    if not fits:
-        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
-
-
-def whole(value: object, what: str, least: int, most: int) -> int:
-    """Return a whole number, which a bool is not."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-    require(fits, what, f"a whole number from {least} to {most:,}", value)
-    return cast("int", value)
-
-
-def seconds(value: float | timedelta, what: str) -> float:
-    """Return a duration in seconds."""
-    number = value.total_seconds() if isinstance(value, timedelta) else value
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    allowed = f"0.001 to {TEN_YEARS} seconds (ten years), or such a timedelta"
-    require(is_number and 0.001 <= number <= TEN_YEARS, what, allowed, value)
-    return float(number)
-
-
-def can_ask(function: object) -> bool:
-    """True if it may be a function that is asked for an answer; a class is none: its parentheses were forgotten."""
-    return callable(function) and not isinstance(function, type)

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
 from aiodigest import Digest, DigestEngine, Entry, InvalidArgument, Reject
-from aiodigest.channels.common import Channel, Turn, can_ask, require
+from aiodigest.arguments import can_ask, require
+from aiodigest.channels.common import Channel, Turn
 from aiodigest.errors import shown
 
 T = TypeVar("T")

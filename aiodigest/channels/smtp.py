@@ -12,8 +12,9 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from aiodigest import ConfigurationError, Digest, InvalidArgument, Reject
+from aiodigest.arguments import can_ask, duration, require, whole
 from aiodigest.channels._mail import ONE, address_of, link_of, write
-from aiodigest.channels.common import Channel, can_ask, library, rendered_by, require, seconds, whole
+from aiodigest.channels.common import Channel, library, rendered_by
 from aiodigest.errors import shown
 from aiodigest.rendering import Render
 
@@ -124,7 +125,7 @@ class SMTP(Channel):
         elif one_click:
             raise InvalidArgument("one_click must come with unsubscribe, the link that is posted to")
         self._render = rendered_by(render)
-        limit = seconds(timeout, "timeout")
+        limit = duration(timeout, "timeout", 0.001)
         self._options = Options(host, port, tls, tls_context, username, password, hello, limit, mute)
         self._connect = MailServer
         self._server: MailServer | None = None

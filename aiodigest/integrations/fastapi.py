@@ -18,9 +18,8 @@ except ModuleNotFoundError as error:
         raise
     raise ConfigurationError("FastAPI is not installed: pip install 'aiodigest[fastapi]'") from error
 
-from aiodigest.errors import printable
+from aiodigest.errors import one_line, printable
 from aiodigest.integrations.starlette import health_routes
-from aiodigest.worker.reasons import one_line
 
 __all__ = ["answer_unavailable", "dependency", "health_router"]
 

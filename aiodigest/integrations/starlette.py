@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from aiodigest import ConfigurationError, DigestEngine
-from aiodigest.records.validation import duration, require
+from aiodigest.arguments import duration, require
 
 try:
     from starlette.requests import Request

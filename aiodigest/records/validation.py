@@ -14,6 +14,7 @@ from math import inf
 from types import FunctionType
 from typing import TypeVar
 
+from aiodigest.arguments import require, whole
 from aiodigest.errors import CodecError, InvalidArgument, LimitExceeded, shown
 from aiodigest.records.entries import MADE_UP
 
@@ -23,36 +24,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_MS, LAST_MS = -62_135_596_800_000, 253_402_300_799_999  # the years 1 to 9999
 FAR = 10**12  # seconds: beyond every year that there is
 EXACT = 2**32 * 1_000_000  # microseconds below which a float of seconds is right to a quarter of one
-TEN_YEARS = 315_360_000  # seconds
 NOT_AWAITABLE = ("LOAD_CONST", "LOAD_SMALL_INT", "BUILD_", "IS_OP", "CONTAINS_OP", "UNARY_NOT")  # what these put out
-
-
-def require(fits: bool, what: str, allowed: str, given: object) -> None:
-    """Refuse an argument that does not fit; callers who run a type checker cannot pass one of the wrong type."""
-    if not fits:
-        raise InvalidArgument(f"{what} must be {allowed}, not {shown(given)}")
-
-
-def whole(value: object, what: str, least: int, most: int | None = None) -> int:
-    """Return a whole number of at least ``least``, and at most ``most`` if given."""
-    # bool is an int to Python, and no number of anything to a reader
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-        told = f"{what} must be a whole number {allowed}, not {shown(value)}"
-        raise InvalidArgument(told, field=what, given=value, least=least, most=most)
-    return value
-
-
-def duration(value: float | timedelta, what: str, least: float = 0.0, *, positive: bool = False) -> float:
-    """Return a duration in seconds, of at least ``least`` (or above 0, if ``positive``) and at most ten years."""
-    number = value.total_seconds() if isinstance(value, timedelta) else value
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_number or not least <= number <= TEN_YEARS or (positive and not number):
-        allowed = "more than 0" if positive else f"at least {least:g}"
-        allowed += f" and at most {TEN_YEARS} seconds (ten years), or such a timedelta"
-        told = f"{what} must be {allowed}, not {shown(value)}"
-        raise InvalidArgument(told, field=what, given=number, least=least, most=TEN_YEARS)
-    return float(number)
 
 
 @dataclass(frozen=True)
@@ -180,11 +152,6 @@ def can_call_back(function: object) -> bool:
 def can_observe(function: object) -> bool:
     """True if it may be an observer, which nobody awaits."""
     return callable(function) and not _is(function, iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
-
-
-def can_ask(function: object) -> bool:
-    """True if it may be a function that is asked for an answer; a class is none: its parentheses were forgotten."""
-    return callable(function) and not isinstance(function, type)
 
 
 def never_ran(answer: object) -> bool:

@@ -10,8 +10,8 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 
+from aiodigest.arguments import require
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import require
 from aiodigest.timing.zones import EPOCH, WEEKDAYS, clock_time, first_shift, instant, offset, weekdays, zone_name
 
 FIELDS = "five fields (minute, hour, day of the month, month, weekday), as '0 9 * * mon-fri'"

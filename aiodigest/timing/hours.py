@@ -10,8 +10,9 @@ from functools import partial
 from typing import NamedTuple, cast
 from zoneinfo import ZoneInfo
 
+from aiodigest.arguments import duration, require
 from aiodigest.errors import ConfigurationError, InvalidArgument, shown
-from aiodigest.records.validation import can_observe, duration, require
+from aiodigest.records.validation import can_observe
 from aiodigest.timing.zones import DAY, clock_time, offset, shift, weekdays, zone_name
 
 DAY_MS = DAY * 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from aiodigest.records.validation import duration, whole
+from aiodigest.arguments import duration, whole
 
 HOLD = 1.0  # seconds from the grant of a token in which its attempt may begin
 SHORTEST = 0.001  # seconds, of ``per``

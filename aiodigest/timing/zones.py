@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 from difflib import get_close_matches
 from zoneinfo import ZoneInfo, available_timezones
 
+from aiodigest.arguments import require
 from aiodigest.errors import InvalidArgument, shown
-from aiodigest.records.validation import require
 
 DAY = 86_400
 WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

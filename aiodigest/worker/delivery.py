@@ -13,6 +13,7 @@ from math import inf
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
+from aiodigest.arguments import duration
 from aiodigest.backend import Close, Closed, Lease, NewDeadLetter, Retry
 from aiodigest.codecs import Codec, most_of, reader_of, sizes_of
 from aiodigest.errors import (
@@ -23,25 +24,17 @@ from aiodigest.errors import (
     PartialFailure,
     Reject,
     RetryAfter,
+    one_line,
     shown,
 )
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
-from aiodigest.records.validation import DEFAULT, Bounds, duration, nearest, never_ran
+from aiodigest.records.validation import DEFAULT, Bounds, nearest, never_ran
 from aiodigest.timing.formula import next_due, share_of
 from aiodigest.worker.contents import SMALL, Contents, read, read_at_once
-from aiodigest.worker.reasons import (
-    TimedOut,
-    describe,
-    facts_of,
-    log_dropped,
-    log_other_limits,
-    one_line,
-    text_of,
-    times,
-)
+from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, text_of, times
 from aiodigest.worker.tasks import TimeLimit
 
 if TYPE_CHECKING:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from aiodigest.backend import Claims, Lease
-from aiodigest.errors import ChannelError, CodecError, DeliverySignal, printable, shown
+from aiodigest.errors import ChannelError, CodecError, DeliverySignal, one_line, shown
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
 from aiodigest.policy import Limits
 
 logger = logger_of(__name__)
 
-ERROR_LENGTH = 500
 LATER = "; it runs alone from the second time on"
 _unknown_needs = set[str]()  # of which this process has told
 MOST_NEEDS = 50  # of which it tells: another program may write any
@@ -34,11 +33,6 @@ def text_of(value: object) -> str:
         return str(value)
     except Exception:
         return f"a {type(value).__name__}"
-
-
-def one_line(text: str) -> str:
-    """Return a text as one printable line of bounded length, in UTF-8."""
-    return printable(" ".join(text.encode(errors="replace").decode().split()))[:ERROR_LENGTH]
 
 
 def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None = None) -> dict[str, object]:
