@@ -218,6 +218,48 @@ def test_threads_whose_adds_are_cut_short_from_outside_hold_up_no_other() -> Non
     until(lambda: not sync._bridge._ended, "nobody is left to be woken")
 
 
+async def test_of_threads_whose_adds_have_ended_one_at_a_time_is_woken(
+    engine: DigestEngine[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def add() -> bool:
+        return True
+
+    def woken() -> list[bool]:
+        return [not call.waiting.locked() for call in calls]
+
+    monkeypatch.setattr(sync, "LOOK", DEADLINE)  # nobody is helped along but by hand
+    fresh: Any = sync.Bridge()
+    calls = [sync.Call(engine, add, in_task=False, is_of_main=False) for _ in range(4)]
+    for call in calls:
+        call.waiting.acquire()
+    fresh._ended += calls[:2]
+    fresh._wake()
+    fresh._ended += calls[2:]
+    fresh._wake()
+    assert woken() == [True, False, False, False], "the second answer wakes nobody while the first is woken"
+    fresh._pass_on()
+    assert woken() == [True, True, False, False]
+    fresh._look()
+    assert woken() == [True, True, False, False], "the second may have been woken just now"
+    fresh._look()
+    assert woken() == [True, True, True, False], "it has passed nothing on since the last look"
+    fresh._pass_on()
+    fresh._pass_on()
+    assert woken() == [True] * 4
+    assert fresh._woken is None
+
+
+def test_a_thread_that_did_not_wake_the_next_holds_up_no_other(engine: DigestEngine[int]) -> None:
+    assert engine.sync.add("k", 1)
+    bridge: Any = sync._bridge
+    bridge._woken = lost = sync.Call(engine, engine.health, in_task=True, is_of_main=False)  # of a thread that is gone
+    with ThreadPoolExecutor(20) as pool:
+        adding = [pool.submit(engine.sync.add, "k", number) for number in range(200)]
+        assert not any(each.result(DEADLINE) for each in adding)
+    until(lambda: bridge._woken is None and bridge._seen is None, "nothing of it is kept")
+    assert lost not in bridge._ended
+
+
 def test_an_add_is_begun_although_the_thread_that_was_to_ask_for_it_was_interrupted(
     engine: DigestEngine[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,8 +188,9 @@ class Call(Generic[Answer]):
 class Bridge:
     """A thread of this process with an event loop, and the sessions of engines in it.
 
-    Threads whose calls end together are woken one by one, each by the one before it: all at once would stand in line
-    for the interpreter's lock, and the bridge behind them. What they submit then is begun when the last is awake.
+    Threads whose calls end are woken one by one, each by the one before it: all at once, or two at a time, would stand
+    in line for the interpreter's lock, and the bridge behind them. So only the one that was woken last wakes another.
+    What they submit then is begun when the last is awake.
     """
 
     def __init__(self) -> None:
@@ -206,6 +207,8 @@ class Bridge:
         self._submitted: deque[Call[Any]] = deque()
         self._under_way: set[Call[Any]] = set()
         self._ended: deque[Call[Any]] = deque()  # those whose threads are to be woken
+        self._woken: Call[Any] | None = None  # the one whose thread is to wake the next
+        self._seen: Call[Any] | None = None  # the same at the latest look
         self._is_asked = self._is_waking = self._is_looking = False
 
     def call(self, engine: Adding[Any], work: Callable[[], Coroutine[Any, Any, Answer]], in_task: bool) -> Answer:
@@ -220,7 +223,7 @@ class Bridge:
             self._withdraw(call)  # for this thread was interrupted
             raise
         finally:
-            if not call.is_of_main:
+            if self._woken is call:
                 self._pass_on()
         if is_taken:
             return call.result()
@@ -251,11 +254,14 @@ class Bridge:
 
     def _pass_on(self) -> None:
         """Wake the next thread, from one that was woken; or have the loop begin what they have submitted."""
+        self._woken = None  # before there is none left: the loop, which adds some, sees that nobody wakes them
         try:
-            self._ended.popleft().waiting.release()
+            self._woken = woken = self._ended.popleft()
         except IndexError:
             if self._submitted and not self._is_asked:
                 self._ask()
+        else:
+            woken.waiting.release()
 
     def _withdraw(self, call: Call[Any]) -> None:
         call.is_withdrawn = True
@@ -285,7 +291,7 @@ class Bridge:
                 awaited.cancel()
             return
         self._under_way.discard(call)
-        if call.is_of_main or not self._under_way:
+        if call.is_of_main or not (self._under_way or self._ended):
             call.waiting.release()  # the main thread is to wake nobody, since a handler may hold it up
             return
         self._ended.append(call)
@@ -296,17 +302,24 @@ class Bridge:
     def _wake(self) -> None:
         """Wake the first of the threads whose calls have ended in this turn of the loop; it wakes the next."""
         self._is_waking = False
-        self._pass_on()
-        if self._ended and not self._is_looking:
+        if self._woken is None:
+            self._pass_on()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if (self._ended or self._woken is not None) and not self._is_looking:
             self._is_looking = True
             asyncio.get_running_loop().call_later(LOOK, self._look, context=self._context)
 
     def _look(self) -> None:
-        """Help threads along that wake each other slowly, as where others keep the processor busy."""
+        """Wake the next thread in place of one that has not done so since the last look: it is slow, as where others
+        keep the processor busy, or was interrupted."""
         self._is_looking = False
-        self._begin()
-        if self._ended:
-            self._wake()
+        if self._woken is self._seen:
+            self._begin()
+            self._pass_on()
+        self._seen = self._woken
+        self._look_soon()
 
     async def _serve(self, call: Call[Answer], work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         engine = call.engine
