@@ -19,7 +19,7 @@ from commandline import Command
 from aiodigest import JSON, Digest, Record, RetryAfter
 from aiodigest.cli import app
 from aiodigest.cli.event_loop import run_service
-from aiodigest.cli.options import duration
+from aiodigest.cli.options import Once, duration
 from aiodigest.cli.output import JSONLines, PlainText, Unhurried, log_everything
 from aiodigest.cli.pipe.command import lock_path, locked
 from aiodigest.cli.pipe.parser import LONGEST_LINE, Malformed, Path, Shape, Template, expression_of, time_of
@@ -426,3 +426,31 @@ def test_messages_that_nobody_reads_are_left_out_and_counted() -> None:
     kept, told = found.split(b"aiodigest: ")
     assert kept == text
     assert told == b"4 messages left out: nobody read them\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["send", "--deliver", "smtp://localhost?to=a@x.org", "--deliver", "smtp://localhost?to=b@x.org"], "--deliver"),
+        (["send", "--exec", "true", "--exec=false"], "--exec"),
+        (["pipe", "--group-by", "a", "--subject", "a", "--deliver", "x", "--subject", "b"], "--subject"),
+        (["pipe", "--group-by", "a", "-o", "json", "--output", "text"], "--output"),
+        (["dead", "list", "--namespace", "a", "--namespace", "b"], "--namespace"),
+    ],
+)
+def test_an_option_with_a_value_is_given_once(arguments: list[str], option: str, command: Command) -> None:
+    code, output, errors = command(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"aiodigest: {option} is given twice (see ")
+
+
+def test_every_command_refuses_an_option_that_is_given_twice() -> None:
+    commands = [
+        *app.app.registered_commands,
+        *(c for g in app.app.registered_groups for c in g.typer_instance.registered_commands),
+    ]
+    assert {each.cls for each in commands} == {Once}
+
+
+def test_a_flag_may_be_given_twice_and_so_may_a_list(command: Command) -> None:
+    assert command("send", "--exec", "true", "--json", "--json")[0] == 0

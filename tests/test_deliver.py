@@ -304,6 +304,8 @@ def test_headers_that_cannot_be_used_are_told_in_a_line(
         ("https://ann@localhost/hook", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
         ("ntfy://ann@localhost/topic", "ann needs a password: put it into AIODIGEST_DELIVER_SECRET"),
         ("smtp://localhost?cc=a@example.org", "there is no ?cc=: there are to, from, tls"),
+        ("smtp://localhost?to=a@example.org&to=b@example.org", "may be given once"),
+        ("smtp://localhost?to=a@example.org&tls=none&tls=starttls", "may be given once"),
         ("smtp://localhost/to?to=a@example.org", "may follow the host"),
         ("smtp://localhost:port?to=a@example.org", "its port must be a number"),
         ("smtp://?to=a@example.org", "needs a host"),

@@ -17,7 +17,7 @@ from aiodigest.cli.bench import bench
 from aiodigest.cli.dead import dead
 from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
-from aiodigest.cli.options import help_without_command
+from aiodigest.cli.options import Once, help_without_command
 from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, reason_of, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
@@ -36,13 +36,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command(epilog=EXAMPLES)(pipe)
-app.command(epilog=SEND_EXAMPLES)(send)
-app.command("run")(run_engines)
+app.command(cls=Once)(demo)
+app.command(cls=Once, epilog=EXAMPLES)(pipe)
+app.command(cls=Once, epilog=SEND_EXAMPLES)(send)
+app.command("run", cls=Once)(run_engines)
 ABOUT_TIMELINES = (namespaces, stats, timelines, show, explain, add, flush, mute, unmute, delete)
 for command in (*ABOUT_TIMELINES, top, reshard, doctor, bench):
-    app.command()(command)
+    app.command(cls=Once)(command)
 app.add_typer(dead, name="dead")
 
 

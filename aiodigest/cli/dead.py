@@ -16,7 +16,17 @@ import typer
 
 from aiodigest import JSON, BackendUnavailable, DeadLetter, DigestEngine, InvalidState, LimitExceeded
 from aiodigest.cli.event_loop import stopped_by
-from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, help_without_command
+from aiodigest.cli.options import (
+    EMBEDDED,
+    AsJson,
+    Location,
+    Namespace,
+    Once,
+    Timeout,
+    Url,
+    collect,
+    help_without_command,
+)
 from aiodigest.cli.output import confirm, console, is_terminal, print_json, print_result, print_table, progress_bar, say
 from aiodigest.cli.rendering import count, printable, readable_time, record_rows, shortened, view_json
 from aiodigest.cli.timelines import ERROR_WIDTH, Yes
@@ -32,7 +42,7 @@ dead = typer.Typer(help="Look at digests that could not be delivered; replay the
 dead.callback(invoke_without_command=True)(help_without_command)
 
 
-@dead.command("list")
+@dead.command("list", cls=Once)
 def dead_list(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:
     """List the dead letters, the oldest first."""
     found = Location(url, namespace, timeout).ask(lambda engine: collect(engine.dead_letters()))
@@ -50,7 +60,7 @@ def dead_list(namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0,
         screen.print(Text(line), no_wrap=True, overflow="ellipsis")
 
 
-@dead.command("show")
+@dead.command("show", cls=Once)
 def dead_show(
     id: Annotated[str, ID], namespace: Namespace, url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False
 ) -> None:
@@ -64,7 +74,7 @@ def dead_show(
     print_table(("id", "timestamp", "value"), record_rows(found.records), title)
 
 
-@dead.command("replay")
+@dead.command("replay", cls=Once)
 def dead_replay(
     namespace: Namespace, id: Annotated[str | None, ID] = None, every: All = False, yes: Yes = False,
     url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,
@@ -77,7 +87,7 @@ def dead_replay(
     _work_on(Location(url, namespace, timeout), id, every, "replay", yes, in_json)
 
 
-@dead.command("discard")
+@dead.command("discard", cls=Once)
 def dead_discard(
     namespace: Namespace, id: Annotated[str | None, ID] = None, every: All = False, yes: Yes = False,
     url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False,

@@ -203,6 +203,8 @@ def _smtp(channel: Callable[..., Channel], parts: SplitResult, settings: Setting
     # "+" stays, as it has a meaning in addresses
     pairs = [pair.partition("=") for pair in parts.query.split("&") if pair]
     options = {name: unquote(value) for name, _, value in pairs}
+    if len(options) < len(pairs):
+        raise ConfigurationError(f"--deliver: each of {', '.join(SMTP_OPTIONS)} may be given once: to is one address")
     if unknown := sorted(options.keys() - {*SMTP_OPTIONS}):
         raise ConfigurationError(f"--deliver: there is no ?{unknown[0]}=: there are {', '.join(SMTP_OPTIONS)}")
     if parts.path.strip("/") or parts.fragment:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from aiodigest import ConfigurationError, DigestEngine
 
@@ -38,6 +40,19 @@ def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar:
             raise typer.BadParameter(str(error)) from None
 
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
+
+
+class Once(TyperCommand):
+    """Command whose options with one value are given once: of two, one would count, and the other be lost unsaid."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises UsageError."""
+        if not ctx.resilient_parsing:  # as for the completion of a line that is being typed
+            _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+            for param, times in Counter[Any](given).items():
+                if times > 1 and param.param_type_name == "option" and not (param.is_flag or param.multiple):
+                    ctx.fail(f"{param.opts[0]} is given twice")
+        return super().parse_args(ctx, args)
 
 
 URL = "redis://, rediss://, unix://, redis+sentinel://, redis+cluster://, valkey://..., embedded:// or embedded:///folder."
