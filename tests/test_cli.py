@@ -115,6 +115,11 @@ def test_explain_says_that_a_namespace_is_empty(command: Command) -> None:
     assert "is empty" not in command("explain", "bob")[2]
 
 
+def test_explain_says_that_its_times_are_utc(command: Command) -> None:
+    command("add", "ann", "1")
+    assert command("explain", "ann")[1].endswith(" (UTC)\n")
+
+
 @pytest.mark.thorough
 def test_dead_letters_are_listed_shown_replayed_and_discarded(tmp_path: Path, command: Command) -> None:
     asyncio.run(bury(tmp_path))

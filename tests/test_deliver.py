@@ -26,6 +26,7 @@ from clusters import until
 from commandline import DEADLINE, Command, aiodigest, digests, environment, ndjson, running
 from mailservers import Mailbox, mail_server, one_after_another, script
 from servers import Server
+from terminals import on_terminal, plain
 from webservers import web_server
 
 from aiodigest import ConfigurationError, Digest, DigestEngine
@@ -140,16 +141,59 @@ async def test_what_could_not_be_delivered_is_kept_for_the_next_run(pipe: Pipe, 
         options = ("--group-by", "repo", "--deliver", to(mailbox))
         code, output, errors = await pipe(*options, "--retry-for", "1s", input=lines("web", "web"))
         assert (code, output, mailbox.mails) == (1, "", [])
-        told = (
-            f"1 group could not be delivered: run the same command again to try once more (namespace pipe-{namespace})"
-        )
+        again = "the same command. If it reads its input again, lines come twice; with"
+        alone = f"--namespace pipe-{namespace} and </dev/null only what was kept comes"
+        told = f"1 group could not be delivered; to try again: {again} {alone}"
         assert errors.splitlines()[-1] == f"aiodigest: {told}"
         mailbox.script = script()
         code, output, errors = await pipe(*options)
-        assert (code, errors) == (0, "aiodigest: 2 lines left by an earlier run of this command: delivered too\n")
+        assert (code, errors) == (0, "aiodigest: 2 lines left by an earlier run: sent again with these\n")
     assert len(mailbox.mails) == 1
     async with left_in(server, namespace) as engine:
         assert (await engine.stats()).dead == 0
+
+
+@pytest.mark.processes
+async def test_what_was_kept_comes_twice_if_its_input_is_read_again_and_alone_if_it_is_not(
+    pipe: Pipe, tmp_path: Path
+) -> None:
+    """As the message says."""
+    (tmp_path / "in").write_bytes(lines("web", "web"))
+    options = ("--group-by", "repo", "--exec", "test -e up && cat", "--retry-for", "1s")
+    for again, times in ([], 1), (["in"], 2):
+        (tmp_path / "up").unlink(missing_ok=True)
+        code, _, errors = await pipe(*options, "in")
+        assert (code, "If it reads its input again, lines come twice" in errors) == (1, True)
+        (tmp_path / "up").touch()
+        code, output, _ = await pipe(*options, *again)
+        found = Counter(record["value"]["id"] for digest in digests(output.encode()) for record in digest["records"])
+        assert (code, found) == (0, {"web-0": times, "web-1": times})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["stderr", "stdin"])
+async def test_a_person_is_told_how_much_was_delivered_and_a_script_is_not(where: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(lines("web", "web", "api"))
+    arguments = ("pipe", "--group-by", "repo", "--exec", "true", str(tmp_path / "in"))
+    with on_terminal(tmp_path, *arguments, streams=[where]) as pipe:
+        errors = b"" if where == "stderr" else pipe.process.communicate(timeout=DEADLINE)[1]
+        assert pipe.end()[0] == 0
+    told = b"aiodigest: 2 digests delivered, with 3 lines"
+    assert (told in plain(pipe.shown).splitlines(), errors) == (where == "stderr", b"")
+
+
+@pytest.mark.processes
+async def test_ids_and_what_collapse_names_are_all_in_a_mail(pipe: Pipe) -> None:
+    for shown, told in (
+        (("--fields", "id"), ["web-0", "web-1"]),
+        (("--collapse", "none"), ["web news", "web news"]),
+        ((), ["web news"]),
+    ):
+        async with mail_server() as mailbox:
+            ended = await pipe("--group-by", "repo", "--deliver", to(mailbox), *shown, input=lines("web", "web"))
+        assert ended == (0, "", "")
+        text = mailbox.mails[0].message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
+        assert re.findall("web-[01]|web news", text) == told
 
 
 @pytest.mark.processes
@@ -280,6 +324,8 @@ async def test_a_webhook_gets_a_login_or_headers_that_no_argument_shows(
         ("http://localhost/hook\nHost: x", "headers may not name 'Host'"),
         (f"http://ann:{PASSWORD}@localhost/hook\nauthorization: Bearer x", "are two logins"),
         (f"smtp://localhost?to=a@example.org\nX-Token: {PASSWORD}", "are for webhooks alone"),
+        (f"http://localhost/hook\nhttps://{PASSWORD}@localhost/hook", "holds one URL"),
+        (f"smtp://localhost?to=a@example.org\nslack:https://localhost/{PASSWORD}", "holds one URL"),
     ],
 )
 def test_headers_that_cannot_be_used_are_told_in_a_line(
@@ -312,6 +358,8 @@ def test_headers_that_cannot_be_used_are_told_in_a_line(
         ("smtp://localhost?to=nobody", "to must be"),
         (f"ftp://{PASSWORD}@localhost", "must be a URL of smtp:"),
         ("", "must be a URL of smtp:"),
+        (f"https://hooks.slack.com/services/{PASSWORD}", "is it slack: and this URL?"),
+        (f"https://discord.com/api/webhooks/1/{PASSWORD}", "is it discord: and this URL?"),
         ("env:NO_SUCH_VARIABLE", "there is no variable NO_SUCH_VARIABLE"),
         ("@/no/such/file", "/no/such/file: No such file"),
     ],
@@ -329,16 +377,40 @@ def test_a_url_that_cannot_be_used_is_told_in_a_line_that_quotes_no_secret(
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        "smtp://localhost?to=a@example.org",
+        "smtp://ann:one@localhost?to=a@example.org",
+        "ntfy://:one@localhost/topic",
+        "slack:https://localhost/one",
+        "apprise:json://localhost",
+    ],
+)
+def test_a_secret_that_nothing_would_use_is_refused(
+    url: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIODIGEST_DELIVER_SECRET", PASSWORD)
+    monkeypatch.setenv("THE_URL", url)
+    code, output, errors = command("send", "--deliver", "env:THE_URL")
+    assert (code, output) == (2, "")
+    [line] = errors.splitlines()
+    assert "AIODIGEST_DELIVER_SECRET is set, and " in line
+    assert PASSWORD not in line
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--deliver", "smtp://localhost?to=a@example.org", "--exec", "true"], "choose one"),
         (["--exec", "true", "--fields", "id"], "--exec gets JSON"),
+        (["--exec", "true", "--collapse", "none"], "--exec gets JSON"),
         (["--exec", " "], "--exec needs a command"),
         (["--exec", "true", "--try-timeout", "1ms"], "--try-timeout must be at least 100ms"),
         (["--deliver", "smtp://localhost?to=a@example.org", "--fields", "id,,"], "--fields must be names"),
         (["--deliver", "smtp://localhost?to=a@example.org", "--template", "/no/file"], "No such file"),
         (["--deliver", "smtp://localhost?to=a@example.org", "--subject", "{{ nothing }}"], "names 'nothing'"),
         (["--deliver", "https://example.org/", "--subject", "news"], "webhooks get JSON"),
+        (["--deliver", "https://example.org/", "--collapse", "none"], "webhooks get JSON"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(arguments: list[str], told: str, command: Command) -> None:
@@ -566,7 +638,7 @@ def test_if_nobody_reads_what_commands_print_that_is_the_end(tmp_path: Path) -> 
         assert pipe.process.wait(DEADLINE) == 1  # although its input goes on
         pipe.end()
     [told] = pipe.errors.splitlines()
-    assert b"standard output: Broken pipe; run the same command again to deliver the rest" in told
+    assert b"standard output: Broken pipe; to go on: the same command. If it reads its input again" in told
     again = aiodigest(tmp_path, "pipe", "--group-by", "key", "--exec", "cat")
     assert [digest["key"] for digest in digests(again.stdout)] == ["second"]
 

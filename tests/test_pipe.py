@@ -336,6 +336,24 @@ def test_fields_say_what_is_shown_of_a_line_and_the_field_of_its_group_is_not_re
     assert line.endswith("  ann · user: 7")
 
 
+def test_collapse_says_which_lines_are_shown_once_and_ids_are_not_unless_it_is_asked_for(pipe: Pipe) -> None:
+    given = ndjson(
+        {"key": "k", "id": f"b-{number}", "text": text} for number, text in enumerate(("1 up", "2 up", "2 up"))
+    )
+
+    def shown(*options: str) -> list[str]:
+        _, *lines = pipe("--group-by", "key", *options, input=given).stdout.decode().splitlines()
+        return [re.sub(r"^ +[\d:]+  ", "", line) for line in lines]
+
+    times = "\N{MULTIPLICATION SIGN}"
+    assert shown("--fields", "text") == shown("--fields", "text", "--collapse", "similar") == [f"2 up {times} 3"]
+    assert shown("--fields", "text", "--collapse", "equal") == ["1 up", f"2 up {times} 2"]
+    assert shown("--fields", "text", "--collapse", "none") == ["1 up", "2 up", "2 up"]
+    assert shown("--fields", "id") == ["b-0", "b-1", "b-2"]
+    assert shown("--fields", "id", "--collapse", "similar") == [f"b-2 {times} 3"]
+    assert pipe("--group-by", "key", "--json", "--collapse", "none").returncode == 2
+
+
 async def leave(server: Server, namespace: str, records: int) -> None:
     async with DigestEngine(server.url, namespace=namespace, policy=Policy(initial_delay=1_800)) as engine:
         await engine.add_many(Entry("k", {"id": f"left{number}"}, f"left{number}") for number in range(records))
@@ -344,7 +362,7 @@ async def leave(server: Server, namespace: str, records: int) -> None:
 def test_what_an_earlier_run_has_left_takes_room(server: Server, namespace: str, pipe: Pipe) -> None:
     asyncio.run(leave(server, f"pipe-{namespace}", 900))
     result = pipe(*BY_KEY, input=ndjson(item(number) for number in range(1_500)))
-    told = b"aiodigest: 900 lines left by an earlier run of this command: printed too\n"
+    told = b"aiodigest: 900 lines left by an earlier run: printed with these\n"
     assert (result.returncode, result.stderr) == (0, told)
     assert len(set(ids(result.stdout))) == len(ids(result.stdout)) == 2_400
 
@@ -403,7 +421,7 @@ def test_what_one_redirected_file_has_left_is_not_printed_with_another(tmp_path:
         return done.stderr
 
     assert b"No space left" in run("a", Path("/dev/full"))
-    for key, told in ("b", b""), ("a", b"aiodigest: 1 line left by an earlier run of this command: printed too\n"):
+    for key, told in ("b", b""), ("a", b"aiodigest: 1 line left by an earlier run: printed with these\n"):
         assert run(key, tmp_path / "out") == told
         assert set(ids((tmp_path / "out").read_bytes())) == {f"{key}1"}
 
@@ -448,4 +466,4 @@ def test_what_was_taken_before_a_kill_is_printed_after_a_restart(tmp_path: Path)
     assert set(ids(output) + ids(again.stdout)) == given
     assert again.returncode == 0
     # a line may follow on a digest that was under way
-    assert re.match(rb"aiodigest: \d+ lines? left by an earlier run of this command: printed too\n", again.stderr)
+    assert re.match(rb"aiodigest: \d+ lines? left by an earlier run: printed with these\n", again.stderr)

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import typer
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 SECRET = "AIODIGEST_DELIVER_SECRET"  # what holds it
 LONGEST = 10_000  # bytes of a file with a URL
 TRY = 30.0  # seconds
+SHOWN = "--subject, --template, --fields and --collapse"
 SMTP_OPTIONS = "to", "from", "tls"
 
 DELIVER = (
     "Where digests go: smtp://user@host:port?to=ADDRESS&from=ADDRESS, smtps://, https://, slack:, discord:, teams:, "
-    "ntfy: or apprise: and a URL. @FILE or env:NAME for a URL that holds a secret, and headers of a webhook below it."
+    "ntfy: or apprise: and a URL. @FILE or env:NAME for a URL that holds a secret, and headers of a webhook below it. "
+    "It may name a host in a private network."
 )
 EXECUTE = (
     "A shell command that gets each digest as JSON on its standard input. It exits with 0 if it has delivered it, 65 "
@@ -45,6 +47,13 @@ TEMPLATE = "A template of Jinja2 for the text, or for HTML if .html is in the fi
 File: TypeAlias = Annotated[Path | None, typer.Option("--template", metavar="FILE", show_default=False, help=TEMPLATE)]
 FIELDS = "The fields that are shown of a line, the first as its title: id,actor.login,action."
 Fields: TypeAlias = Annotated[str | None, typer.Option(metavar="NAMES", show_default=False, help=FIELDS)]
+COLLAPSES = (
+    "Which lines of a digest are shown once, with how often they came: those that differ in numbers, ids, addresses "
+    "and times alone, equal ones, or none. [default: similar; equal if the first of --fields is an id]"
+)
+Collapse: TypeAlias = Annotated[
+    Literal["similar", "equal", "none"] | None, typer.Option("--collapse", show_default=False, help=COLLAPSES)
+]
 TRIES = "Time limit of one delivery by --deliver or --exec. [default: 30s]"
 TryTimeout: TypeAlias = Annotated[float, parsed_option("--try-timeout", TRIES, duration, "DURATION")]
 
@@ -75,6 +84,7 @@ def destination(
     subject: str | None = None,
     template: Path | None = None,
     fields: str | None = None,
+    collapse: str | None = None,
     hidden: Sequence[Sequence[str]] = (),
     timeout: float = TRY,
 ) -> Destination | None:
@@ -84,10 +94,10 @@ def destination(
         raise typer.BadParameter("--deliver and --exec are two places: choose one")
     if timeout < 0.1:
         raise typer.BadParameter("--try-timeout must be at least 100ms")
-    is_shown = not (subject is template is fields is None)
+    is_shown = not (subject is template is fields is collapse is None)
     if execute is not None:
         if is_shown:
-            raise typer.BadParameter("--exec gets JSON, so that --subject, --template and --fields say nothing")
+            raise typer.BadParameter(f"--exec gets JSON, so that {SHOWN} say nothing")
         if not execute.strip():
             raise typer.BadParameter("--exec needs a command")
         return Destination("the command", f"exec:{execute}", lambda: _command(execute, timeout))
@@ -96,24 +106,30 @@ def destination(
             raise typer.BadParameter("--subject and --template need --deliver")
         return None
     try:
-        return _channel(deliver, is_shown, lambda: render_of(subject, template, fields, hidden), timeout)
+        return _channel(deliver, is_shown, lambda: render_of(subject, template, fields, collapse, hidden), timeout)
     except InvalidArgument as error:
         raise ConfigurationError(f"--deliver: {error}") from None
 
 
 def render_of(
-    subject: str | None, template: Path | None, fields: str | None, hidden: Sequence[Sequence[str]]
+    subject: str | None,
+    template: Path | None,
+    fields: str | None,
+    collapse: str | None,
+    hidden: Sequence[Sequence[str]],
 ) -> Render:
     """Return what shows digests as the options say. Raises ConfigurationError."""
     from aiodigest.channels.common import rendered_by
 
     made = None
-    if not (subject is template is fields is None):
+    if not (subject is template is fields is collapse is None):
         from aiodigest.rendering import Template
 
         of_html = template is not None and ".html" in template.name.lower()
         text, html = (None, template) if of_html else (template, None if template is None else "")
-        made = Template(subject=subject, text=text, html=html, fields=None if fields is None else names_of(fields))
+        names = None if fields is None else names_of(fields)
+        alike = alike_of(collapse, names)
+        made = Template(subject=subject, text=text, html=html, fields=names, collapse=alike)
     render = rendered_by(made)
     return lambda digest: render(without(digest, hidden)) if hidden else render(digest)
 
@@ -124,6 +140,14 @@ def names_of(fields: str) -> list[str]:
     if not all(names):
         raise typer.BadParameter("--fields must be names with commas between them: id,actor.login,action")
     return names
+
+
+def alike_of(collapse: str | None, names: Sequence[str] | None) -> Literal["similar", "equal"] | None:
+    """Return which lines are shown as one, as the option says, or else what the title is: ids are all similar."""
+    if collapse is None:
+        is_id = bool(names) and names[0].rpartition(".")[2].lower() == "id"
+        return "equal" if is_id else "similar"
+    return "equal" if collapse == "equal" else "similar" if collapse == "similar" else None
 
 
 def _command(command: str, timeout: float) -> Channel:
@@ -139,6 +163,8 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
     text, is_hidden, below = _read(given)
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
+    if any(line.partition(":")[0].lower() in KINDS for line in below):
+        raise ConfigurationError("--deliver: a file or a variable holds one URL, and below it only headers")
     if scheme not in KINDS or not rest:
         kinds = ", ".join(f"{kind}:" for kind in KINDS)
         raise ConfigurationError(f"--deliver must be a URL of {kinds} or @FILE or env:NAME (it is not shown here)")
@@ -150,8 +176,12 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
         other = f"; or the password into {SECRET}" * (not kind.is_secret)
         raise ConfigurationError(f"--deliver: {what} is a secret, and everybody sees arguments: {hide}{other}")
     if is_shown and not kind.is_rendered:
-        raise typer.BadParameter("webhooks get JSON, so that --subject, --template and --fields say nothing")
+        raise typer.BadParameter(f"webhooks get JSON, so that {SHOWN} say nothing")
     secret = unquote(parts.password) if parts.password else os.environ.get(SECRET) or None
+    if kind.channel == "Webhook" and (chat := CHATS.get(parts.hostname or "")):
+        raise ConfigurationError(f"--deliver: {parts.hostname} takes no webhook: is it {chat}: and this URL?")
+    if os.environ.get(SECRET) and not _takes_secret(kind, parts):
+        raise ConfigurationError(f"--deliver: {SECRET} is set, and {scheme}: has no use for it here: leave one out")
     if below and kind.channel != "Webhook":
         raise ConfigurationError("--deliver: headers, below the URL, are for webhooks alone")
     settings = Settings(render(), secret, _headers(below), timeout)
@@ -161,6 +191,13 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
     name = scheme if kind.is_secret else f"{scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
     identity = text if parts.password is None else text.replace(f":{parts.password}@", "@", 1)
     return Destination(name, identity, lambda: channel)
+
+
+def _takes_secret(kind: Kind, parts: SplitResult) -> bool:
+    """Return whether a secret beside the URL would be used: as a password, a token, or a key that signs."""
+    if kind.channel == "SMTP":
+        return bool(parts.username) and not parts.password
+    return kind.channel == "Webhook" or (kind.channel == "Ntfy" and not parts.password)
 
 
 def _read(given: str) -> tuple[str, bool, Sequence[str]]:
@@ -268,6 +305,7 @@ class Kind:
     is_rendered: bool = True
 
 
+CHATS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
 KINDS = {
     "smtp": Kind("SMTP", _smtp, is_url=True),
     "smtps": Kind("SMTP", _smtp, is_url=True),

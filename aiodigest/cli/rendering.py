@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
-from typing import Any
+from typing import Any, Literal
 
 from aiodigest import JSON, DeadLetter, Digest, Record, Timeline
 
@@ -70,8 +70,14 @@ def record_rows(records: Sequence[Record[JSON | bytes]]) -> list[tuple[str, str,
     return [(record.id, readable_time(record.timestamp), readable_value(record.value)) for record in records]
 
 
-def digest_text(digest: Digest[JSON], *, fields: Sequence[str] | None = None, on_terminal: bool = False) -> bytes:
-    """Return a digest for people: its key, then a line for each record, or for several that are alike, of ``fields``.
+def digest_text(
+    digest: Digest[JSON],
+    *,
+    fields: Sequence[str] | None = None,
+    alike: Literal["similar", "equal"] | None = "similar",
+    on_terminal: bool = False,
+) -> bytes:
+    """Return a digest for people: its key, then ``fields`` of each record, or of several that are ``alike``.
 
     For a terminal it is in colours unless NO_COLOR is set, and no line is longer than the terminal is wide.
     """
@@ -84,7 +90,7 @@ def digest_text(digest: Digest[JSON], *, fields: Sequence[str] | None = None, on
 
     formats = Formats(datetime.now(UTC))
     width = shutil.get_terminal_size().columns if on_terminal else TEXT_WIDTH
-    seen = view(digest, formats, most=LOOKED_AT, chosen=fields)
+    seen = view(digest, formats, most=LOOKED_AT, chosen=fields, alike=alike)
     text = Text()
     text.append(shortened(digest.key, LINE_WIDTH), "bold cyan").append(
         f": {summary(seen, formats)} {zone_name(formats)}"

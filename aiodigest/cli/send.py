@@ -12,6 +12,7 @@ import typer
 from aiodigest import AiodigestError, ChannelError, DeliverySignal, Digest, Record, Reject
 from aiodigest.cli.destinations import (
     TRY,
+    Collapse,
     Deliver,
     Destination,
     Execute,
@@ -39,6 +40,7 @@ def send(
     subject: Subject = None,
     template: File = None,
     fields: Fields = None,
+    collapse: Collapse = None,
     key: Annotated[str, typer.Option(help=KEY)] = "aiodigest/test",
     try_timeout: TryTimeout = TRY,
     in_json: AsJson = False,
@@ -48,7 +50,9 @@ def send(
     It is tried once, and no server is needed. Exit code 0: it was delivered. 1: it was rejected, as it would be
     whenever it was tried. 69: it was not delivered now; pipe would try again.
     """
-    chosen = destination(deliver, execute, subject=subject, template=template, fields=fields, timeout=try_timeout)
+    chosen = destination(
+        deliver, execute, subject=subject, template=template, fields=fields, collapse=collapse, timeout=try_timeout
+    )
     if chosen is None:
         raise typer.BadParameter("say where: --deliver URL or --exec CMD")
     try:

@@ -148,7 +148,8 @@ def explain(
     told, is_empty = location.ask(ask)
     if is_empty:
         say(f"{location.where} is empty")
-    print_result(asdict(told), f"{key}: {told}", in_json)
+    has_times = any(reason.at is not None for reason in told.reasons)
+    print_result(asdict(told), f"{key}: {told}{' (UTC)' * has_times}", in_json)
 
 
 def namespaces(url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = False) -> None:

@@ -31,12 +31,14 @@ from aiodigest import (
 )
 from aiodigest.cli.destinations import (
     TRY,
+    Collapse,
     Deliver,
     Execute,
     Fields,
     File,
     Subject,
     TryTimeout,
+    alike_of,
     destination,
     names_of,
 )
@@ -70,6 +72,7 @@ ORDERS = (
 )
 OUTPUT = typer.Option("--output", "-o", help="Text for people, or a JSON object per digest.")
 STRICT = "Stop at a line that cannot be used: deliver what came before it, and exit 1."
+FOLLOWS = "At the end of a file, wait for more. It begins at the start of the file at each run."
 LINES = "Lines are plain text, and --id and --timestamp name groups (?P<id>...) of --group-by."
 _delay = partial(parsed_option, parse=duration, metavar="DURATION")
 INITIAL = _delay("--initial-delay", "From the first line of a group to its digest. [default: 0]")
@@ -122,7 +125,7 @@ def pipe(
     id: Annotated[parser.Template | None, parsed_option("--id", IDENTIFIES, parser.Template.parse, "FIELD")] = None,
     timestamp: Annotated[parser.Path | None, parsed_option("--timestamp", ORDERS, parser.Path, "FIELD")] = None,
     output: Annotated[Literal["text", "json"], OUTPUT] = "text",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="At the end of a file, wait for more.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help=FOLLOWS)] = False,
     lines: Annotated[bool, typer.Option("--lines", help=LINES)] = False,
     strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
     deliver: Deliver = None,
@@ -130,6 +133,7 @@ def pipe(
     subject: Subject = None,
     template: File = None,
     fields: Fields = None,
+    collapse: Collapse = None,
     try_timeout: TryTimeout = TRY,
     retry_for: Annotated[float, RETRY_FOR] = PATIENCE,
     initial_delay: Annotated[float, INITIAL] = 0.0,
@@ -165,7 +169,8 @@ def pipe(
     is a file, only when it reads that file again). The same command cannot run twice at once there, unless --namespace
     tells the two apart.
 
-    As text, lines that differ in numbers, ids, addresses and times alone are shown once, with how often they came.
+    As text, lines that differ in numbers, ids, addresses and times alone are shown once, with how often they came,
+    unless --collapse says otherwise.
 
     With --deliver or --exec digests are sent instead. What fails is tried again with growing waits, while other groups
     go on; what could not be delivered in the end is kept for the next run, and the exit code is 1, as it is if a digest
@@ -174,11 +179,18 @@ def pipe(
     shape = _shape(group_by, id, timestamp, lines)
     hidden = () if fields else shape.group.paths
     goal = destination(
-        deliver, execute, subject=subject, template=template, fields=fields, hidden=hidden, timeout=try_timeout
+        deliver,
+        execute,
+        subject=subject,
+        template=template,
+        fields=fields,
+        collapse=collapse,
+        hidden=hidden,
+        timeout=try_timeout,
     )
     if in_json:
         output = "json"
-    _refuse_together(goal is not None, output == "json", lines, fields)
+    _refuse_together(goal is not None, output == "json", lines, fields, collapse)
     room = inf  # a group may lose lines
     if capacity is None:
         max_size = max_size or MAX_SIZE
@@ -228,9 +240,10 @@ def pipe(
     except InvalidArgument as error:  # of a policy that does not go with the retries of a delivery
         raise typer.BadParameter(in_options(error)) from None
     chosen = None if fields is None else names_of(fields)
+    alike = alike_of(collapse, chosen)
 
     def as_text(digest: Digest[JSON]) -> bytes:
-        return digest_text(without(digest, hidden), fields=chosen, on_terminal=os.isatty(1))
+        return digest_text(without(digest, hidden), fields=chosen, alike=alike, on_terminal=os.isatty(1))
 
     render = digest_json if output == "json" else as_text
     try:
@@ -249,12 +262,14 @@ def pipe(
         raise AiodigestError(reason_of(error)) from error
 
 
-def _refuse_together(sends: bool, in_json: bool, lines: bool, fields: str | None) -> None:
+def _refuse_together(sends: bool, in_json: bool, lines: bool, fields: str | None, collapse: str | None) -> None:
     """Raise BadParameter for options of which one makes the other meaningless."""
     if sends and in_json:
         raise typer.BadParameter("--json is for standard output: leave it out with --deliver and --exec")
     if fields is not None and in_json:
         raise typer.BadParameter("--fields is for text: JSON has all fields")
+    if collapse is not None and in_json:
+        raise typer.BadParameter("--collapse is for text: JSON has all lines")
     if fields is not None and lines:
         raise typer.BadParameter("--fields names fields of JSON, and --lines are plain text")
 

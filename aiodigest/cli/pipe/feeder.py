@@ -213,8 +213,8 @@ class Feeder:
             self._aged = -(await self._engine.stats()).aged  # a pipe without a server says so at once, in one line
             self._left = await self._backpressure.count_held()
             if self._left:
-                done = "delivered" if sends else "printed"
-                say(f"{count(self._left, 'line')} left by an earlier run of this command: {done} too")
+                done = "sent again" if sends else "printed"
+                say(f"{count(self._left, 'line')} left by an earlier run: {done} with these")
             freeze_garbage()
             reader = Reader(sources, follow)
             try:
@@ -374,9 +374,17 @@ class Feeder:
             await asyncio.sleep(POLL)
         self._aged += stats.aged
 
+    @property
+    def _again(self) -> str:
+        """What brings the lines that are kept, and how often; an id does not join what is under way and what is new."""
+        alone = f"with --namespace {self._engine.namespace} and </dev/null only what was kept comes"
+        return f"the same command. If it reads its input again, lines come twice; {alone}"
+
     def _report(self) -> int:
         """Print a line for each thing that the user should know at the end, and return the exit code."""
         dropped, error = sum(self._receiver.drops.values()), self._receiver.error
+        if isinstance(self._receiver, Sender) and os.isatty(2):  # a script sees the exit code
+            say(f"{count(self._receiver.sent, 'digest')} delivered, with {count(self._receiver.lines, 'line')}")
         unusable = self._unusable
         unused = {
             count(self._malformed, "malformed line"): self._malformed,
@@ -396,7 +404,6 @@ class Feeder:
         if dropped:
             lost = f"{count(dropped, 'record')} dropped because a timeline was full"
             say(f"{lost}: raise --capacity, or set --max-size")
-        namespace = f"namespace {self._engine.namespace}"
         if self._receiver.rejected:
             rejected = f"{count(self._receiver.rejected, 'digest')} rejected, and kept as dead letters"
             say(f"{rejected}: see aiodigest dead list --namespace {self._engine.namespace}")
@@ -405,11 +412,9 @@ class Feeder:
             say(f"{shortened(key, NAME)} fails, and holds all that it can: nothing was added from {line.place} on")
         if self._kept is not None:
             groups = count(self._kept.waiting + self._kept.ready + self._kept.leased, "group")
-            say(f"{groups} could not be delivered: run the same command again to try once more ({namespace})")
+            say(f"{groups} could not be delivered; to try again: {self._again}")
         if error is not None:
-            done = "deliver" if isinstance(self._receiver, Sender) else "print"
-            again = f"run the same command again to {done} the rest ({namespace})"
-            say(f"standard output: {getattr(error, 'strerror', None) or error}; {again}")
+            say(f"standard output: {getattr(error, 'strerror', None) or error}; to go on: {self._again}")
             return FAILED
         if self._signal is not None:
             return 128 + self._signal

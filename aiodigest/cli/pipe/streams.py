@@ -196,12 +196,14 @@ class Receiver:
 class Sender(Receiver):
     """Sends each digest through a channel, and what fails is tried again by the engine.
 
-    If the input has an end, no digest tells when the next one comes.
+    If the input has an end, no digest tells when the next one comes. ``sent`` counts the digests that were delivered,
+    ``lines`` the records in them.
     """
 
     def __init__(self, channel: Channel, has_end: bool) -> None:
         super().__init__()
         self.channel = channel
+        self.sent, self.lines = 0, 0
         self._has_end = has_end
 
     async def deliver(self, digest: Digest[JSON]) -> None:
@@ -218,6 +220,8 @@ class Sender(Receiver):
             self.error = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
             self.failed.set()
             raise RetryAfter(1, pause=True) from None
+        self.sent += 1
+        self.lines += len(digest.records)
         if digest.dropped:
             self.drops[digest.id] = digest.dropped
 
