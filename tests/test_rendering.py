@@ -286,6 +286,8 @@ def test_a_digest_reads_well_as_text() -> None:
 
 # Templates of users
 
+OURS = '{%% extends "digest.html" %%}{%% block %s %%}{{ %s }}{%% endblock %%}'
+
 
 def test_a_template_is_a_string_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mail.html"
@@ -305,6 +307,31 @@ def test_a_part_of_the_default_page_can_be_replaced() -> None:
     assert '<a href="https://x.example">Stop</a>' in page
     assert "Times are in" not in page
     assert Template(html="")(digest_of("a")).html is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        OURS % ("styles", "font + wraps"),
+        OURS % ("item", "item.title + group.name ~ loop.index"),
+        "{% set x = 1 %}{% macro m(a) %}{{ a }}{% endmacro %}" + OURS % ("footer", "super() ~ self.notes() ~ m(x)"),
+        "{% for each in items %}{% block row scoped %}{{ loop.index }}{{ each.title }}{% endblock %}{% endfor %}",
+    ],
+)
+def test_a_block_may_name_what_is_set_around_it(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert Template(html=source)(digest_of("a")).html
+    assert not caplog.records
+
+
+def test_a_variable_of_the_users_own_may_be_a_function_of_the_key() -> None:
+    template = Template(
+        text="{{ text }}{{ stop }}",
+        html=OURS % ("footer", "stop"),
+        variables={"stop": lambda key: f"https://{key}.example/?a=1&b=2", "shop": "x"},
+    )
+    message = template(digest_of("a"), now=NOW)
+    assert message.text.endswith("Times are in UTC.\nhttps://ops.example/?a=1&b=2")
+    assert "https://ops.example/?a=1&amp;b=2</td>" in str(message.html)
 
 
 def test_the_functions_of_items_are_filters() -> None:
@@ -342,6 +369,14 @@ def test_a_link_leads_to_the_web_or_nowhere(address: Any, link: str) -> None:
         ({"text": "{% for %}"}, ConfigurationError, "the template of text cannot be used"),
         ({"text": "{{ x | nosuch }}"}, ConfigurationError, "nosuch"),
         ({"subject": "{{ digset.key }}"}, ConfigurationError, "names 'digset'; there are: count, digest, groups"),
+        ({"html": OURS % ("footer", "digset.key")}, ConfigurationError, "the template of html names 'digset'; there are:"),
+        ({"html": OURS % ("footer", "item.title")}, ConfigurationError, "names 'item'"),
+        ({"text": "{% block a %}{{ item }}{% endblock %}"}, ConfigurationError, "names 'item'"),
+        ({"html": '{% extends "base.html" %}'}, ConfigurationError, "'base.html': only \"digest.html\" can be extended"),
+        ({"text": "{% include '/etc/passwd' %}"}, ConfigurationError, "only \"digest.html\" can be extended"),
+        ({"variables": {"items": 1}}, InvalidArgument, "a name of variables must be a word that is not taken"),
+        ({"variables": {"a b": 1}}, InvalidArgument, "a name of variables must be a word that is not taken"),
+        ({"variables": ["a"]}, InvalidArgument, "variables must be a mapping from names to values"),
         ({"html": Path("/no/such/file")}, ConfigurationError, "No such file"),
         ({"text": "{% for a in items %}" * 25 + "{% endfor %}" * 25}, ConfigurationError, "too many statically nested"),
         ({"text": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"}, ConfigurationError, "recursion depth"),
@@ -369,8 +404,8 @@ def test_what_cannot_work_is_refused_when_it_is_set_up(settings: Any, error: typ
         "{{ items[0].value.text / 2 }}",
         "{{ items[0].nothing() }}",
         "{{ items.append(1) }}",
-        "{% block a %}{{ digset }}{% endblock %}",
-        "{% include '/etc/passwd' %}",
+        "{% block a %}{{ x }}{% endblock %}{% if not count %}{% set x = 1 %}{% endif %}",
+        "{% set file = '/etc/passwd' %}{% include file %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% for a in range(99999) %}{{ '01234567890123456789' }}{% endfor %}",
         "{{ 'x' * 10 ** 9 }}",

@@ -189,11 +189,11 @@ def _check_login(text: object, what: str) -> None:
     if text is None:
         return
     try:
-        fits = isinstance(text, str) and b"\0" not in text.encode()
+        fits = isinstance(text, str) and text != "" and b"\0" not in text.encode()
     except UnicodeEncodeError:
         fits = False
     if not fits:
-        raise InvalidArgument(f"{what} must be text that UTF-8 can hold, without NUL")
+        raise InvalidArgument(f"{what} must be text that UTF-8 can hold, not empty and without NUL")
 
 
 def _is_loopback(host: str) -> bool:

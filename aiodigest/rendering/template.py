@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import UTC, datetime, tzinfo
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ BOUNDS = {"subject": 1_000, "text": 200_000, "html": 1_000_000}  # characters th
 SUBJECT = 200  # characters of a subject
 SOURCE = 1_000_000  # bytes of a file with a template
 DEFAULT_HTML = Path(__file__).parent / "templates" / "digest.html.jinja"
+PAGE = {"font", "wraps"}  # names that the default page gives its blocks
+SCOPED = {"group", "item", "loop"}  # and those that it gives the block "item" besides
 NAMES = {"count", "digest", "groups", "items", "lang", "notes", "now", "preview", "summary", "text", "zone"}
 
 
@@ -83,11 +85,15 @@ class Template:
         The reader's time zone, such as "Europe/Berlin", or a function from the key to it.
     locale : str | None, default None
         The reader's language for times and numbers, such as "de"; it needs Babel. None is English. Words stay English.
+    variables : Mapping[str, object], default {}
+        What templates may name besides. A function is called with the key for each digest: ``{"unsubscribe": link}``
+        makes ``{{ unsubscribe }}`` what ``link(key)`` returns.
 
     Raises
     ------
     ConfigurationError
-        If a template cannot be read or compiled, names a variable that there is not, or Babel is not installed.
+        If a template cannot be read or compiled, names a variable that there is not, extends or includes another one
+        than "digest.html", or Babel is not installed.
     InvalidArgument
         If another argument is not allowed.
     """
@@ -104,13 +110,15 @@ class Template:
         fields: Sequence[str] | None = None,
         tz: str | tzinfo | Callable[[str], str | tzinfo] = "UTC",
         locale: str | None = None,
+        variables: Mapping[str, object] = {},
     ) -> None:
         _check(group_by, collapse, top, fields)
+        self._variables = _checked(variables)
         self._shown: dict[str, Any] = {"by": group_by, "alike": collapse, "most": top, "chosen": fields}
         self._zone = tz if callable(tz) else zone(tz)
         self._locale = language(locale)
         given = {"subject": subject, "text": text, "html": DEFAULT_HTML if html is None else html}
-        self._parts = {part: _compiled(part, source) for part, source in given.items() if source}
+        self._parts = {part: _compiled(part, source, NAMES | self._variables.keys()) for part, source in given.items() if source}
         self._told = set[tuple[str, type]]()
 
     def __call__(self, digest: Digest[Any], /, *, now: datetime | None = None) -> Message:
@@ -121,7 +129,8 @@ class Template:
             formats = Formats(now, here, self._locale)
             seen = view(digest, formats, **self._shown)
             text, blocks = text_of(seen, formats), blocks_of(seen, formats)
-            variables = _variables(seen, formats, text)
+            own = {name: each(digest.key) if callable(each) else each for name, each in self._variables.items()}
+            variables = own | _variables(seen, formats, text)
         except Exception as error:  # of a function or a value of the user's
             self._tell("digest", error)
             return plain(digest, now=now)
@@ -167,6 +176,16 @@ def _check(group_by: object, collapse: object, top: object, fields: Any) -> None
     several = cast("Sequence[object]", fields if isinstance(fields, list | tuple) else ())
     if fields is not None and not (several and all(isinstance(name, str) for name in several)):
         raise InvalidArgument(f"fields must be a list of names of fields, not {shown(cast('object', fields))}")
+
+
+def _checked(variables: Any) -> dict[str, object]:
+    if not isinstance(variables, Mapping):
+        raise InvalidArgument(f"variables must be a mapping from names to values, not {shown(variables)}")
+    named = cast("Mapping[Any, object]", variables)
+    for name in named:
+        if not isinstance(name, str) or not name.isidentifier() or name in NAMES | PAGE | SCOPED | {"formats", "range"}:
+            raise InvalidArgument(f"a name of variables must be a word that is not taken, not {shown(name)}")
+    return dict(named)
 
 
 def _variables(seen: View, formats: Formats, text: str) -> dict[str, Any]:
@@ -280,18 +299,32 @@ def _read(file: Path) -> str:
     return content.decode()
 
 
-def _compiled(part: str, given: str | Path) -> jinja2.Template:
-    """Return a template; raise ConfigurationError if it cannot be one."""
+def _compiled(part: str, given: str | Path, known: Set[str]) -> jinja2.Template:
+    """Return a template that names what is ``known``; raise ConfigurationError if it cannot be one."""
     try:
         source = given if isinstance(given, str) else _read(given)
         environment = _environment(part == "html")
         parsed = environment.parse(source)
-        unknown = meta.find_undeclared_variables(parsed) - NAMES - environment.globals.keys()
-        if unknown and parsed.find(nodes.Block) is None:  # where there are blocks, it takes names of loops for unknown
-            names = ", ".join(sorted(NAMES))
-            raise ConfigurationError(f"the template of {part} names {min(unknown)!r}; there are: {names}")
+        _check_names(part, parsed, known)
         return environment.from_string(counting(parsed, environment))
     except ConfigurationError:
         raise
     except Exception as error:  # of many kinds: Jinja2 lets pass what Python says to what it makes of a template
         raise ConfigurationError(f"the template of {part} cannot be used: {shown(error, str)}") from error
+
+
+def _check_names(part: str, parsed: nodes.Template, known: Set[str]) -> None:
+    """Refuse templates and variables that there are not."""
+    for name in meta.find_referenced_templates(parsed):
+        if name not in ("digest.html", None):  # None is one that is known at last when it is used
+            raise ConfigurationError(f'the template of {part} names {name!r}: only "digest.html" can be extended')
+    taken = set[str]()
+    if blocks := {block.name for block in parsed.find_all(nodes.Block)}:
+        # A block is looked at for itself: what is set around it counts as unknown.
+        taken = {each.name for each in parsed.find_all(nodes.Name) if each.ctx != "load"}
+        taken |= {each.name for each in parsed.find_all(nodes.Macro)} | {"loop"}
+        if parsed.find(nodes.Extends) is not None:
+            taken |= PAGE | (SCOPED if "item" in blocks else set())
+    if unknown := meta.find_undeclared_variables(parsed) - known - taken - set(_environment(False).globals):
+        names = ", ".join(sorted(known))
+        raise ConfigurationError(f"the template of {part} names {min(unknown)!r}; there are: {names}")
