@@ -71,7 +71,8 @@ def commands_of(block: Block) -> Iterator[str]:
 
 
 def run(*command: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
-    settings: dict[str, Any] = {"cwd": data, "env": environment(data), "stdin": subprocess.DEVNULL}
+    variables = environment(data) | {"SMTP_PASSWORD": "a reader's own"}
+    settings: dict[str, Any] = {"cwd": data, "env": variables, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, **settings)
 
 

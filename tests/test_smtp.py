@@ -693,7 +693,8 @@ def test_a_password_goes_to_another_machine_over_tls_alone() -> None:
         {"unsubscribe": 7}, {"render": "x"}, {"render": Message},
         {"hello": "a\r\nRSET"}, {"hello": "\u00fc"}, {"hello": ""}, {"hello": 5}, {"hello": "a b"},
         {"username": "u", "password": f"{PASSWORD}\ud800"}, {"username": "u\0", "password": PASSWORD},
-        {"username": 5, "password": PASSWORD}, {"username": "u", "password": ""}, {"username": "", "password": PASSWORD},
+        {"username": 5, "password": PASSWORD}, {"username": "u", "password": ""},
+        {"username": "", "password": PASSWORD},
     ],
     ids=str,
 )  # fmt: skip

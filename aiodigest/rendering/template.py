@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime, tzinfo
 from functools import cache
 from pathlib import Path
@@ -118,7 +119,9 @@ class Template:
         self._zone = tz if callable(tz) else zone(tz)
         self._locale = language(locale)
         given = {"subject": subject, "text": text, "html": DEFAULT_HTML if html is None else html}
-        self._parts = {part: _compiled(part, source, NAMES | self._variables.keys()) for part, source in given.items() if source}
+        self._parts = {
+            part: _compiled(part, source, NAMES | self._variables.keys()) for part, source in given.items() if source
+        }
         self._told = set[tuple[str, type]]()
 
     def __call__(self, digest: Digest[Any], /, *, now: datetime | None = None) -> Message:
@@ -299,7 +302,7 @@ def _read(file: Path) -> str:
     return content.decode()
 
 
-def _compiled(part: str, given: str | Path, known: Set[str]) -> jinja2.Template:
+def _compiled(part: str, given: str | Path, known: AbstractSet[str]) -> jinja2.Template:
     """Return a template that names what is ``known``; raise ConfigurationError if it cannot be one."""
     try:
         source = given if isinstance(given, str) else _read(given)
@@ -313,7 +316,7 @@ def _compiled(part: str, given: str | Path, known: Set[str]) -> jinja2.Template:
         raise ConfigurationError(f"the template of {part} cannot be used: {shown(error, str)}") from error
 
 
-def _check_names(part: str, parsed: nodes.Template, known: Set[str]) -> None:
+def _check_names(part: str, parsed: nodes.Template, known: AbstractSet[str]) -> None:
     """Refuse templates and variables that there are not."""
     for name in meta.find_referenced_templates(parsed):
         if name not in ("digest.html", None):  # None is one that is known at last when it is used

@@ -32,6 +32,7 @@ from aiodigest.models import Delivery, Digest, Result
 from aiodigest.policy import Policy, RetryPolicy, milliseconds
 from aiodigest.records.entries import aged, identity, identity_of, latest, value_in
 from aiodigest.records.validation import DEFAULT, Bounds, nearest, never_ran
+from aiodigest.timing.explain import span
 from aiodigest.timing.formula import next_due, share_of
 from aiodigest.worker.contents import SMALL, Contents, read, read_at_once
 from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, text_of, times
@@ -596,6 +597,8 @@ class Dispatcher(Generic[T]):
             line, facts = "the retry strategy failed; attempt %d waits a minute", facts_of(lease)
             logger.exception(line, lease.attempt, extra=facts)
             delay_ms = FALLBACK_DELAY_MS
-        line, facts = f"attempt %d to deliver %r {how}, the next is in %.3g s: %s", facts_of(lease, reason, delay_ms)
-        logger.warning(line, lease.attempt, lease.key, delay_ms / 1000, reason, exc_info=error, extra=facts)
+        line, facts = f"attempt %d to deliver %r {how}, the next is in %s: %s", facts_of(lease, reason, delay_ms)
+        logger.warning(
+            line, lease.attempt, lease.key, span(round(delay_ms, -3) or delay_ms), reason, exc_info=error, extra=facts
+        )
         return delay_ms
