@@ -185,15 +185,15 @@ async def test_a_person_is_told_how_much_was_delivered_and_a_script_is_not(where
 @pytest.mark.processes
 async def test_ids_and_what_collapse_names_are_all_in_a_mail(pipe: Pipe) -> None:
     for shown, told in (
-        (("--fields", "id"), ["web-0", "web-1"]),
-        (("--collapse", "none"), ["web news", "web news"]),
-        ((), ["web news"]),
+        (("--fields", "id"), {"web-0": 1, "web-1": 1}),
+        (("--collapse", "none"), {"web news": 2}),
+        ((), {"web news": 1}),
     ):
         async with mail_server() as mailbox:
             ended = await pipe("--group-by", "repo", "--deliver", to(mailbox), *shown, input=lines("web", "web"))
         assert ended == (0, "", "")
         text = mailbox.mails[0].message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
-        assert re.findall("web-[01]|web news", text) == told
+        assert {each: text.count(each) for each in told} == told
 
 
 @pytest.mark.processes

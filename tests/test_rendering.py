@@ -324,10 +324,13 @@ def test_a_block_may_name_what_is_set_around_it(source: str, caplog: pytest.LogC
 
 
 def test_a_variable_of_the_users_own_may_be_a_function_of_the_key() -> None:
+    def stop(key: str) -> str:
+        return f"https://{key}.example/?a=1&b=2"
+
     template = Template(
         text="{{ text }}{{ stop }}",
         html=OURS % ("footer", "stop"),
-        variables={"stop": lambda key: f"https://{key}.example/?a=1&b=2", "shop": "x"},
+        variables={"stop": stop, "shop": "x"},
     )
     message = template(digest_of("a"), now=NOW)
     assert message.text.endswith("Times are in UTC.\nhttps://ops.example/?a=1&b=2")
@@ -490,7 +493,7 @@ def test_what_templates_do_every_day_is_within_their_share() -> None:
 
 
 def test_a_template_reaches_nothing_but_what_it_is_given() -> None:
-    text = "{{ digest.__class__ }}{{ items[0]._value }}{{ items.__len__ }}{{ self.__init__ }}{{ when.__globals__ }}."
+    text = "{{ digest.__class__ }}{{ items[0]._value }}{{ items.__len__ }}{{ self.__init__ }}{{ zone.__globals__ }}."
     assert (
         Template(text="{% block a %}" + text + "{% endblock %}", html="")(digest_of("a")).text
         == plain_of(digest_of("a"))[1]

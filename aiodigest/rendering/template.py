@@ -325,7 +325,7 @@ def _check_names(part: str, parsed: nodes.Template, known: AbstractSet[str]) -> 
     if blocks := {block.name for block in parsed.find_all(nodes.Block)}:
         # A block is looked at for itself: what is set around it counts as unknown.
         taken = {each.name for each in parsed.find_all(nodes.Name) if each.ctx != "load"}
-        taken |= {each.name for each in parsed.find_all(nodes.Macro)} | {"loop"}
+        taken |= {each.name for each in parsed.find_all(nodes.Macro)} | {"loop", "self"}
         if parsed.find(nodes.Extends) is not None:
             taken |= PAGE | (SCOPED if "item" in blocks else set())
     if unknown := meta.find_undeclared_variables(parsed) - known - taken - set(_environment(False).globals):
