@@ -445,10 +445,8 @@ def test_an_option_with_a_value_is_given_once(arguments: list[str], option: str,
 
 
 def test_every_command_refuses_an_option_that_is_given_twice() -> None:
-    commands = [
-        *app.app.registered_commands,
-        *(c for g in app.app.registered_groups for c in g.typer_instance.registered_commands),
-    ]
+    apps = [app.app, *(group.typer_instance for group in app.app.registered_groups if group.typer_instance)]
+    commands = [each for one in apps for each in one.registered_commands]
     assert {each.cls for each in commands} == {Once}
 
 
