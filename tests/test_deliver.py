@@ -142,7 +142,7 @@ async def test_what_could_not_be_delivered_is_kept_for_the_next_run(pipe: Pipe, 
         code, output, errors = await pipe(*options, "--retry-for", "1s", input=lines("web", "web"))
         assert (code, output, mailbox.mails) == (1, "", [])
         again = "the same command. If it reads its input again, lines come twice; with"
-        alone = f"--namespace pipe-{namespace} and </dev/null only what was kept comes"
+        alone = f"--namespace pipe-{namespace}, without files and with </dev/null, only what was kept comes"
         told = f"1 group could not be delivered; to try again: {again} {alone}"
         assert errors.splitlines()[-1] == f"aiodigest: {told}"
         mailbox.script = script()

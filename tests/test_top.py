@@ -100,8 +100,9 @@ def test_a_look_takes_no_more_lines_and_columns_than_there_are() -> None:
 
 
 def test_an_empty_namespace_is_told_in_a_line_and_not_in_zeros() -> None:
-    title, told = drawn(look()).splitlines()
+    title, health, told = drawn(look()).splitlines()
     assert title.startswith("mail on here")
+    assert health == "healthy"
     assert told == "nothing was ever added here, or it has another name: see aiodigest namespaces"
     assert "0 waiting, 0 ready" in drawn(look(digests=1))
 

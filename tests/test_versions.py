@@ -40,7 +40,7 @@ SCRIPTS = (
     "print(json.dumps({name: script.source for name, script in load_scripts().items()}))"
 )
 # Scripts that take other arguments by now, or answer other things: they run in the processes above alone.
-CHANGED = frozenset({"claim", "close", "flush", "look", "open", "permits", "remove", "retry"})
+CHANGED = frozenset({"add", "claim", "close", "flush", "look", "open", "permits", "remove", "retry"})
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 

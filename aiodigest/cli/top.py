@@ -237,9 +237,10 @@ def frame(title: str, look: Look, per_second: dict[str, float] | None, lines: in
     stats, reason = look.stats, printable(look.health.reason)
     if stats is None:
         return Group(head, Text(reason, "bold red"), Text("trying again", "dim"))
-    if not (look.timelines or any(asdict(stats).values())):
-        return Group(head, Text("nothing was ever added here, or it has another name: see aiodigest namespaces"))
     health = Text("healthy", "green") if look.health.ok else Text(f"not healthy: {reason}", "bold red")
+    if not (look.timelines or any(asdict(stats).values())):
+        empty = "nothing was ever added here, or it has another name: see aiodigest namespaces"
+        return Group(head, health, Text(empty))
     contents = cut(f"{stats.waiting:,} waiting, {stats.ready:,} ready, {stats.leased:,} leased, ")
     contents.append(f"{stats.mutes:,} muted, " if stats.mutes else "")
     contents.append(count(stats.dead, "dead letter"), "red" if stats.dead else "")

@@ -376,8 +376,9 @@ class Feeder:
 
     @property
     def _again(self) -> str:
-        """What brings the lines that are kept, and how often; an id does not join what is under way and what is new."""
-        alone = f"with --namespace {self._engine.namespace} and </dev/null only what was kept comes"
+        """Advice on how to try again; an id does not join what is under way and what is new."""
+        name = self._engine.namespace
+        alone = f"with --namespace {name}, without files and with </dev/null, only what was kept comes"
         return f"the same command. If it reads its input again, lines come twice; {alone}"
 
     def _report(self) -> int:
